@@ -23,7 +23,7 @@ import torch
 from harness import figures, write_result
 
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
-from memcheck.bench.predict import predict_memory, traced
+from memcheck.bench.predict import predict_case, traced
 from memcheck.bench.sweep.predict import predict_sweep
 from memcheck.core.devices import DEVICES, Device
 from memcheck.report import write_tables
@@ -102,7 +102,7 @@ def time_cells(device: Device) -> list[dict[str, Any]]:
         milliseconds, records = [], []
         for case in mine:
             start = time.perf_counter()
-            records.append(predict_memory(case, device).record)
+            records.append(predict_case(case, device).record)
             milliseconds.append((time.perf_counter() - start) * 1e3)
         counts = {status: sum(record.status == status for record in records) for status in ("ok", "oom", "skipped")}
         rows.append(

@@ -13,8 +13,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+from memcheck.cli.flags import parser_of, split_help
+from memcheck.cli.requests import COMMANDS
+from memcheck.core.options import options_of
+from memcheck.core.place import Place
+from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
+from memcheck.core.step import Step
 from memcheck.core.version import __version__
 
 project = "memcheck"
@@ -52,10 +57,25 @@ def flag_table(parser: argparse.ArgumentParser) -> str:
 def command_page() -> str:
     """Every command with its options and examples, as `memcheck COMMAND --help` lists them."""
     parts = ["# Commands and flags", "This page is generated from the command line's own parsers."]
-    for name in COMMANDS:
-        description, examples = split_help(name)
+    for name, request in COMMANDS.items():
+        description, examples = split_help(request)
         shown = "\n".join(["```console", *(f"$ {example}" for example in examples), "```"])
-        parts += [f"## memcheck {name}", description, shown, flag_table(command_parser(name))]
+        parts += [f"## memcheck {name}", description, shown, flag_table(parser_of(name, request))]
+    return "\n\n".join(parts) + "\n"
+
+
+def option_page() -> str:
+    """The options of a step, a place and split models, as the functions, the flags and the notebook take them."""
+    intro = (
+        "Fields of `memcheck.Step`, `memcheck.Place` and `memcheck.Ranks`. Functions take them as keywords, too, and commands as flags: "
+        "`memory_limit` is `--memory-limit`. This page is generated from the fields."
+    )
+    parts = ["# Options of a step and a place", intro]
+    for kind in (Step, Place, Ranks):
+        rows = ["| option | default | meaning |", "| --- | --- | --- |"]
+        for name, field in options_of(kind).items():
+            rows.append(f"| `{name}` | `{cell(repr(field.default))}` | {cell(field.metadata['help'])} |")
+        parts += [f"## {kind.__name__}", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -99,7 +119,7 @@ def setup(app: Any) -> None:
 
 def write_reference() -> None:
     """Writes the generated pages to docs/reference/. They are committed, so that links to them work on GitHub."""
-    for name, text in (("commands", command_page()), ("records", record_page())):
+    for name, text in (("commands", command_page()), ("options", option_page()), ("records", record_page())):
         path = DOCS / "reference" / f"{name}.md"
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:

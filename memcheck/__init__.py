@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 from memcheck import _extension as _extension
 from memcheck import nn
 from memcheck.bench.api import calibrate, largest, predict_memory, write_record
+from memcheck.core.place import Place
+from memcheck.core.ranks import Ranks
+from memcheck.core.step import Program, Step
 from memcheck.core.version import __version__ as __version__
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import MemoryTracker, track
@@ -22,7 +25,6 @@ from memcheck.ops.linear_attention import linear_attention, linear_attention_ste
 from memcheck.ops.merge_attention import merge_attention
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
-from memcheck.predict.ranks import Ranks
 
 if TYPE_CHECKING:
     from memcheck import distributed
@@ -32,8 +34,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CompressedAttentionState",
     "MemoryTracker",
+    "Place",
+    "Program",
     "Ranks",
     "Results",
+    "Step",
     "calibrate",
     "combinator",
     "compressed_attention",

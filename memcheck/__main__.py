@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import importlib
 import io
@@ -13,9 +12,11 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memcheck.cli.parsers import COMMANDS, command_parser, split_help, words_before_script
+from memcheck.cli.flags import parse, split_help
+from memcheck.cli.requests import COMMANDS
 from memcheck.cli.streams import READER_LEFT, patient_streams
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
+from memcheck.core.options import spoken_as_flags
 from memcheck.core.version import __version__
 
 NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)$)", re.IGNORECASE)
@@ -53,11 +54,20 @@ def spelled(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error("memcheck", spelled)
 
 
+def words_before_script(words: Sequence[str]) -> int:
+    """How many of the words come before SCRIPT or -m of `memcheck run`. Its flags but --help take a value."""
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
+        takes_next = words[place] not in ("-h", "--help") and "=" not in words[place]
+        place += 2 if takes_next else 1
+    return place
+
+
 def show_help() -> None:
     print("usage: memcheck COMMAND [OPTIONS]   (memcheck COMMAND --help lists the options)\n\ncommands:")
     width = max(map(len, COMMANDS)) + 2
     for name in COMMANDS:
-        print(f"  {name:{width}}{split_help(name)[0]}")
+        print(f"  {name:{width}}{split_help(COMMANDS[name])[0]}")
     print("\nexamples:\n  memcheck profile-attention\n  memcheck predict --seq-len 16384 --device A100-40GB")
 
 
@@ -95,18 +105,17 @@ def dispatch(argv: Sequence[str]) -> int:
         # A command that runs a script leaves the script's words as they are.
         end = 1 + words_before_script(argv[1:]) if command == "run" else len(argv)
         rest = [*normalise(argv[:end])[1:], *argv[end:]]
-        parser = command_parser(command)
-        args = parser.parse_args(rest, argparse.Namespace(words=[command, *rest]))
+        request = parse(command, COMMANDS[command], rest)
     except SystemExit:  # --help was printed.
         return 0
-    parser.check(args)
     if command not in WITHOUT_TORCH:
         load_package()
-    for name in getattr(args, "plugin", None) or ():
-        from memcheck.bench.plugins import load_plugin
+    with spoken_as_flags():
+        for name in getattr(request, "plugin", None) or ():
+            from memcheck.bench.plugins import load_plugin
 
-        load_plugin(name)
-    return int(importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}").run(args))
+            load_plugin(name)
+        return int(importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}").run(request))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

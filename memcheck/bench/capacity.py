@@ -16,13 +16,15 @@ from typing import Any
 
 from memcheck.bench.catalog import Case, batch_of, check_case
 from memcheck.bench.predict import predicted_or_skipped
-from memcheck.core.arguments import bytes_given, whole_number
-from memcheck.core.devices import Device, device_given
+from memcheck.core.arguments import argument
+from memcheck.core.converters import count
+from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.options import named
+from memcheck.core.place import Place, as_place
 from memcheck.predict.replay import Prediction
 
 AXES = ("seq_len", "bsz", "dim")
-FLAGS = {"seq_len": "--seq-len", "bsz": "--bsz", "dim": "--dim"}
 # Upper end of a search that finds no limit.
 MOST = 2**30
 MOST_SEQUENCES = 2**16
@@ -70,52 +72,57 @@ class Capacity:
 
 def find_capacity(
     case: Case,
-    axis: str,
-    device: Device | str,
+    find: str,
+    place: Place | Device | str,
     *,
-    limit_bytes: int | str | None = None,
     step: int = 1,
-    most: int = MOST,
+    up_to: int = MOST,
     start: int | None = None,
     predict: Predict | None = None,
 ) -> Capacity:
-    """The largest size of the axis at which the case fits the device. Its other sizes stay.
+    """The largest size of an axis at which the case fits the device. Its other sizes stay.
 
-    axis: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim". Of packed and padded
+    find: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim". Of packed and padded
         batches, "seq_len" is the length of the longest sequence, to which the others keep their proportion, and "bsz"
         the number of sequences, which repeat the case's lengths.
-    limit_bytes: a limit below the device's memory.
+    place: the device, or a Place with a limit below its memory.
     step: only its multiples are sizes; a dimension is also a multiple of the heads, and a number of sequences one of
         the number of the case's lengths.
-    most: the largest size of the search.
+    up_to: the largest size of the search.
     start: the size to begin with, ideally near the result.
-    predict: replaces predict_memory on that device.
+    predict: replaces the prediction of a case there.
 
     UsageError: the axis is unknown, or the device has no limit.
     """
-    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
-    step, most = whole_number("step", step), whole_number("most", most)
-    start = None if start is None else whole_number("start", start)
-    if axis not in AXES:
-        raise unknown_name("--find", axis.replace("_", "-"), known_axes())
-    if device.usable_bytes is None and limit_bytes is None:
-        raise UsageError(f"--device {device.name} has no limit to find: give it one, as --memory-limit 16GiB")
-    if axis == "dim":
+    place = as_place(place).resolved()
+    device = place.for_device
+    step, most, start = argument("step", step, count), argument("up_to", up_to, count), argument("start", start, count)
+    if find not in AXES:
+        raise unknown_name(named("find"), find.replace("_", "-"), known_axes())
+    check_has_limit(place)
+    if find == "dim":
         step = math.lcm(step, case.heads or 1)
-    if axis == "bsz" and case.lengths is not None:
+    if find == "bsz" and case.lengths is not None:
         step, most = math.lcm(step, len(case.lengths)), min(most, MOST_SEQUENCES)
     if most < step:
-        raise UsageError(f"--up-to must be at least the step of {step}, got {most}")
-    predict = predict or (lambda case: predicted_or_skipped(case, device, limit_bytes=limit_bytes))
-    search = Search(lambda size: predict(check_case(resized(case, axis, size))), step, most)
+        raise UsageError(f"{named('up_to')} must be at least the step of {step}, got {most}")
+    predict = predict or (lambda case: predicted_or_skipped(case, place))
+    search = Search(lambda size: predict(check_case(resized(case, find, size))), step, most)
     largest = search.largest(start or FIRST)
     if largest > step:
         search.fits(largest - step)  # Sizes that barely fit may leave a gap below them.
     at, beyond = search.found.get(largest), search.found.get(largest + step)
     gaps = tuple(size for size in sorted(search.found) if size < largest and not search.fits(size))
     return Capacity(
-        axis, resized(case, axis, largest or step), device, largest, step, at, beyond, gaps, len(search.found)
+        find, resized(case, find, largest or step), device, largest, step, at, beyond, gaps, len(search.found)
     )
+
+
+def check_has_limit(place: Place) -> None:
+    """UsageError: neither the place nor its device has a limit."""
+    if place.room_bytes is None:
+        name, limit = f"{named('device')} {place.for_device.name}", f"{named('memory_limit')} 16GiB"
+        raise UsageError(f"{name} has no limit to find: give it one, as {limit}")
 
 
 def known_axes() -> list[str]:
@@ -239,19 +246,18 @@ def capacity_curve(
     axis: str,
     along: str,
     sizes: Sequence[int],
-    device: Device | str,
+    place: Place | Device | str,
     *,
-    limit_bytes: int | str | None = None,
     step: int = 1,
-    most: int = MOST,
+    up_to: int = MOST,
     predict: Predict | None = None,
 ) -> list[tuple[int, Capacity]]:
     """(size, capacity) for each size along another axis. Each search starts at the previous result."""
     curve: list[tuple[int, Capacity]] = []
-    limits: dict[str, Any] = {"limit_bytes": limit_bytes, "step": step, "most": most, "predict": predict}
+    limits: dict[str, Any] = {"step": step, "up_to": up_to, "predict": predict}
     for size in sorted(sizes):
         start = curve[-1][1].largest or None if curve else None
-        curve.append((size, find_capacity(resized(case, along, size), axis, device, start=start, **limits)))
+        curve.append((size, find_capacity(resized(case, along, size), axis, place, start=start, **limits)))
     return curve
 
 

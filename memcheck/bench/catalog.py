@@ -20,6 +20,7 @@ from memcheck.bench import operators
 from memcheck.bench.decode import Decoding
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
 from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.options import named
 from memcheck.core.style import Style
 from memcheck.ops.combinator import combinator
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
@@ -67,9 +68,9 @@ def check_case(case: Case) -> Case:
     for name in ("bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor"):
         size = getattr(case, name)
         if size is not None and size < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+            raise UsageError(f"{named(name)} must be at least 1, got {size}")
     if case.operator not in CONTENDERS:
-        raise unknown_name("--attention-type", case.operator, attention_types())
+        raise unknown_name(named("attention_type"), case.operator, attention_types())
     contender = CONTENDERS[case.operator]
     has = {
         "kv_len": contender.kind == "attention",
@@ -80,20 +81,22 @@ def check_case(case: Case) -> Case:
     for name in ("bsz", "query_len", "dim", *(name for name, needed in has.items() if needed)):
         case.size(name)
     if case.dtype not in DTYPES:
-        raise unknown_name("--dtype", case.dtype, (*SHORT_DTYPES, *DTYPES))
+        raise unknown_name(named("dtype"), case.dtype, (*SHORT_DTYPES, *DTYPES))
     if case.mode not in MODES:
-        raise UsageError(f"--mode must be one of {', '.join(MODES)}, got {case.mode}")
+        raise UsageError(f"{named('mode')} must be one of {', '.join(MODES)}, got {case.mode}")
     check_lengths(case)
     if case.mode == "decode" and case.query_len != 1:
-        raise UsageError(f"--query-len must be 1 in --mode decode, a step takes one token, got {case.query_len}")
+        rule = f"must be 1 in {named('mode')} decode, a step takes one token"
+        raise UsageError(f"{named('query_len')} {rule}, got {case.query_len}")
     if case.heads is not None and case.dim % case.heads:
         raise UsageError(
-            f"--dim must be divisible by --heads for {case.operator}, got --dim {case.dim} --heads {case.heads}"
+            f"{named('dim')} must be divisible by {named('heads')} for {case.operator}, "
+            f"got {named('dim')} {case.dim} {named('heads')} {case.heads}"
         )
     if case.causal and case.kv_len is not None and case.query_len > case.kv_len:
         raise UsageError(
-            f"--query-len must not exceed --kv-len when causal, got {case.query_len} and {case.kv_len}; "
-            "use --no-causal or more keys"
+            f"{named('query_len')} must not exceed {named('kv_len')} when causal, "
+            f"got {case.query_len} and {case.kv_len}; use {named('causal=False')} or more keys"
         )
     return case
 
@@ -104,14 +107,15 @@ def check_lengths(case: Case) -> None:
         return
     if not CONTENDERS[case.operator].takes_lengths:
         known = ", ".join(name for name, contender in CONTENDERS.items() if contender.takes_lengths)
-        raise UsageError(f"--lengths is not for {case.operator}, only for {known}")
+        raise UsageError(f"{named('lengths')} is not for {case.operator}, only for {known}")
     if case.mode == "decode":
-        raise UsageError("--lengths is not for --mode decode, whose sequences are all of --kv-len tokens")
+        rule = f"is not for {named('mode')} decode, whose sequences are all of {named('kv_len')} tokens"
+        raise UsageError(f"{named('lengths')} {rule}")
     words = check_sequences(case.lengths)
     of_padded, of_packed = (len(case.lengths), max(case.lengths)), (1, sum(case.lengths))
     if case.query_len != case.kv_len or (case.bsz, case.query_len) not in (of_padded, of_packed):
         raise UsageError(
-            f"--lengths {words} needs batch and length to be {of_padded} padded or {of_packed} packed, "
+            f"{named('lengths')} {words} needs batch and length to be {of_padded} padded or {of_packed} packed, "
             f"got {(case.bsz, case.query_len)}"
         )
 
@@ -120,7 +124,8 @@ def check_sequences(lengths: Sequence[int]) -> str:
     """The lengths as the flag has them. Raises UsageError if they are no batch of sequences."""
     words = ",".join(map(str, lengths))
     if len(lengths) < 2 or min(lengths) < 1:
-        raise UsageError(f"--lengths must be of two sequences or more, each of a position or more, got {words}")
+        rule = "must be of two sequences or more, each of a position or more"
+        raise UsageError(f"{named('lengths')} {rule}, got {words}")
     return words
 
 
@@ -146,7 +151,7 @@ def make_case(
 ) -> Case:
     """A checked case of an attention, with only the sizes that its operator has. A decoding step takes one query."""
     if operator not in attention_types():
-        raise unknown_name("--attention-type", operator, attention_types())
+        raise unknown_name(named("attention_type"), operator, attention_types())
     contender = CONTENDERS[operator]
     if fields.get("mode") == "decode":
         fields["query_len"] = 1
@@ -173,7 +178,7 @@ def batch_of(lengths: Sequence[int], layout: str) -> dict[str, Any]:
 def make_combinator_case(operator: str, **fields: Any) -> Case:
     """A checked case of a combinator, which has no keys."""
     if operator not in combinator_types():
-        raise unknown_name("--combinator-type", operator, combinator_types())
+        raise unknown_name(named("combinator_type"), operator, combinator_types())
     return check_case(Case(operator, kv_len=None, causal=None, **fields))
 
 

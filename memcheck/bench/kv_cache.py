@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 from memcheck.bench.capacity import Search
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.decode import Decoding, cached, grouped, in_place, one_token
-from memcheck.bench.predict import predicted_for
+from memcheck.bench.predict import predict_case
 from memcheck.core.case import Case
 from memcheck.core.devices import Device
 from memcheck.core.errors import UnsupportedError, UsageError
+from memcheck.core.options import named
+from memcheck.core.place import Place, as_place
 from memcheck.core.tensors import tensors_in
 from memcheck.core.workload import Workload
-from memcheck.predict.replay import Prediction, target_for
+from memcheck.predict.replay import Prediction
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ class CachedModel:
     def __post_init__(self) -> None:
         name, heads = self.case.operator, self.case.heads
         if CONTENDERS[name].decode is None:
-            raise UsageError(f"--attention-type {name} has no decoding step")
+            raise UsageError(f"{named('attention_type')} {name} has no decoding step")
         if self.kv_heads is not None and (heads is None or heads % self.kv_heads):
             words = f"{heads} heads" if heads else "no heads"
-            raise UsageError(f"--kv-heads must divide --heads, got {self.kv_heads}, and {name} has {words}")
+            rule = f"must divide {named('heads')}, got {self.kv_heads}"
+            raise UsageError(f"{named('kv_heads')} {rule}, and {name} has {words}")
         if self.decoding.attend is None and (self.block_size > 1 or self.concatenates):
-            flag = "--concatenate" if self.concatenates else "--block-size"
+            flag = named("concatenate") if self.concatenates else named("block_size")
             raise UsageError(f"{flag} is for a cache of keys and values, which {name} does not have")
 
     @property
@@ -77,38 +79,38 @@ class CachedModel:
         """The weights, and the states of the layers that do not run at the moment."""
         return self.weights_bytes + self.state_bytes(bsz) // self.layers * (self.layers - 1)
 
-    def predict_step(
-        self, device: Device, bsz: int | None = None, *, limit_bytes: int | None = None, **where: Any
-    ) -> Prediction:
+    def predict_step(self, place: Place | Device, bsz: int | None = None) -> Prediction:
         """The prediction of one layer's step on what the rest of the model leaves of the device.
 
-        So its status says whether the whole model fits. bsz: sequences; those of the case by default. where: threads
-        and torch_version, as of memcheck.predict_memory.
+        So its status says whether the whole model fits. bsz: sequences; those of the case by default.
         """
+        place = as_place(place)
+        device = place.for_device
         case = self.layer(self.case.bsz if bsz is None else bsz)
         beside = self.bytes_beside(case.bsz)
-        usable, limit = (None if room is None else max(room - beside, 1) for room in (device.usable_bytes, limit_bytes))
-        left = dataclasses.replace(device, usable_bytes=usable)
+        usable, limit = (
+            None if room is None else max(room - beside, 1) for room in (device.usable_bytes, place.limit_bytes)
+        )
+        left = dataclasses.replace(place, device=dataclasses.replace(device, usable_bytes=usable), memory_limit=limit)
         step = functools.partial(step_workload, kv_heads=self.kv_heads, concatenates=self.concatenates)
-        return predicted_for(target_for(device, **where), case, left, limit, make=step)
+        return predict_case(case, left, make=step)
 
-    def need_bytes(self, device: Device, **where: Any) -> int | None:
+    def need_bytes(self, place: Place | Device) -> int | None:
         """The weights, all states and the step of one layer. None if a step is not predicted."""
-        unlimited = dataclasses.replace(device, usable_bytes=None)
-        peak = self.predict_step(unlimited, **where).record.forward_peak_bytes
+        peak = self.predict_step(as_place(place).unlimited).record.forward_peak_bytes
         return None if peak is None else self.bytes_beside(self.case.bsz) + peak
 
-    def most_sequences(self, device: Device, *, limit_bytes: int | None = None, **where: Any) -> int | None:
+    def most_sequences(self, place: Place | Device) -> int | None:
         """The largest number of sequences that fits. None if there is no limit."""
-        rooms = [room for room in (device.usable_bytes, limit_bytes) if room is not None]
-        if not rooms:
+        place = as_place(place).resolved()
+        if (room := place.room_bytes) is None:
             return None
-        most = (min(rooms) - self.weights_bytes) // self.state_bytes()
+        most = (room - self.weights_bytes) // self.state_bytes()
         if most < 1:
             return 0
 
         def predict(bsz: int) -> Prediction:
-            return self.predict_step(device, bsz, limit_bytes=limit_bytes, **where)
+            return self.predict_step(place, bsz)
 
         return Search(predict, 1, most).largest(most)
 

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.failures import failure
+from memcheck.core.options import named
 
 
 def load_plugin(name: str) -> str:
@@ -20,7 +21,7 @@ def load_plugin(name: str) -> str:
     UsageError: there is no such thing, or its code fails.
     """
     if not name:
-        raise UsageError("--plugin must name a file FILE.py or a module, got ''")
+        raise UsageError(f"{named('plugin')} must name a file FILE.py or a module, got ''")
     try:
         with redirect_stdout(sys.stderr):  # stdout may be JSON that another program reads.
             if name.endswith(".py") or os.sep in name:
@@ -28,9 +29,9 @@ def load_plugin(name: str) -> str:
             else:
                 importlib.import_module(name)
     except MemcheckError as error:
-        raise UsageError(f"--plugin {name}: {error}") from error
+        raise UsageError(f"{named('plugin')} {name}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--plugin {name} cannot be imported: {failure(error)}") from error
+        raise UsageError(f"{named('plugin')} {name} cannot be imported: {failure(error)}") from error
     return name
 
 

@@ -4,106 +4,86 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Contender
 from memcheck.bench.workloads import prepare
-from memcheck.core.arguments import bytes_given
 from memcheck.core.case import Case, Terms
-from memcheck.core.devices import Device, device_given, device_named
-from memcheck.core.errors import ExtensionError, UnsupportedError
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import ExtensionError, UnsupportedError, UsageError
+from memcheck.core.options import named
+from memcheck.core.place import Place, as_place
 from memcheck.core.record import Record
+from memcheck.core.torch_versions import Version
 from memcheck.core.workload import Workload
 from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict.allocation_log import Trace
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
+from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
 from memcheck.predict.scratch import Target
-from memcheck.predict.torch_versions import Version
 
 
-def predict_memory(
+def predict_case(
     case: Case,
-    device: Device | torch.device | str = "cpu",
+    place: Place | Device | str = "cpu",
     *,
-    limit_bytes: int | str | None = None,
     dense_grad: bool = False,
-    threads: int | None = None,
-    expandable_segments: bool = False,
-    torch_version: Sequence[int] | str | None = None,
-    drops_workspaces: bool = True,
+    target: Target | None = None,
+    make: Callable[[Case], Workload] = prepare,
 ) -> Prediction:
-    """The record that measuring the case on the device would give. Nothing is run or allocated.
+    """The record that measuring the case at the place would give. Nothing is run or allocated.
 
-    device: a memcheck.core.devices.Device, or a name for device_named there: "A100-40GB", "cpu", "40GiB".
-    limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments. Or a text, "40GiB".
     dense_grad: the gradient of the output is a full tensor, instead of one element expanded.
-    threads: of the CPU; torch's number by default. expandable_segments: as in PYTORCH_ALLOC_CONF.
-    torch_version: the version to predict for, such as (2, 7) or "2.13"; that of this process by default. If either
-        version is newer than the newest that predictions were compared with, no figure is exact.
-    drops_workspaces: free cuBLAS's workspaces after each phase, as a measurement does. A program keeps those of both
-        of its threads.
+    target: replaces that of the place. make: makes the workload of a case on meta.
 
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled operators
     are "skipped". Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA
     the allocator of the process has cached nothing yet.
 
     ExtensionError: the operator is memcheck's own, and its extension, which plans its scratch, is missing.
+    UsageError: the place has ranks, which are for models.
     """
-    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
-    modes: Any = {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
-    return predicted_for(target_for(device, threads, torch_version), case, device, limit_bytes, dense_grad, **modes)
-
-
-def predicted_for(
-    target: Target,
-    case: Case,
-    device: Device,
-    limit_bytes: int | None = None,
-    dense_grad: bool = False,
-    *,
-    expandable_segments: bool = False,
-    drops_workspaces: bool = True,
-    make: Callable[[Case], Workload] = prepare,
-) -> Prediction:
-    """The prediction for a target; arguments as of predict_memory. make: makes the workload of a case on meta."""
-    record = dataclasses.replace(blank_record(Record, device, target), **case.fields())
+    place = as_place(place).resolved()
+    if place.ranks is not None:
+        raise UsageError(f"{named('ranks')} split a model; {case.operator} is an operator")
+    target = target or target_at(place)
+    record = dataclasses.replace(blank_record(Record, place, target), **case.fields())
     contender = CONTENDERS[case.operator]
     if case.compiled:
-        return unpredicted(case, device, record, "the compiler decides what is allocated")
+        return unpredicted(case, place, record, "the compiler decides what is allocated")
     try:
-        trace = traced(contender, dataclasses.replace(case, device="meta"), target, dense_grad, drops_workspaces, make)
+        on_meta = dataclasses.replace(case, device="meta")
+        trace = traced(contender, on_meta, target, dense_grad, place.drop_workspaces, make)
     except UnsupportedError as error:
         record.status, record.reason, record.basis = "unsupported", str(error), None
-        return Prediction(case, device, record, {}, False, ())
+        return Prediction(case, place, record, {}, False, ())
     except NotImplementedError as error:
         reason = str(error).strip().partition("\n")[0]
-        return unpredicted(case, device, record, f"it does not run on meta tensors: {reason}")
+        return unpredicted(case, place, record, f"it does not run on meta tensors: {reason}")
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
-        return Prediction(case, device, record, {}, False, ())
+        return Prediction(case, place, record, {}, False, ())
     if contender.backend is not None:
-        record.backend = contender.backend(dataclasses.replace(case, device=device.kind))
+        record.backend = contender.backend(dataclasses.replace(case, device=place.for_device.kind))
     else:
         record.backend = next(filter(None, map(fused_backend, trace.operators)), contender.unfused)
-    basis = basis_of(trace, case.dtype, device, target, expandable_segments)
-    return Replay(trace, case, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
+    return Replay(trace, case, place, record, basis=basis_of(trace, case.dtype, place, target)).prediction()
 
 
-def predicted_or_skipped(case: Case, device: Device, **how: Any) -> Prediction:
-    """predict_memory, but skipped with the reason if the case is of an operator whose extension is missing."""
+def predicted_or_skipped(case: Case, place: Place | Device | str, *, dense_grad: bool = False) -> Prediction:
+    """predict_case, but skipped with the reason if the case is of an operator whose extension is missing."""
+    place = as_place(place).resolved()
     try:
-        return predict_memory(case, device, **how)
+        return predict_case(case, place, dense_grad=dense_grad)
     except ExtensionError as error:
-        record = dataclasses.replace(blank_record(Record, device, target_for(device)), **case.fields())
-        return unpredicted(case, device, record, str(error))
+        record = dataclasses.replace(blank_record(Record, place, target_at(place)), **case.fields())
+        return unpredicted(case, place, record, str(error))
 
 
-def unpredicted(case: Case, device: Device, record: Record, why: str) -> Prediction:
+def unpredicted(case: Case, place: Place, record: Record, why: str) -> Prediction:
     record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
-    return Prediction(case, device, record, {}, False, (why,))
+    return Prediction(case, place, record, {}, False, (why,))
 
 
 @functools.lru_cache(maxsize=128)
@@ -112,13 +92,13 @@ def traced(
     case: Case,
     target: Target,
     dense_grad: bool,
-    drops_workspaces: bool,
+    drop_workspaces: bool,
     make: Callable[[Case], Workload],
 ) -> Trace:
     """Traces the case. contender: passed explicitly because names can be registered again."""
     from memcheck.predict.trace_runner import TraceRunner  # Loaded with the first prediction.
 
-    return TraceRunner(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(make(case))
+    return TraceRunner(target, dense_grad=dense_grad, drop_workspaces=drop_workspaces).trace(make(case))
 
 
 # The fields that a measured record's terms cover.
@@ -135,12 +115,13 @@ def terms_of(case: Case, torch_version: Version | None = None) -> Terms | None:
     device = Device(kind, kind, None, 0, None, "")
     if kind == "cpu" or torch.cuda.is_available():
         device = dataclasses.replace(device_named(case.device), usable_bytes=None)
-    target = target_for(device, torch_version=torch_version)
+    place = Place(device, torch_version=torch_version)
+    target = target_at(place)
     if device.architecture is None and kind != "cpu":
         # Without the workspaces from the start, so that they do not decide which moment is the fullest.
         target = dataclasses.replace(target, has_workspaces=False)
     try:
-        prediction = predicted_for(target, case, device)
+        prediction = predict_case(case, place, target=target)
     except ExtensionError:  # A measurement of the case is refused with the same words.
         return None
     return {name: terms for name, terms in prediction.known_terms.items() if name in TERM_FIELDS} or None

@@ -24,16 +24,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck._extension import extension
-from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
+from memcheck.core.options import named
 from memcheck.core.outputs import start_of
+from memcheck.core.place import Place
+from memcheck.core.step import Step
 from memcheck.core.tensors import dtype_name, gradients_for, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents, flagged_as
-from memcheck.predict.model import Call
 from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
-from memcheck.predict.replay import target_for
+from memcheck.predict.replay import target_at
 from memcheck.predict.sparse import dense_parts, is_sparse, parts_of, with_parts
 from memcheck.predict.trace_runner import TraceRunner
 
@@ -204,9 +205,10 @@ class CarriedProbe(CpuProbe):
         found = [place for place in places if threads is None or place[0] == f"{threads} threads"]
         if len(found) != 1:
             known = "; ".join(sorted(map(", ".join, places))) or "no rows"
-            raise UsageError(f"--calibration {path}: one machine is needed, choose by --threads; it has {known}")
+            rule = f"one machine is needed, choose by {named('threads')}"
+            raise UsageError(f"{named('calibration')} {path}: {rule}; it has {known}")
         if found[0][1] != environment()[1]:
-            raise UsageError(f"--calibration {path} is of {found[0][1]}, and this is {environment()[1]}")
+            raise UsageError(f"{named('calibration')} {path} is of {found[0][1]}, and this is {environment()[1]}")
         return cls(table, found[0])
 
 
@@ -439,9 +441,9 @@ def predicted_sums(call: FunctionCall, probe: CpuProbe) -> tuple[tuple[int, ...]
     for tensor, layout in zip(tensors, call.layouts, strict=True):
         if layout.contents is not None:
             contents.note(tensor, layout.contents)
-    case = Call(call.run, backward=call.grad)
+    case = Step(call.run, backward=call.grad)
     workload = Workload(case, call.run, tensors, ((), None), ())
-    run = TraceRunner(target_for(device_named("cpu")), dense_grad=True, contents=contents, probe=probe)
+    run = TraceRunner(target_at(Place()), dense_grad=True, contents=contents, probe=probe)
     trace = run.trace(workload)
     sums: list[int] = []
     held = sum(allocation.bytes for allocation in trace.log.alive(trace.phases["inputs"][1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +13,17 @@ from typing import Any
 import torch
 
 from memcheck._extension import extension
+from memcheck.bench.api import predict_memory
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
 from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.workloads import prepare
-from memcheck.core.arguments import bytes_given, whole_number
+from memcheck.core.arguments import argument
+from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.errors import UsageError
+from memcheck.core.options import named
+from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.core.step import Step
 from memcheck.core.tensors import storages_of, tensors_in
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
@@ -44,16 +48,18 @@ def find_device(name: str | None) -> str:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(
-            f"--device {name} is no device of this machine, and running needs one; "
+            f"{named('device')} {name} is no device of this machine, and running needs one; "
             "a GPU that is not here is a question for memcheck predict, fit and sweep --predict-only"
         ) from None
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
-        raise UsageError(f"--device must be cpu or cuda, got {name}")
+        raise UsageError(f"{named('device')} must be cpu or cuda, got {name}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
-        raise UsageError(f"--device {name} is absent: torch {torch.__version__} sees {count} CUDA devices here")
+        raise UsageError(
+            f"{named('device')} {name} is absent: torch {torch.__version__} sees {count} CUDA devices here"
+        )
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
 
 
@@ -70,7 +76,7 @@ def profile_case(
     max_seconds: float | None = None,
     passes: int | None = None,
     timed: bool = True,
-    limit_bytes: int | str | None = None,
+    memory_limit: int | str | None = None,
     skip_predicted: bool = False,
     on_memory: Callable[[Record], None] | None = None,
 ) -> Record:
@@ -80,15 +86,15 @@ def profile_case(
     max_seconds: for the whole case. No timed pass begins that would exceed it if it took as long as measuring the
         memory did. A pass that takes longer is not interrupted.
     passes: the number of timed passes; without it, as many as fit into 3 s, at most 10.
-    limit_bytes: a larger case runs out of memory.
-    skip_predicted: a case whose closed terms exceed limit_bytes is not run; its status is "skipped". A case whose
+    memory_limit: a larger case runs out of memory.
+    skip_predicted: a case whose closed terms exceed it is not run; its status is "skipped". A case whose
         closed terms exceed the machine is always skipped: the available memory of a CPU, the total of a GPU.
     on_memory: called with the record when everything but the times is known.
 
     In decode mode the peak and the time are those of one step; the state before it is part of input_bytes.
     """
-    limit_bytes = bytes_given("limit_bytes", limit_bytes)
-    passes = None if passes is None else whole_number("passes", passes)
+    limit_bytes = argument("memory_limit", memory_limit, size_in_bytes)
+    passes = argument("passes", passes, count)
     deadline = None if max_seconds is None else time.perf_counter() + max_seconds
     record = Record(**machine_facts(case.device))
     terms: Terms | None = None
@@ -146,7 +152,7 @@ def run_case(
         limit_bytes = min(limit_bytes or sys.maxsize, machine.device_free_bytes or sys.maxsize)
     try:
         # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit. A GPU does both by itself.
-        with track(saved=False, limit_bytes=limit_bytes) if machine.device == "cpu" else nullcontext():
+        with track(saved=False, memory_limit=limit_bytes) if machine.device == "cpu" else nullcontext():
             workload = prepare(case)
     except torch.OutOfMemoryError as error:
         return dataclasses.replace(machine, status="oom", reason=f"the inputs alone do not fit: {error}")
@@ -161,20 +167,22 @@ def run_case(
 
 def run_memory(workload: Workload, details: bool, limit_bytes: int | None) -> Record:
     case, contender = workload.case, CONTENDERS[workload.case.operator]
-    measure: Callable[..., Record] = functools.partial(
-        measure_memory, limit_bytes=limit_bytes, details=details, **workload.options
-    )
+    place = Place(memory_limit=limit_bytes)
+
+    def measure(operator: Any = None) -> Record:
+        return measure_memory(workload.step(operator), place, details=details)
+
     if case.compiled:
         # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
-        _, sources = with_generated_code(lambda: measure(workload.operator, *workload.inputs))
-        record = measure(workload.operator, *workload.inputs)
+        _, sources = with_generated_code(measure)
+        record = measure()
         record.backend, record.backend_reason = backend_in_code(sources, case.device.partition(":")[0])
     elif contender.backend is not None:
-        record = measure(workload.operator, *workload.inputs)
+        record = measure()
         record.backend = contender.backend(case)
     else:
         witness = BackendWitness(workload.operator)
-        record = measure(witness, *workload.inputs)
+        record = measure(witness)
         record.backend = contender.unfused if witness.backend == "math" else witness.backend
         if record.backend == "math" and case.operator == "softmax" and case.mode != "decode":
             record.backend_reason = fused_refusals(*workload.inputs, causal=bool(case.causal))
@@ -194,31 +202,41 @@ def note_times(
         record.doubts += ("there are no times: measuring memory took too many of the seconds that the case had",)
         return
     limits = [seconds for seconds in (left, None if passes else TIMING_SECONDS) if seconds is not None]
-    times = measure_time(
-        workload.operator,
-        *workload.inputs,
-        passes=passes or DEFAULT_PASSES,
-        max_seconds=min(limits, default=None),
-        **workload.options,
-    )
+    most_seconds = min(limits, default=None)
+    times: dict[str, Any] = measure_time(workload.step(), passes=passes or DEFAULT_PASSES, max_seconds=most_seconds)
     record.doubts += tuple(times.pop("doubts", ()))
     for field, value in times.items():
         setattr(record, field, value)
 
 
+def profile_step(
+    step: Step, place: Place, *, timed: bool = True, passes: int | None = None, details: bool = False, predicted: bool
+) -> tuple[Record, Record | None]:
+    """The record of a step, with its times, and the predicted one if it is asked for. Errors of the model are raised.
+
+    Other arguments are those of profile_case.
+    """
+    record = measure_memory(step, place, details=details)
+    record.operator, record.dtype = step.name, step.dtype
+    if timed and record.status == "ok":
+        seconds = None if passes else TIMING_SECONDS
+        times: dict[str, Any] = measure_time(step, place.device, passes=passes or DEFAULT_PASSES, max_seconds=seconds)
+        record.doubts += tuple(times.pop("doubts", ()))
+        record = dataclasses.replace(record, **times)
+    there = dataclasses.replace(place, device=str(record.device))
+    return record, predict_memory(step, there).record if predicted else None
+
+
 def timeline_of_case(case: Case) -> Timeline:
     """The timeline of the case's memory; see memcheck.measure.timeline.record_timeline."""
-    work = prepare(case)
-    return record_timeline(work.operator, *work.inputs, parameters=work.parameters, backward=work.backward)
+    return record_timeline(prepare(case).step())
 
 
 def snapshot_case(case: Case, path: Path) -> Path:
     """Writes the case's memory over time; see memcheck.measure.export.write_snapshot."""
-    workload = prepare(case)
-    return write_snapshot(workload.operator, *workload.inputs, path=path, **workload.options)
+    return write_snapshot(prepare(case).step(), path=path)
 
 
 def trace_case(case: Case, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of the case, and returns the time of each operator; see export.write_trace."""
-    workload = prepare(case)
-    return write_trace(workload.operator, *workload.inputs, path=path, **workload.options)
+    return write_trace(prepare(case).step(), path=path)

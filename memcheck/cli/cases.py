@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -14,7 +13,6 @@ from tqdm import tqdm
 
 from memcheck.bench.catalog import (
     CONTENDERS,
-    SHORT_DTYPES,
     Case,
     batch_of,
     combinator_types,
@@ -25,9 +23,11 @@ from memcheck.bench.profile import check_can_measure, profile_case, snapshot_cas
 from memcheck.bench.sweep.predict import predicted_record
 from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import Store
-from memcheck.cli.options import make_lengths
-from memcheck.core.devices import Device, device_named
+from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS, Operators
+from memcheck.cli.requests import Cases
 from memcheck.core.errors import UsageError
+from memcheck.core.options import Request, named
+from memcheck.core.place import Place
 from memcheck.core.record import Record, write_csv
 from memcheck.core.style import Style
 from memcheck.measure.export import format_shares, nvtx_ranges
@@ -51,12 +51,10 @@ R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 DOES_NOT_FIT = 3  # The exit code of --fail-on-oom.
 LENGTHS = ("seq_len", "query_len", "kv_len")
-LAYOUTS = ("padded", "packed")
 
 
 def make_any_case(name: str, attention_fields: dict[str, Any], **fields: Any) -> Case:
     """A checked case of an attention, or of a combinator, which has no keys and heads."""
-    fields["dtype"] = SHORT_DTYPES.get(fields["dtype"], fields["dtype"])
     if name in combinator_types():
         fields.pop("kv_len", None)
         return make_combinator_case(name, **fields)
@@ -64,23 +62,79 @@ def make_any_case(name: str, attention_fields: dict[str, Any], **fields: Any) ->
 
 
 def batches_of(given: Mapping[str, Any], default: list[int]) -> Iterator[dict[str, Any]]:
-    """The lengths of each case, and the batch that --lengths makes of them: without --packed or --padded, both.
+    """The lengths of each case, and the batch that `lengths` makes of them: without `packed` or `padded`, both.
 
-    given: the values of the flags, each a list; the mode is one word.
+    given: the options by name, each a list; the mode is one word.
     """
     layouts = [name for name in LAYOUTS if given.get(name)]
     if not given.get("lengths"):
         if layouts:
-            raise UsageError(f"--{layouts[0]} needs --lengths, the positions of each sequence")
+            raise UsageError(f"{named(layouts[0])} needs {named('lengths')}, the positions of each sequence")
         for query_len, kv_len in make_lengths(given.get("mode"), *map(given.get, LENGTHS), default=default):
             yield {"query_len": query_len, "kv_len": kv_len}
         return
     for name in ("bsz", *LENGTHS):
         if given.get(name):
-            raise UsageError(f"--lengths has the number and lengths of sequences: leave out --{name.replace('_', '-')}")
+            rule = f"{named('lengths')} has the number and lengths of sequences"
+            raise UsageError(f"{rule}: leave out {named(name)}")
     for lengths in sorted(given["lengths"], key=sum):
         for layout in layouts or LAYOUTS:
             yield batch_of(lengths, layout)
+
+
+def make_lengths(
+    mode: str | None,
+    seq_len: list[int] | None,
+    query_len: list[int] | None,
+    kv_len: list[int] | None,
+    *,
+    default: list[int],
+) -> list[tuple[int, int]]:
+    """(S, T) pairs. Two lists of equal length are paired; a single length is combined with every one of the other list.
+
+    A decoding step takes one token, so S is 1 and the lengths are those of the state.
+    """
+    names = {name: named(name) for name in ("seq_len", "query_len", "kv_len", "mode")}
+    queries_name, keys_name = names["query_len"], names["kv_len"]
+    if seq_len and (query_len or kv_len):
+        both = f"{queries_name} and {keys_name}, or {names['seq_len']}"
+        raise UsageError(f"{names['seq_len']} sets both lengths: leave out {both}")
+    if mode == "decode":
+        if query_len not in (None, [1]):
+            given = ",".join(map(str, query_len))
+            rule = f"must be 1 in {names['mode']} decode, got {given}"
+            raise UsageError(f"{queries_name} {rule}; {keys_name} says how many tokens the state holds")
+        return [(1, key) for key in sorted(kv_len or seq_len or default)]
+    queries, keys = query_len or kv_len or seq_len or default, kv_len or query_len or seq_len or default
+    longest = max(len(queries), len(keys))
+    if {len(queries), len(keys)} - {1, longest}:
+        lengths = f"{len(queries)} and {len(keys)}"
+        raise UsageError(f"{queries_name} and {keys_name} must be as long as each other, got {lengths}")
+    return sorted(zip(queries * (longest // len(queries)), keys * (longest // len(keys)), strict=True))
+
+
+def attention_fields_of(request: Operators) -> dict[str, Any]:
+    """The sizes and the mask that only attentions have, one of each."""
+    (heads,), core_dim, factor = request.heads or [DEFAULT_SIZES["heads"]], request.core_dim, request.factor
+    return {
+        "heads": heads,
+        "core_dim": core_dim and core_dim[0],
+        "factor": factor and factor[0],
+        "causal": request.causal is not False,
+    }
+
+
+def gpu_words(given: Container[str]) -> str:
+    """Says which defaults of a GPU hold for the options that are not given. "" if all are given."""
+    words = {
+        "dtype": "bf16",
+        "bsz": f"batch {GPU_SIZES['bsz']}",
+        "dim": f"dim {GPU_SIZES['dim']}",
+        "heads": f"{GPU_SIZES['heads']} heads",
+        "seq_len": f"lengths {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}",
+    }
+    used = ", ".join(text for name, text in words.items() if name not in given)
+    return f"defaults of a GPU, where no flag says otherwise: {used}" if used else ""
 
 
 def styles_of_contenders() -> dict[str, Style]:
@@ -103,7 +157,7 @@ def watch(items: Sequence[T], title: str = "plots") -> Iterator[T]:
             bar.update()
 
 
-def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: str = "") -> int:
+def run_cases(cases: list[Case], request: Cases, *, title: str, note: str = "") -> int:
     """Runs the cases and prints each row when it is done. Returns the exit code.
 
     title: of the plot. note: a line of the header.
@@ -111,19 +165,19 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     records.jsonl grows a line per case, so that a crash loses none. At the end, the earlier records of the same cases
     are dropped, those of others stay, and the other files are written.
     """
-    out = sys.stderr if args.format == "json" else sys.stdout
-    store, table, picture = Store(args.output), args.output / "records.csv", args.output / "memory.png"
-    check_inspection(args)
+    out = sys.stderr if request.format == "json" else sys.stdout
+    store, table, picture = Store(request.output), request.output / "records.csv", request.output / "memory.png"
+    check_inspection(request)
     store.begin()
-    note_unused_flags(args, cases)
+    note_unused_options(request, cases)
     records: list[Record] = []
     predictions: list[Record] = []
-    how = {"units": args.units, "predicted": args.predict, "timed": not args.no_time}
+    how = {"units": request.units, "predicted": request.predict, "timed": not request.no_time}
     rows = LiveRows(cases, **how, screen=Screen.of(out))
     if note:
         print(rows.screen.fill(note), file=out, flush=True)
     show = functools.partial(tqdm.write, file=out)
-    for record, prediction in profile_all(cases, args):
+    for record, prediction in profile_all(cases, request):
         if not records:
             show(f"{common_case(cases)}\n\n{rows.header()}")
         records.append(record)
@@ -141,13 +195,13 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     print(f"\n{rows.legend()}", file=out)
     if predictions:
         print(*map(rows.screen.fill, [PREDICTED, *unknown_words(predictions)]), sep="\n", file=out)
-    print_doubts(records, args.doubts, rows.screen, out)
+    print_doubts(records, request.doubts, rows.screen, out)
     written = [store.path, table, picture]
     for case, record in zip(cases, records, strict=True):
-        written += inspect_case(case, record, args, out, single=len(cases) == 1)
+        written += inspect_case(case, record, request, out, single=len(cases) == 1)
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
-    print_answer([*answer(records), next_step(records, args.memory_limit)], rows.screen, out)
-    if args.format == "json":
+    print_answer([*answer(records), next_step(records, request.memory_limit)], rows.screen, out)
+    if request.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in [*records, *predictions]) + "]")
     return exit_code(records)
 
@@ -166,44 +220,44 @@ def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
     print("", *map(screen.fill, answers), step, sep="\n", file=out)
 
 
-def profile_all(cases: list[Case], args: argparse.Namespace) -> Iterator[tuple[Record, Record | None]]:
+def profile_all(cases: list[Case], request: Cases) -> Iterator[tuple[Record, Record | None]]:
     """The measured record of each case, and its prediction if requested."""
     for case in cases:
         check_can_measure(case.device)
-    devices: dict[str, Device] = {}
-    if args.predict:  # Queried before anything runs, as the free memory of a GPU counts.
-        devices = {name: device_named(name) for name in {case.device for case in cases}}
-    settings = Settings(args.memory_limit, args.max_seconds_per_case, args.passes, not args.no_time)
+    places: dict[str, Place] = {}
+    if request.predict:  # Queried before anything runs, as the free memory of a GPU counts.
+        places = {name: Place(name, request.memory_limit).resolved() for name in {case.device for case in cases}}
+    settings = Settings(request.memory_limit, request.max_seconds_per_case, request.passes, not request.no_time)
     with progress_bar(sum(map(settings.expected_seconds, cases)), "profile") as bar:
         for case in cases:
-            with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):  # Output of operators is discarded.
+            with nvtx_ranges(request.nvtx), redirect_stdout(sys.stderr):  # Output of operators is discarded.
                 record = profile_case(
                     case,
-                    details=args.explain is not None,
+                    details=request.explain is not None,
                     max_seconds=settings.seconds(case),
-                    passes=args.passes,
-                    timed=not args.no_time,
-                    limit_bytes=args.memory_limit,
+                    passes=request.passes,
+                    timed=not request.no_time,
+                    memory_limit=request.memory_limit,
                 )
-            yield record, predicted_record(case, devices[case.device], args.memory_limit) if args.predict else None
+            yield record, predicted_record(case, places[case.device]) if request.predict else None
             bar.update(settings.expected_seconds(case))
 
 
-def check_inspection(args: argparse.Namespace) -> None:
+def check_inspection(request: Cases) -> None:
     for flag in ("timeline", "snapshot", "trace"):
-        if (path := getattr(args, flag)) is not None:
-            make_room(f"--{flag}", path)
-    if args.timeline is not None:
-        check_picture("--timeline", args.timeline)
+        if (path := getattr(request, flag)) is not None:
+            make_room(flag, path)
+    if request.timeline is not None:
+        check_picture("timeline", request.timeline)
 
 
-def inspect_case(case: Case, record: Record, args: argparse.Namespace, out: TextIO, *, single: bool) -> Iterator[Path]:
+def inspect_case(case: Case, record: Record, request: Cases, out: TextIO, *, single: bool) -> Iterator[Path]:
     """Shows and writes what the flags ask for besides the row. Returns the files.
 
     single: there is one case, whose files have the names that were given.
     """
-    if args.explain is not None:
-        print(f"\n{explanation(record, args.explain)}", file=out)
+    if request.explain is not None:
+        print(f"\n{explanation(record, request.explain)}", file=out)
     if record.status != "ok":
         return
     lengths = f"{case.query_len}" + (f"x{case.kv_len}" if case.kv_len else "")
@@ -214,16 +268,16 @@ def inspect_case(case: Case, record: Record, args: argparse.Namespace, out: Text
         own = "" if single else f"-{case.operator.replace('/', '-')}-{lengths}"
         return path.with_name(f"{stem}{own}{dot}{suffixes}")
 
-    if args.timeline is not None:
-        path = path_of(args.timeline)
+    if request.timeline is not None:
+        path = path_of(request.timeline)
         title = f"{case.operator}: what is alive, by what allocated it"
         both = f"S {case.query_len}" + (f", T {case.kv_len}" if case.kv_len else "")
         plot_timeline(timeline_of_case(case), path, title=title, subtitle=f"{common_case([case])}, {both}")
         yield path
-    if args.snapshot is not None:
-        yield snapshot_case(case, path_of(args.snapshot))
-    if args.trace is not None:
-        path = path_of(args.trace)
+    if request.snapshot is not None:
+        yield snapshot_case(case, path_of(request.snapshot))
+    if request.trace is not None:
+        path = path_of(request.trace)
         print(f"\n{case.operator}, what took the time:\n{format_shares(trace_case(case, path))}", file=out)
         yield path
 
@@ -234,15 +288,18 @@ def exit_code(records: list[Record]) -> int:
     return int("error" in statuses or not statuses & {"ok", "oom", "skipped"})
 
 
-def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
+def note_unused_options(request: Request, cases: list[Case]) -> None:
     for field in ("heads", "core_dim", "factor"):
         without = dict.fromkeys(case.operator for case in cases if getattr(case, field) is None)
-        if getattr(args, field, None) is not None and without:
-            print(f"note: --{field.replace('_', '-')} is not used by {', '.join(without)}", file=sys.stderr)
+        if getattr(request, field, None) is not None and without:
+            print(f"note: {named(field)} is not used by {', '.join(without)}", file=sys.stderr)
 
 
-def make_room(flag: str, path: Path) -> None:
-    """Creates the folder of an output file. UsageError if that fails or the file cannot be written."""
+def make_room(name: str, path: Path) -> None:
+    """Creates the folder of an output file. name: the option that gives the path.
+
+    UsageError: that fails, or the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -250,9 +307,9 @@ def make_room(flag: str, path: Path) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written to: {error.strerror}") from None
+        raise UsageError(f"{named(name)} {path} cannot be written to: {error.strerror}") from None
 
 
-def check_picture(flag: str, path: Path) -> None:
+def check_picture(name: str, path: Path) -> None:
     if path.suffix.removeprefix(".") not in FORMATS:
-        raise UsageError(f"{flag} {path} must end in one of .{', .'.join(FORMATS)}")
+        raise UsageError(f"{named(name)} {path} must end in one of .{', .'.join(FORMATS)}")

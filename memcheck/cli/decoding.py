@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -12,55 +11,49 @@ from typing import Any
 
 from memcheck.bench.catalog import make_case
 from memcheck.bench.kv_cache import CachedModel
-from memcheck.cli.models import Setting, dtype_of
-from memcheck.cli.options import predicted_device
+from memcheck.cli.models import SIZES, Setting
+from memcheck.cli.options import ModelStep
+from memcheck.cli.requests import Predict
 from memcheck.core.case import Case
-from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError
+from memcheck.core.options import named, options_of
+from memcheck.core.place import Place
 from memcheck.core.units import counted, format_bytes
 from memcheck.predict.replay import Prediction
 from memcheck.report import render, terms_table
 from memcheck.report.rows import MIB
 from memcheck.report.tables import THREE_DIGITS, Cell, Column, Table
 
-# Flags of a model that decodes, with the values that stand for one layer alone.
-FLAGS = {"kv_heads": None, "layers": None, "block_size": None, "weights": None, "concatenate": False}
 
-
-def check_flags(args: argparse.Namespace) -> None:
-    """UsageError: a flag of decoding is given in another mode."""
-    for name, absent in FLAGS.items():
-        if args.mode != "decode" and getattr(args, name) != absent:
-            raise UsageError(f"--{name.replace('_', '-')} is for --mode decode, got --mode {args.mode}")
-    if args.mode == "inference" and args.dense_grad:
-        raise UsageError("--dense-grad needs a backward, which --mode inference has not")
-
-
-def of_case(args: argparse.Namespace, case: Case) -> CachedModel:
+def of_case(request: Predict, case: Case) -> CachedModel:
     """The model whose layers are the case of the flags."""
     if case.compiled:
-        raise UsageError("--compile and compiled operators are not for --mode decode")
-    sizes = {"layers": args.layers or 1, "block_size": args.block_size or 1, "weights_bytes": args.weights or 0}
-    return CachedModel(case, args.kv_heads, concatenates=args.concatenate, **sizes)
+        raise UsageError(f"{named('compile')} and compiled operators are not for {named('mode')} decode")
+    sizes = {
+        "layers": request.layers or 1,
+        "block_size": request.block_size or 1,
+        "weights_bytes": request.weights or 0,
+    }
+    return CachedModel(case, request.kv_heads, concatenates=request.concatenate, **sizes)
 
 
-def of_configuration(args: argparse.Namespace) -> CachedModel:
+def of_configuration(request: Predict) -> CachedModel:
     """The model of --hf-config, with its own weights unless --weights is given.
 
     UsageError: its state is not a cache of keys and values.
     """
-    others = ("layers", "kv_heads", "optimizer", "loss", "autocast", "checkpointing", "steps", "fsdp", "tp", "ddp")
-    for name in (*others, "drop_outputs", "accumulate", "clip_grad_norm", "traceback"):
-        if getattr(args, name) not in (None, False):
-            flag = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is not for --hf-config in --mode decode, got {getattr(args, name)}")
+    others = {*options_of(ModelStep), "layers", "kv_heads"} - {"model", "hf_config", "attention", "build_on"}
+    if wrong := sorted(filter(request.given, others)):
+        rule = f"is not for {named('hf_config')} in {named('mode')} decode"
+        raise UsageError(f"{named(wrong[0])} {rule}, got {getattr(request, wrong[0])}")
     from memcheck.cli.hugging_face import Configuration
 
-    configuration = Configuration.read(args.hf_config)
-    dtype = dtype_of("--dtype", args.dtype)
-    setting = configuration.completed(Setting(args.bsz, args.seq_len, "inference", dtype, attention=args.attention))
-    heads, kv_heads, head_dim, layers = cache_sizes(configuration.config(), args.hf_config)
-    weights = args.weights
+    assert request.hf_config is not None
+    configuration = Configuration.read(request.hf_config)
+    bsz, seq_len = (request.single(name, "for a model") for name in SIZES)
+    setting = configuration.completed(Setting(bsz, seq_len, "inference", request.dtype, attention=request.attention))
+    heads, kv_heads, head_dim, layers = cache_sizes(configuration.config(), request.hf_config)
+    weights = request.weights
     if weights is None:
         model = configuration.model(setting)
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
@@ -68,7 +61,7 @@ def of_configuration(args: argparse.Namespace) -> CachedModel:
     sizes: dict[str, Any] = {"dim": heads * head_dim, "heads": heads, "core_dim": None, "factor": None}
     how: dict[str, Any] = {"bsz": setting.bsz, "kv_len": setting.seq_len, "dtype": setting.dtype, "mode": "decode"}
     case = make_case(operator, query_len=1, **sizes, **how)
-    return CachedModel(case, kv_heads, layers, args.block_size or 1, args.concatenate, weights)
+    return CachedModel(case, kv_heads, layers, request.block_size or 1, request.concatenate, weights)
 
 
 def cache_sizes(config: Any, path: Path) -> tuple[int, int, int, int]:
@@ -96,15 +89,13 @@ def cache_sizes(config: Any, path: Path) -> tuple[int, int, int, int]:
     return heads, getattr(text, "num_key_value_heads", None) or heads, head_dim, text.num_hidden_layers
 
 
-def predict_decoding(args: argparse.Namespace, model: CachedModel) -> Prediction:
+def predict_decoding(request: Predict, model: CachedModel) -> Prediction:
     """Prints what the states of all layers take, and one layer's step. Returns the prediction that says if they fit."""
-    if args.dense_grad or args.expandable_segments:
-        raise UsageError("--dense-grad and --expandable-segments are not for --mode decode")
-    case, device = model.case, predicted_device(args)
-    where: dict[str, Any] = {"threads": args.threads, "torch_version": args.torch_version}
-    whole = model.predict_step(device, limit_bytes=args.memory_limit, **where)
-    # For the figures, without a limit.
-    step = model.predict_step(dataclasses.replace(device, usable_bytes=None), **where)
+    if request.dense_grad or request.expandable_segments:
+        both = f"{named('dense_grad')} and {named('expandable_segments')}"
+        raise UsageError(f"{both} are not for {named('mode')} decode")
+    case, place = model.case, request.place()
+    whole, step = model.predict_step(place), model.predict_step(place.unlimited)
     figures = {
         "layers": model.layers,
         "kv_heads": model.kv_heads or case.heads,
@@ -113,18 +104,18 @@ def predict_decoding(args: argparse.Namespace, model: CachedModel) -> Prediction
         "bytes_per_sequence": model.state_bytes(),
         "bytes": model.state_bytes(case.bsz),
         "weights_bytes": model.weights_bytes,
-        "need_bytes": model.need_bytes(device, **where),
-        "sequences": model.most_sequences(device, limit_bytes=args.memory_limit, **where),
+        "need_bytes": model.need_bytes(place),
+        "sequences": model.most_sequences(place),
     }
-    if args.format == "json":
+    if request.format == "json":
         known = {"terms": step.terms, "unknown": step.unknown, "bounds": sorted(step.bounds)}
-        more = {**known, "device_source": device.source, "cache": figures}
+        more = {**known, "device_source": place.for_device.source, "cache": figures}
         print(json.dumps({**dataclasses.asdict(whole.record), **more}))
     else:
         table = terms_table(step)
         table.title, table.notes = f"One layer's step. {table.title}", table.notes[1:]
         states = states_table(model, figures)
-        states.notes = list(verdict(model, figures, whole, step, device, args.memory_limit))
+        states.notes = list(verdict(model, figures, whole, step, place))
         print(render([states, table], "table", sys.stdout))
     return whole
 
@@ -156,27 +147,21 @@ def states_table(model: CachedModel, figures: Mapping[str, Cell]) -> Table:
 
 
 def verdict(
-    model: CachedModel,
-    figures: Mapping[str, Cell],
-    whole: Prediction,
-    step: Prediction,
-    device: Device,
-    limit_bytes: int | None,
+    model: CachedModel, figures: Mapping[str, Cell], whole: Prediction, step: Prediction, place: Place
 ) -> Iterator[str]:
     """Whether it fits, and how many sequences do."""
-    rooms = [room for room in (device.usable_bytes, limit_bytes) if room is not None]
     record, need = whole.record, figures["need_bytes"]
     words = {"ok": "ok, it fits", "oom": "oom, it does not fit"}.get(record.status, f"{record.status}, {record.reason}")
     needed = f"; it needs {format_bytes(need)}" if isinstance(need, int) and record.status == "oom" else ""
     yield f"verdict: {words}{needed}"
-    if not rooms:
-        yield f"{device.name} has no limit of its own; with --memory-limit the largest batch is found"
+    if (room := place.room_bytes) is None:
+        yield f"{place.for_device.name} has no limit of its own; with --memory-limit the largest batch is found"
         return
     count = sequences(int(figures["sequences"] or 0))
     but = ", at most, as something of a step is not known" if "forward_peak_bytes" in step.bounds else ""
     yield (
-        f"largest batch: {count} of {model.layer(1).kv_len:,} tokens in the {format_bytes(min(rooms))} "
-        f"of {device.name}{but}"
+        f"largest batch: {count} of {model.layer(1).kv_len:,} tokens in the {format_bytes(room)} "
+        f"of {place.for_device.name}{but}"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memcheck.cli.models import Built, FloatsOnMeta, Setting, checkpointed
+from memcheck.cli.models import Built, FloatsOnMeta, Setting
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.failures import failure
 
@@ -82,10 +82,7 @@ class Configuration:
 
     def build(self, setting: Setting) -> Built:
         model = self.model(setting)
-        model.train(setting.mode == "train")
-        if setting.checkpointing and not checkpointed(model):
-            raise UsageError(f"--checkpointing: {type(model).__name__} has none")
-        return Built(model, (), inputs_of(model, setting))
+        return Built(model, (), inputs_of(model, setting), is_configured=True)
 
 
 def imported() -> Any:

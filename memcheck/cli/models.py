@@ -5,53 +5,50 @@ A model is built anew for each setting, with floating-point tensors on meta, so 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from memcheck.bench.api import predict_memory
 from memcheck.bench.plugins import import_file
 from memcheck.bench.probe import CarriedProbe
 from memcheck.cli.cases import progress_bar
-from memcheck.cli.options import predicted_device
-from memcheck.core.case import DTYPES, SHORT_DTYPES
-from memcheck.core.devices import Device, device_named
-from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
+from memcheck.cli.options import ModelStep
+from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.failures import failure
+from memcheck.core.options import named
+from memcheck.core.place import Place
+from memcheck.core.step import Step
+from memcheck.core.torch_versions import Version, version_name
 from memcheck.core.workload import module_called
-from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.model import is_for_lack_of_data
 from memcheck.predict.probed import Probe
-from memcheck.predict.ranks import KINDS, Ranks
 from memcheck.predict.replay import Prediction
-from memcheck.predict.torch_versions import version_name
 from memcheck.report.model_prediction import SettingChange
 
 SIZES = ("bsz", "seq_len")
-# Arguments of predict_memory that flags give.
-OF_PREDICTIONS = ("threads", "dense_grad", "expandable_segments", "torch_version", "accumulate", "clip_grad_norm")
+# Options of a step that no change and no size varies.
+OF_STEP = ("steps", "accumulate", "clip_grad_norm", "set_to_none", "keep_outputs")
 # The lighter of two optimizers, in the sense of their state.
 LIGHTER = {"adam": "adafactor", "adamw": "adafactor", "rmsprop": "sgd", "adagrad": "sgd", "sgd-momentum": "sgd"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the flags say about a step. None: what the factory or the configuration says."""
+    """The options of a step that a search or a change varies. None: what the factory or the configuration says."""
 
     bsz: int | None = None
     seq_len: int | None = None
@@ -63,13 +60,13 @@ class Setting:
     attention: str | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Setting:
-        """The setting of the command's flags. UsageError: a dtype is unknown."""
-        dtypes: dict[str, Any] = {name: dtype_of(f"--{name}", getattr(args, name)) for name in ("dtype", "autocast")}
-        optimizer = "none" if args.mode == "inference" else args.optimizer or "adamw"
-        sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
-        switches: dict[str, Any] = {"checkpointing": bool(args.checkpointing), "attention": args.attention}
-        return cls(mode=args.mode, optimizer=optimizer, **sizes, **dtypes, **switches)
+    def of(cls, request: Any, **sizes: Any) -> Setting:
+        """The setting of a request. sizes: the batch and the length."""
+        optimizer = "none" if request.mode == "inference" else request.optimizer or "adamw"
+        same: dict[str, Any] = {
+            name: getattr(request, name) for name in ("mode", "dtype", "autocast", "checkpointing", "attention")
+        }
+        return cls(**sizes, **same, optimizer=optimizer)
 
     def but(self, **fields: Any) -> Setting:
         """The setting with other values of some fields."""
@@ -84,14 +81,6 @@ class Setting:
         return ", ".join(word for word in [*sizes, self.dtype, autocast, *switches] if word)
 
 
-def dtype_of(flag: str, name: str | None) -> str | None:
-    """The long name of a floating-point dtype."""
-    known = {**SHORT_DTYPES, **{long: long for long in DTYPES}}
-    if name is not None and name not in known:
-        raise unknown_name(flag, name, known)
-    return None if name is None else known[name]
-
-
 @dataclass(frozen=True)
 class Built:
     """A model and the inputs of a call."""
@@ -99,6 +88,11 @@ class Built:
     model: Callable[..., Any]
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_configured: bool = False  # Its mode, too, is what the setting says; a factory may freeze parts of its model.
+
+    def training(self, training: bool) -> bool | None:
+        """The module's mode in the step; None: as it was built."""
+        return training if self.is_configured or not training else None
 
 
 class Source(Protocol):
@@ -166,7 +160,7 @@ class Factory:
         UsageError: it takes no such size, or needs one that is not given.
         """
         for name in SIZES:
-            flag, given = f"--{name.replace('_', '-')}", getattr(setting, name)
+            flag, given = named(name), getattr(setting, name)
             parameter = self.parameters.get(name)
             if given is not None and parameter is None:
                 known = ", ".join(self.parameters) or "no parameters"
@@ -191,59 +185,17 @@ class Factory:
         model, given = made
         kwargs = dict(given) if isinstance(given, dict) else {}
         inputs = () if isinstance(given, dict) else tuple(given) if isinstance(given, tuple | list) else (given,)
-        if isinstance(model, torch.nn.Module) and setting.mode == "inference":
-            model.eval()
         if setting.dtype is not None:
             dtype = getattr(torch, setting.dtype)
             model = model.to(dtype) if isinstance(model, torch.nn.Module) else model
-            inputs, kwargs = tree_map(functools.partial(cast, dtype=dtype), (inputs, kwargs))
-        if setting.checkpointing and not checkpointed(model):
-            raise UsageError(f"--checkpointing: {type(model).__name__} has no switch for it and no list of layers")
+            inputs, kwargs = tree_map(functools.partial(in_dtype, dtype=dtype), (inputs, kwargs))
         return Built(model, inputs, kwargs)
 
 
-def cast(part: Any, dtype: torch.dtype) -> Any:
+def in_dtype(part: Any, dtype: torch.dtype) -> Any:
     if not isinstance(part, torch.Tensor) or not part.is_floating_point():
         return part
     return part.detach().to(dtype).requires_grad_(part.requires_grad)
-
-
-# How models of transformers, of timm and memcheck's own turn on their checkpoints.
-SWITCHES: dict[str, Any] = {
-    "activation_checkpointing_enable": {},
-    "gradient_checkpointing_enable": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    "set_grad_checkpointing": {},
-    "set_checkpointing": {"on": True},
-}
-
-
-def checkpointed(model: Any) -> bool:
-    """Turns on activation checkpoints in the model. Returns whether it has any.
-
-    It is done by the model's own switch, else by torch.utils.checkpoint around each layer of its longest lists of
-    equal layers.
-    """
-    if (switch := next((name for name in SWITCHES if hasattr(model, name)), None)) is not None:
-        try:
-            getattr(model, switch)(**SWITCHES[switch])
-        except (ValueError, NotImplementedError, AssertionError):  # Not every model of the packages has them.
-            return False
-        return True
-    layers = list(repeated_layers(model)) if isinstance(model, torch.nn.Module) else []
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    return bool(layers)
-
-
-def repeated_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The members of lists of layers of one class, which have layers of their own; the outermost lists only."""
-    for child in model.children():
-        members = list(child.children())
-        is_list = isinstance(child, torch.nn.ModuleList | torch.nn.Sequential) and len(members) > 1
-        if is_list and len(set(map(type, members))) == 1 and any(True for _ in members[0].children()):
-            yield from members
-        else:
-            yield from repeated_layers(child)
 
 
 def load_function(flag: str, reference: str) -> Callable[..., Any]:
@@ -260,30 +212,31 @@ def load_function(flag: str, reference: str) -> Callable[..., Any]:
         with redirect_stdout(sys.stderr):
             module = import_file(Path(place)) if is_file else importlib.import_module(place)
     except UsageError as error:
-        raise UsageError(f"{flag} {reference}: {error}") from error
+        raise UsageError(f"{named(flag)} {reference}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{flag} {reference} cannot be imported: {failure(error)}") from error
+        raise UsageError(f"{named(flag)} {reference} cannot be imported: {failure(error)}") from error
     found: Any = module
     for word in name.split("."):
         if not hasattr(found, word):
             known = [each for each in vars(found) if not each.startswith("_")]
-            raise UsageError(f"{flag} {reference}: {place} has no {name}{did_you_mean(word, known)}")
+            raise UsageError(f"{named(flag)} {reference}: {place} has no {name}{did_you_mean(word, known)}")
         found = getattr(found, word)
     if not callable(found):
-        raise UsageError(f"{flag} {reference}: {name} is no function")
+        raise UsageError(f"{named(flag)} {reference}: {name} is no function")
     return found
 
 
 # Both kinds of models.
 
 
-def source_of(args: argparse.Namespace) -> Source:
+def source_of(request: ModelStep) -> Source:
     """The source that --model or --hf-config names."""
-    if args.model is not None:
-        return Factory(args.model, load_function("--model", args.model), args.build_on != "cpu")
+    if request.model is not None:
+        return Factory(request.model, load_function("model", request.model), request.build_on != "cpu")
     from memcheck.cli.hugging_face import Configuration
 
-    return Configuration.read(args.hf_config)
+    assert request.hf_config is not None
+    return Configuration.read(request.hf_config)
 
 
 @dataclass(frozen=True)
@@ -292,43 +245,42 @@ class ModelPredictor:
 
     source: Source
     setting: Setting
-    device: Device
-    how: dict[str, Any]  # Further arguments of predict_memory.
+    place: Place
+    options: dict[str, Any]  # Further options of a step, and those of its model.
+    probe: Probe | bool = True
 
     @classmethod
-    def of(cls, args: argparse.Namespace, setting: Setting | None = None, probe: Probe | None = None) -> ModelPredictor:
-        """The predictor of the command's flags. setting: replaces theirs. probe: for this machine's CPU."""
-        source = source_of(args)
-        setting = setting or Setting.of(args)
-        if args.steps and setting.optimizer == "none":
-            raise UsageError("--steps needs an optimizer: without one, a later step is like the first")
-        how: dict[str, Any] = {"steps": args.steps}
-        how |= {name: getattr(args, name) for name in OF_PREDICTIONS if getattr(args, name, None) is not None}
-        how |= {"limit_bytes": getattr(args, "memory_limit", None)}
-        how["loss"] = load_function("--loss", args.loss) if args.loss else None
-        how["keeps_outputs"] = not args.drop_outputs
-        if (path := getattr(args, "calibration", None)) is not None:
-            probe = CarriedProbe.of(path, getattr(args, "threads", None))
-            how["threads"] = probe.threads
-        if splits := {name: size for name in KINDS if (size := getattr(args, name))}:
-            how["ranks"] = Ranks(**splits, rank=args.rank or 0)
-        device = predicted_device(args) if probe is None else device_named("cpu")
-        how |= {} if probe is None else {"probe": probe}
-        return cls(source, source.completed(setting), device, how)
+    def of(
+        cls, request: Any, place: Place, probe: Probe | None = None, setting: Setting | None = None
+    ) -> ModelPredictor:
+        """The predictor of a request. probe: for this machine's CPU. setting: replaces that of the request."""
+        source = source_of(request)
+        setting = setting or Setting.of(request, **{name: getattr(request, name) for name in SIZES})
+        options = {name: getattr(request, name) for name in OF_STEP}
+        options["loss"] = load_function("loss", request.loss) if request.loss else None
+        options["dense_grad"] = getattr(request, "dense_grad", None)
+        place = dataclasses.replace(place, ranks=request.ranks)
+        if (path := getattr(request, "calibration", None)) is not None:
+            probe = CarriedProbe.of(path, place.threads)
+            place = dataclasses.replace(place, threads=probe.threads)
+        if probe is not None:
+            place = dataclasses.replace(place, device="cpu").resolved()
+        return cls(source, source.completed(setting), place, options, True if probe is None else probe)
 
     def predict(self, setting: Setting | None = None) -> Prediction:
         """The prediction for the setting; by default for the predictor's own."""
         setting = setting or self.setting
-        built = self.source.build(setting)
-        if self.how.get("ranks") and self.how["ranks"].kind == "tp" and not getattr(built.model, "tp_plan", None):
+        built, ranks = self.source.build(setting), self.place.ranks
+        if ranks is not None and ranks.kind == "tp" and not getattr(built.model, "tp_plan", None):
             rule = "it takes a model with a tp_plan, as those of transformers have"
-            python = f"memcheck.Ranks(tp={self.how['ranks'].over}, split_by=...) in Python takes any"
-            raise UsageError(f"--tp: {rule}, got {type(built.model).__name__}; {python}")
-        how = {"optimizer": setting.optimizer, "autocast": setting.autocast, **self.how}
-        how |= {"steps": None} if setting.optimizer == "none" else {}
-        how |= {"backward": setting.mode == "train", "device": self.device, "kwargs": built.kwargs}
+            python = f"memcheck.Ranks(tp={ranks.over}, split_by=...) in Python takes any"
+            raise UsageError(f"{named('tp')}: {rule}, got {type(built.model).__name__}; {python}")
+        training = setting.mode == "train"
+        options = {**self.options, "optimizer": setting.optimizer, "autocast": setting.autocast, "backward": training}
+        options |= {"checkpointing": setting.checkpointing, "training": built.training(training)}
+        step = Step(built.model, built.inputs, built.kwargs, **options)
         try:
-            found = predict_memory(built.model, *built.inputs, **how)
+            found = predict_memory(step, self.place, probe=self.probe)
         except MemcheckError:
             raise
         except Exception as error:  # The model's own code fails.
@@ -336,21 +288,16 @@ class ModelPredictor:
         found.record.bsz, found.record.query_len = setting.bsz, setting.seq_len
         return found
 
-    def guess(self, predicted: dict[int, Prediction], size: int) -> bool | None:
-        """Whether a size fits, by the predictions of others; None if these do not tell."""
-        segments = self.how.get("expandable_segments", False)
-        return fits_by_interpolation(predicted, size, self.how.get("limit_bytes"), segments)
-
     def words(self, prediction: Prediction, setting: Setting | None = None) -> str:
         """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""
-        ranks, words = self.how.get("ranks"), (setting or self.setting).words()
-        for name, title in {
-            "accumulate": "accumulate",
-            "clip_grad_norm": "clipped to",
-            "torch_version": "torch",
-        }.items():
-            if (given := self.how.get(name)) is not None:
-                words += f", {title} {version_name(given) if name == 'torch_version' else format(given, 'g')}"
+        words = (setting or self.setting).words()
+        if (accumulate := self.options["accumulate"]) > 1:
+            words += f", accumulate {accumulate}"
+        if (norm := self.options["clip_grad_norm"]) is not None:
+            words += f", clipped to {norm:g}"
+        if self.place.torch_version is not None:
+            words += f", torch {version_name(cast(Version, self.place.torch_version))}"
+        ranks = self.place.ranks
         return words if ranks is None else f"{words}, {ranks.words(prediction.case.model)}"
 
     def changes(self, base: Prediction, besides: str | None = None) -> dict[str, Setting]:

@@ -1,154 +1,151 @@
-"""Arguments of the public functions, checked in the words of their caller. Nothing here imports torch at its start.
-
-The command line takes the same values: its flags are parsed by the same functions.
-"""
+"""Calls of the public functions: a Step and a Place, or a model, its inputs, and their options as keywords."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
-from memcheck.core.errors import did_you_mean
-from memcheck.core.units import parse_bytes
+from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.options import Convert, named, options_of
+from memcheck.core.place import Place
+from memcheck.core.step import Program, Step
 
-if TYPE_CHECKING:
-    import torch
-
-P = ParamSpec("P")
 R = TypeVar("R")
 
-# Optimizers by name: the class in torch.optim, and options.
-OPTIMIZERS: dict[str, tuple[str, dict[str, float]] | None] = {
-    "none": None,
-    "sgd": ("SGD", {}),
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-    "adam": ("Adam", {}),
-    "adamw": ("AdamW", {}),
-    "adagrad": ("Adagrad", {}),
-    "adafactor": ("Adafactor", {}),
-    "rmsprop": ("RMSprop", {}),
+# Earlier names of options.
+RENAMED = {
+    "limit_bytes": "memory_limit",
+    "keeps_outputs": "keep_outputs",
+    "drops_workspaces": "drop_workspaces",
+    "most": "up_to",
 }
-AUTOCAST = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
 
 
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """The number. ValueError: it is no whole number of at least `least`."""
-    if (number := as_integer(value)) is None:
-        raise ValueError(f"{name} must be a whole number, got {value!r}")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {value!r}")
-    return number
-
-
-def as_integer(value: Any) -> int | None:
-    """The integer; None for another value, and for True and False."""
+def argument(name: str, value: Any, convert: Convert) -> Any:
+    """The converted argument; None stays None. UsageError: it breaks the converter's rule."""
     try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
+        return None if value is None else convert(value)
+    except ValueError as error:
+        raise UsageError(f"{named(name)} {error}") from None
 
 
-def bytes_given(name: str, value: int | str | None) -> int | None:
-    """The bytes of a number, or of a text such as "40GiB". ValueError: they are less than one, or no such text."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            return parse_bytes(value)
-        except ValueError as error:
-            raise ValueError(f"{name} {error}") from None
-    if (size := as_integer(value)) is None or size < 1:
-        raise ValueError(f"{name} must be a positive number of bytes, got {value!r}; a text such as '40GiB' will do")
-    return size
+def takes_step(
+    steps: Iterable[str] | None = None,
+    places: Iterable[str] | None = None,
+    instead: Mapping[type, Callable[..., Any]] | None = None,
+    programs: bool = False,
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Makes a function of a Step and a Place a public one, which also takes a model, its inputs, and all as keywords.
 
+        function(Step(model, x, backward=False), Place("cpu"))
+        function(model, x, backward=False, device="cpu")
 
-def callable_given(name: str, value: Any) -> Any:
-    """The function. ValueError: it is none, nor None."""
-    if value is not None and not callable(value):
-        raise ValueError(f"{name} must be callable, got {value!r}")
-    return value
+    Keywords that belong neither to the step, the place nor the function are inputs of the model. Signature and
+    documentation list the options.
 
-
-def autocast_given(value: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that autocast casts to, from torch.bfloat16 or from "bf16". ValueError: it is another one."""
-    import torch
-
-    if value is None:
-        return None
-    name = AUTOCAST.get(str(value).removeprefix("torch."))
-    if name is None or not isinstance(value, str | torch.dtype):
-        raise ValueError(f"autocast must be torch.bfloat16, torch.float16, 'bf16' or 'fp16', got {value!r}")
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def optimizer_given(value: Any, **options: Any) -> Callable[[Any], Any] | None:
-    """What makes the optimizer: the function that is given, or that of a name such as "adamw" with these options.
-
-    None for "none". ValueError: the name is unknown, or the value is no function.
-    """
-    if value is None or not isinstance(value, str):
-        if value is not None and not callable(value):
-            rule = "must be a function that makes one of parameters, such as torch.optim.AdamW, or a name"
-            raise ValueError(f"optimizer {rule}, got {value!r}")
-        return value
-    if value not in OPTIMIZERS:
-        raise ValueError(
-            f"optimizer {value!r} is unknown; known: {', '.join(OPTIMIZERS)}{did_you_mean(value, OPTIMIZERS)}"
-        )
-    import torch
-
-    if (found := OPTIMIZERS[value]) is None:
-        return None
-    kind, own = found
-    return functools.partial(getattr(torch.optim, kind), **{**own, **options})
-
-
-# Keywords that a function shares with the model that it calls.
-
-
-def takes_inputs(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function that calls a model, its first argument, refuse keywords that are not clearly its own.
+    steps, places: the options that the function takes; None: all. instead: functions for first arguments that are no
+    model, by their class. programs: the function takes a Program, too.
 
     TypeError: a keyword belongs to the function and to the model, or to neither. The model's own go into kwargs.
     """
-    parameters = inspect.signature(function).parameters.values()
-    own = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
+    of_step = {name: field for name, field in options_of(Step).items() if steps is None or name in steps}
+    of_place = {name: field for name, field in options_of(Place).items() if places is None or name in places}
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **named: P.kwargs) -> R:
-        if args and callable(args[0]):
-            check_keywords(function.__name__, own, args[0], args[1:], named)
-        return function(*args, **named)
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        caller = function.__name__
+        parameters = inspect.signature(function).parameters.values()
+        own = {part.name: part for part in parameters if part.kind is inspect.Parameter.KEYWORD_ONLY}
+        names = [*of_step, *of_place, *own, "kwargs", "place"]
 
-    return checked
-
-
-def takes_no_inputs_of(kind: type, own: Iterable[str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function refuse keywords besides `own` if its first argument is of that kind. It calls no such thing.
-
-    TypeError: there is another keyword, or more positional arguments than one.
-    """
-    names = tuple(own)
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
-        def checked(*args: P.args, **named: P.kwargs) -> R:
-            if args and isinstance(args[0], kind):
-                others = [name for name in named if name not in names] or [repr(other) for other in args[2:]]
-                if len(args) > 1 and names[0] in named:
-                    others = [repr(args[1])]
-                if others:
-                    rule = f"{function.__name__} of a {kind.__name__} takes {', '.join(names)}"
-                    raise TypeError(f"{rule}, not {others[0]}: the {kind.__name__} says all else")
-            return function(*args, **named)
+        def public(model: Any, *inputs: Any, **keywords: Any) -> R:
+            keywords = renamed(keywords, names)
+            if (other := (instead or {}).get(type(model))) is not None:
+                return cast(R, other(model, *inputs, **keywords))
+            if isinstance(model, Program) and not programs:
+                raise TypeError(f"{caller} takes a Step; memcheck.predict_memory takes a Program")
+            if isinstance(model, Step | Program):
+                step, more = model, inputs
+                if wrong := [name for name in keywords if name not in (*own, *of_place, "place")]:
+                    raise TypeError(f"{caller} of a {type(model).__name__} takes no {wrong[0]}: the Step says it")
+            else:
+                check_keywords(caller, names, model, inputs, keywords)
+                inner = {name: value for name, value in keywords.items() if name not in names}
+                options = {name: value for name, value in keywords.items() if name in of_step}
+                step, more = Step(model, inputs, {**inner, **(keywords.get("kwargs") or {})}, **options), ()
+            place = place_of(caller, more, {name: keywords[name] for name in keywords if name in (*of_place, "place")})
+            for name, field in options_of(Place).items():
+                if name not in of_place and getattr(place, name) != field.default:
+                    raise TypeError(f"{caller} takes no {name}")
+            return function(step, place, **{name: keywords[name] for name in own if name in keywords})
 
-        return checked
+        public.__signature__ = signature_of(own, of_step, of_place, function)  # type: ignore[attr-defined]
+        public.__doc__ = documented(function.__doc__ or "", {"step": of_step, "place": of_place})
+        return public
 
     return decorate
+
+
+def renamed(keywords: dict[str, Any], names: Iterable[str] = tuple(RENAMED.values())) -> dict[str, Any]:
+    """The keywords by their current names. An earlier name of one of the names is taken with a warning.
+
+    TypeError: both names are given.
+    """
+    earlier = {old: new for old, new in RENAMED.items() if old in keywords and new in names}
+    for old, new in earlier.items():
+        if new in keywords:
+            raise TypeError(f"{new} is given twice, once by its earlier name {old}")
+        warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=3)
+    return {earlier.get(name, name): value for name, value in keywords.items()}
+
+
+def place_of(caller: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Place:
+    """The Place that is given, alone or as place=, or that of its options as keywords. A device is one of them.
+
+    TypeError: it is given twice.
+    """
+    options = {name: value for name, value in keywords.items() if name != "place"}
+    given = [*positional, *([keywords["place"]] if keywords.get("place") is not None else [])]
+    if len(given) == 1 and not isinstance(given[0], Place) and "device" not in options:
+        given, options = [], {"device": given[0], **options}
+    if len(given) + bool(options) > 1:
+        raise TypeError(f"{caller} takes one place, got {', '.join([*map(repr, given), *options])}")
+    return given[0] if given else Place(**options)
+
+
+def signature_of(
+    own: Mapping[str, inspect.Parameter], of_step: Iterable[str], of_place: Iterable[str], function: Callable[..., Any]
+) -> inspect.Signature:
+    """(model, *inputs, kwargs, the step's options, place, the place's options, the function's own, **keywords)"""
+    kinds = inspect.Parameter
+    defaults = {name: field.default for kind in (Step, Place) for name, field in options_of(kind).items()}
+    keywords = {"kwargs": None, **{name: defaults[name] for name in of_step}, "place": None}
+    keywords |= {name: defaults[name] for name in of_place}
+    return inspect.Signature(
+        [
+            kinds("model", kinds.POSITIONAL_OR_KEYWORD),
+            kinds("inputs", kinds.VAR_POSITIONAL),
+            *(kinds(name, kinds.KEYWORD_ONLY, default=default) for name, default in keywords.items()),
+            *own.values(),
+            kinds("keywords", kinds.VAR_KEYWORD),
+        ],
+        return_annotation=inspect.signature(function).return_annotation,
+    )
+
+
+def documented(text: str, groups: Mapping[str, Mapping[str, dataclasses.Field[Any]]]) -> str:
+    """The docstring, and the options of each group with their help."""
+    parts = [inspect.cleandoc(text)]
+    for title, fields in groups.items():
+        lines = [f"{name}: {field.metadata['help']}." for name, field in fields.items()]
+        filled = (textwrap.fill(line, 116, initial_indent="    ", subsequent_indent=" " * 8) for line in lines)
+        parts.append("\n".join([f"Options of the {title}:", "", *filled]))
+    return "\n\n".join(parts)
 
 
 def check_keywords(

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from memcheck.core.converters import SHORT_DTYPES as SHORT_DTYPES
 from memcheck.core.errors import UsageError
 from memcheck.core.record import layout_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 MODES = ("train", "inference", "decode")
 
 DEFAULT_FACTOR = 8  # Positions per block of compressed attention.
@@ -25,6 +25,8 @@ Terms = dict[str, dict[str, int]]
 @dataclass(frozen=True)
 class Case:
     """One shape of one contender. kv_len, heads, core_dim, factor and causal are None where the operator has none.
+
+    dtype: its name, long or short, or a torch.dtype.
 
     In decode mode kv_len is the number of tokens that the state or cache holds before the step, and query_len is 1.
 
@@ -48,6 +50,8 @@ class Case:
     lengths: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        given = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", SHORT_DTYPES.get(given, given))
         if self.lengths is not None:  # JSON has lists.
             object.__setattr__(self, "lengths", tuple(self.lengths))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.options import named
 from memcheck.core.units import format_bytes, parse_bytes
 
 TABLE = Path(__file__).parents[1] / "data" / "devices.csv"
@@ -81,15 +82,17 @@ def device_given(value: Any, default: str = "cpu") -> Device:
     if isinstance(value, Device):
         return value
     if isinstance(value, str) or type(value).__name__ == "device":  # torch.device, without importing torch.
-        return device_named(str(value), "device")
-    raise UsageError(f"device must be a Device or a name such as 'A100-40GB', '40GiB' or 'cpu', got {value!r}")
+        return device_named(str(value))
+    raise UsageError(
+        f"{named('device')} must be a Device or a name such as 'A100-40GB', '40GiB' or 'cpu', got {value!r}"
+    )
 
 
-def device_named(text: str, flag: str = "--device") -> Device:
+def device_named(text: str) -> Device:
     """The device of a name: a GPU of the catalog, "cpu", "cuda" or "cuda:1" of this machine, or a size such as "40GiB".
 
     Case, hyphens and blanks do not matter: "rtx 4090" is "RTX4090". The first or the last words of a name are enough
-    if they are unique: "4090". flag: what errors call it.
+    if they are unique: "4090".
 
     UsageError: there is no such device, or several have the name.
     """
@@ -105,7 +108,7 @@ def device_named(text: str, flag: str = "--device") -> Device:
     if len(matches) == 1:
         return DEVICES[matches[0]]
     begun = [known for known in DEVICES if len(name) > 1 and plain(known).startswith(name)]
-    raise UsageError(f"{flag} {text} is {objection_to(text.strip(), matches or begun)}")
+    raise UsageError(f"{named('device')} {text} is {objection_to(text.strip(), matches or begun)}")
 
 
 def objection_to(text: str, matches: list[str]) -> str:

@@ -26,10 +26,18 @@ class Outputs:
     words: "the second output, a scalar; the first stays alive"; None without roots.
     """
 
-    held: Any
+    held: Left
     named: NamedTensors
     roots: list[Tensor]
     words: str | None
+
+
+@dataclass
+class Left:
+    """What a forward returned, while the next one runs."""
+
+    output: Any = None
+    loss: Any = None
 
 
 @dataclass(frozen=True)
@@ -38,35 +46,46 @@ class ForwardOptions:
 
     loss: makes the tensor that the backward starts from out of the model's output. None: start_of chooses it.
     autocast: the dtype of a torch.autocast around model and loss.
-    keeps_outputs: what the model and the loss return stays alive until the step ends, as in
+    keep_outputs: what the model and the loss return stays alive until the step ends, as in
         `logits, loss = model(x)`. With False only the tensors that the backward starts from do.
     """
 
     loss: Callable[[Any], Any] | None = None
     autocast: torch.dtype | None = None
-    keeps_outputs: bool = True
+    keep_outputs: bool = True
 
-    def run(self, kind: str, model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Outputs:
-        """Runs the model and the loss on a kind of device, and returns what stays alive."""
+    def run(
+        self, kind: str, model: Callable[..., Any], inputs: Sequence[Any] = (), left: Left | None = None
+    ) -> Outputs:
+        """Runs the model and the loss on a kind of device, and returns what stays alive.
+
+        left: what the forward before returned, which goes as the variables of a loop are set again.
+        """
         # A disabled autocast would still keep the casts of an autocast inside the model alive until after the loss.
         with nullcontext() if self.autocast is None else torch.autocast(kind, self.autocast):
-            output = model(*inputs, **kwargs)
+            output = model(*inputs)
+            if left is not None:
+                left.output = None
             loss = output if self.loss is None else self.loss(output)
+            if left is not None:
+                left.loss = None
         return self._outputs(output, loss)
 
     def _outputs(self, output: Any, loss: Any) -> Outputs:
         roots = start_of(loss)
         named = list(named_tensors_in(output))
-        words = f"{_start_words(named, roots)}{_rest_words(output, roots, self.keeps_outputs)}" if roots else None
+        words = f"{_start_words(named, roots)}{_rest_words(output, roots, self.keep_outputs)}" if roots else None
         known = {id(tensor) for _, tensor in named}
         more = [*named_tensors_in(loss), *(("", root) for root in roots)]  # An unknown object may have an output.loss.
         named += {
             id(tensor): (f"loss {name}".rstrip(), tensor) for name, tensor in more if id(tensor) not in known
         }.values()
-        if self.keeps_outputs or not roots:
-            return Outputs((output, loss), named, roots, words)
+        if self.keep_outputs or not roots:
+            return Outputs(Left(output, loss), named, roots, words)
         starts = {id(root) for root in roots}
-        return Outputs(roots, [(name, tensor) for name, tensor in named if id(tensor) in starts], roots, words)
+        return Outputs(
+            Left(None, roots), [(name, tensor) for name, tensor in named if id(tensor) in starts], roots, words
+        )
 
 
 def start_of(output: Any) -> list[Tensor]:

@@ -1,108 +1,199 @@
-"""A step of training: what measuring and predicting one have in common."""
+"""Steps of a model: what is measured and predicted. Nothing here imports torch at its start."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any, cast
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from memcheck.core.arguments import whole_number
-
-
-def check_step(
-    accumulate: int,
-    backward: bool,
-    optimizer: Any,
-    clip_grad_norm: float | None,
-    set_to_none: bool,
-    keeps_outputs: bool,
-) -> None:
-    """ValueError: the arguments of a step do not fit together."""
-    whole_number("accumulate", accumulate)
-    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, int | float) and clip_grad_norm >= 0):
-        raise ValueError(f"clip_grad_norm must be a number that is not negative, got {clip_grad_norm!r}")
-    if not backward and (optimizer is not None or accumulate > 1):
-        name = "accumulate" if optimizer is None else "optimizer"
-        raise ValueError(f"{name} needs the gradients of a backward, got backward=False")
-    if not backward and not keeps_outputs:
-        raise ValueError("keeps_outputs=False needs a backward, got backward=False")
-    if optimizer is None and (clip_grad_norm is not None or not set_to_none):
-        name = "set_to_none=False" if clip_grad_norm is None else "clip_grad_norm"
-        raise ValueError(f"{name} needs an optimizer")
+from memcheck.core import converters
+from memcheck.core.errors import UsageError
+from memcheck.core.options import convert_options, named, option, options_of
 
 
-def number_of_steps(steps: int | None, has_optimizer: bool) -> int:
-    """The number, which is 2 by default. ValueError: it is below 1, or above 1 without an optimizer."""
-    number = 2 if steps is None else whole_number("steps", steps)
-    if steps is not None and number > 1 and not has_optimizer:
-        raise ValueError(f"steps={number} needs an optimizer: without one, a later step is like the first")
-    return number
+@dataclass(frozen=True)
+class Step:
+    """A step of a model: a forward, and unless told otherwise a backward and the step of an optimizer.
 
+        Step(model, x, optimizer="adamw", loss=lambda y: y.mean())
+        Step(model, (x, mask), kwargs={"labels": labels}, backward=False)
 
-def clipped_step(optimizer: Any, clip_grad_norm: float | None) -> Callable[[], Any]:
-    """The optimizer's step, after its parameters' gradients were clipped to the norm.
+    model: a module, a method of one, or another callable. inputs: its positional inputs: a tuple, or a single one.
+    kwargs: its keyword inputs.
 
-    ValueError: the step needs a closure.
+    UsageError: an option breaks its rule, or does not fit the others.
     """
-    if needs_closure(optimizer):
-        raise ValueError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
-    if clip_grad_norm is None:
-        return cast(Callable[[], Any], optimizer.step)
-    groups = [group for found in optimizers_in(optimizer) or [optimizer] for group in found.param_groups]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    clip = functools.partial(torch.nn.utils.clip_grad_norm_, parameters, clip_grad_norm)
 
-    def step() -> None:
-        clip()
-        optimizer.step()
+    model: Any
+    inputs: Any = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loss: Callable[[Any], Any] | None = option(
+        None,
+        "makes the tensor that the backward starts from out of the model's output; by default it starts from "
+        'output.loss or output["loss"], else from the only scalar that requires grad, else from every output that does',
+        converters.function,
+    )
+    backward: bool = option(True, "with False the forward runs under no_grad", converters.switch)
+    optimizer: str | Callable[..., Any] | None = option(
+        None,
+        "makes the optimizer of the module's parameters, whose step follows the backward: a name such as adamw, a "
+        "class, or a function; it may return another object with a step(), such as one that steps by a GradScaler",
+        converters.optimizer,
+    )
+    steps: int | None = option(
+        None,
+        "1: the very first step, in which the optimizer makes its state; 2 and more: a step in the steady state; "
+        "default: 2",
+        converters.count,
+    )
+    accumulate: int = option(
+        1,
+        "backwards of a step, each after a forward on the same inputs; the figures are those of the last one, in which "
+        "the gradients of the others are alive",
+        converters.count,
+    )
+    clip_grad_norm: float | None = option(
+        None, "the norm to which gradients are clipped before the optimizer's step", converters.norm
+    )
+    set_to_none: bool = option(True, "with False zero_grad keeps the gradients, as zeros", converters.switch)
+    keep_outputs: bool = option(
+        True,
+        "what model and loss return stays alive until the step ends, as in `logits, loss = model(x)`; with False only "
+        "the tensors that the backward starts from do, as in the Trainer of transformers",
+        converters.switch,
+    )
+    autocast: Any = option(
+        None, "the dtype of a torch.autocast around model and loss: bf16 or fp16", converters.autocast_dtype
+    )
+    checkpointing: bool = option(
+        False, "keep only each layer's input for the backward, and run the layer again in it", converters.switch
+    )
+    training: bool | None = option(
+        None,
+        "the module's mode in the step: as after model.train() or model.eval(); default: as it is",
+        converters.switch,
+    )
+    dense_grad: bool = option(
+        False,
+        "the gradient of each output is a full tensor, instead of one element expanded",
+        converters.switch,
+    )
 
-    return step
+    parameters: Any = option(
+        (),
+        "of a measurement: tensors, modules, optimizers (their parameters and state) or containers of these that the "
+        "model uses without being given them, such as a closure's weights",
+    )
+    optimizer_step: Callable[[], Any] | None = option(
+        None,
+        "of a measurement, in place of optimizer: called after the backward: an optimizer's own `optimizer.step` or "
+        "any callable; the state is that of the optimizer, or what the first call allocates",
+        converters.function,
+    )
+
+    def __post_init__(self) -> None:
+        convert_options(self)
+        if not isinstance(self.inputs, tuple):
+            object.__setattr__(self, "inputs", (self.inputs,))
+        if self.optimizer == "none":
+            object.__setattr__(self, "optimizer", None)
+        if not callable(self.model):
+            raise UsageError(f"{named('model')} must be callable, got {self.model!r}")
+        if not (isinstance(self.kwargs, dict) and all(isinstance(name, str) for name in self.kwargs)):
+            raise UsageError(f"kwargs must be a dict of the model's keyword inputs, got {self.kwargs!r}")
+        self._check()
+
+    def _check(self) -> None:
+        """UsageError: the options do not fit together."""
+        for name in NEED_BACKWARD if not self.backward else ():
+            if (given := getattr(self, name)) != options_of(self)[name].default:
+                words = named(f"{name}=False" if given is False else name)
+                raise UsageError(f"{words} needs a backward, got {named('backward=False')}")
+        if self.optimizer is not None and self.optimizer_step is not None:
+            both = f"{named('optimizer')} and {named('optimizer_step')}"
+            raise UsageError(f"{both} exclude each other: each is the step that is measured")
+        if self.optimizer is None and (self.clip_grad_norm is not None or not self.set_to_none):
+            name = "set_to_none=False" if self.clip_grad_norm is None else "clip_grad_norm"
+            raise UsageError(f"{named(name)} needs an optimizer")
+        if self.steps is not None and self.steps > 1 and not self.has_optimizer:
+            raise UsageError(
+                f"{named('steps')} {self.steps} needs an optimizer: without one, a later step is like the first"
+            )
+
+    @property
+    def has_optimizer(self) -> bool:
+        return self.optimizer is not None or self.optimizer_step is not None
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether it names tensors that the model uses without being given them."""
+        return not (isinstance(self.parameters, tuple | list | dict) and not self.parameters)
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether a step comes before it, in which the optimizer makes its state."""
+        return self.has_optimizer and self.steps != 1
+
+    @property
+    def mode(self) -> str:
+        """A record's mode: "train" or "inference"."""
+        return "train" if self.backward else "inference"
+
+    @property
+    def name(self) -> str:
+        """The class of the module, or the name of the function."""
+        from memcheck.core.workload import module_called
+
+        owner = module_called(self.model)
+        return type(owner).__name__ if owner is not None else getattr(self.model, "__name__", repr(self.model))
+
+    @property
+    def dtype(self) -> str | None:
+        """The parameters' dtype, if they have one; else that of the inputs."""
+        from memcheck.core.tensors import dtype_name, tensors_in
+        from memcheck.core.workload import owner_of
+
+        for things in (owner_of(self.model), (self.inputs, self.kwargs)):
+            dtypes = {dtype_name(tensor) for tensor in tensors_in(things) if tensor.is_floating_point()}
+            if dtypes:
+                return dtypes.pop() if len(dtypes) == 1 else None
+        return None
 
 
-INSTEAD_OF_A_CLOSURE = (
-    "it runs the model as often as it decides. Measure a program with memcheck run, or give an optimizer whose step() "
-    "passes a closure to it"
-)
+NEED_BACKWARD = ("optimizer", "optimizer_step", "accumulate", "keep_outputs", "checkpointing", "dense_grad")
 
 
-def needs_closure(optimizer: Any) -> bool:
-    """Whether the optimizer, such as LBFGS, cannot step without a closure."""
-    try:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-    except (TypeError, ValueError):  # A function without a signature.
-        return False
-    return closure is not None and closure.default is inspect.Parameter.empty
+@dataclass(frozen=True)
+class Program:
+    """Steps of one model, one after another, in one process: for example training steps, a last one with fewer samples,
+    and an evaluation.
 
+        Program([Step(model, x, optimizer="adamw"), Step(model, validation, backward=False, training=False)])
 
-# How far optimizers are searched for: an object, its method, the closure of that, and what it holds.
-DEEPEST = 4
+    Every step begins with what the ones before it left: the optimizer's state, and on CUDA the segments of the
+    allocator. All steps have one optimizer, that of the first step which has one. Inputs of earlier steps are alive.
 
+    outputs_stay: what a model and a loss returned is alive until those of the next step return, as the variables of a
+        loop keep it.
 
-def optimizers_in(thing: Any, depth: int = DEEPEST) -> list[torch.optim.Optimizer]:
-    """The optimizers that an object with a step() holds, such as one that steps by a torch.amp.GradScaler."""
-    if isinstance(thing, torch.optim.Optimizer):
-        return [thing]
-    found = (inner for part in _held_by(thing) for inner in optimizers_in(part, depth - 1)) if depth else ()
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+    UsageError: there is no step, or the steps are of several models, or their backwards differ in checkpointing.
+    """
 
+    steps: tuple[Step, ...]
+    outputs_stay: bool = True
 
-def _held_by(thing: Any) -> list[Any]:
-    """What a container, an object, or a function with its closure and the globals that it names holds."""
-    if isinstance(thing, torch.Tensor | torch.nn.Module | type | ModuleType):
-        return []
-    if isinstance(thing, Mapping):
-        return list(thing.values())
-    if isinstance(thing, list | tuple | set | frozenset):
-        return list(thing)
-    if isinstance(thing, FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != CellType()]
-        return cells + [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
-    if isinstance(thing, functools.partial):
-        return [thing.func, *thing.args, *thing.keywords.values()]
-    if isinstance(thing, MethodType):
-        return [thing.__self__]
-    return list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    def __init__(self, steps: Iterable[Step], *, outputs_stay: bool = True) -> None:
+        object.__setattr__(self, "steps", tuple(steps))
+        object.__setattr__(self, "outputs_stay", outputs_stay)
+        for step in self.steps:
+            if not isinstance(step, Step):
+                raise UsageError(f"{named('steps')} must be Steps, got {step!r}")
+        if not self.steps:
+            raise UsageError(f"{named('steps')} must be at least one Step, got none")
+        if len({id(step.model) for step in self.steps}) > 1:
+            raise UsageError(
+                f"{named('steps')} must be of one model, got {', '.join(step.name for step in self.steps)}"
+            )
+        if len({step.checkpointing for step in self.steps if step.backward}) > 1:
+            raise UsageError(f"{named('steps')} with a backward must have the same {named('checkpointing')}")

@@ -101,7 +101,7 @@ def parse_range(word: str) -> list[int]:
 
 def at_least_one(size: int, word: str) -> int:
     if not 1 <= size < 2**63:
-        raise ValueError(f"must be at least 1 and below 2^63, got {word!r}")
+        raise ValueError(f"must be {'at least 1' if size < 1 else 'below 2^63'}, got {word}")
     return size
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from memcheck.core.case import Operator
-from memcheck.core.outputs import ForwardOptions, Outputs
+from memcheck.core.outputs import ForwardOptions, Left, Outputs
+from memcheck.core.step import Step
 from memcheck.core.tensors import named_tensors_in
 
 
@@ -19,7 +20,7 @@ from memcheck.core.tensors import named_tensors_in
 class Workload:
     """An operator with its inputs, parameters, state and optimizer step: everything that a run or a trace needs."""
 
-    case: Any  # Case or ModelCase.
+    case: Any  # Case, ModelCase or Step.
     operator: Operator
     inputs: tuple[Any, ...]
     parameters: Any  # A pair: the tensors that follow the inputs, and containers that own the other tensors.
@@ -32,19 +33,21 @@ class Workload:
     set_to_none: bool = True  # As in Optimizer.zero_grad.
     module: Any = None  # The model whose modules are told apart.
     forward_options: ForwardOptions = field(default_factory=ForwardOptions)
+    earlier: tuple[Workload, ...] = ()  # Steps of a program that run before.
+    outputs_stay: bool = False  # What a step returned is alive until the next step has returned it.
 
     @property
     def backward(self) -> bool:
         return self.case.mode in ("train", "backward")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of memcheck.measure_memory that belong to the workload."""
-        return {"parameters": self.parameters, "backward": self.backward, "optimizer_step": self.optimizer_step}
+    def step(self, operator: Operator | None = None) -> Step:
+        """The step that a measurement runs. operator: replaces the workload's."""
+        options = {"parameters": self.parameters, "backward": self.backward, "optimizer_step": self.optimizer_step}
+        return Step(operator or self.operator, self.inputs, **options)
 
-    def forward(self, kind: str) -> Outputs:
-        """Runs the operator and the loss on a kind of device."""
-        return self.forward_options.run(kind, self.operator, *self.inputs)
+    def forward(self, kind: str, left: Left | None = None) -> Outputs:
+        """Runs the operator and the loss on a kind of device. left: as of ForwardOptions.run."""
+        return self.forward_options.run(kind, self.operator, self.inputs, left)
 
     def named_inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the inputs with their names: "q", or "state.0" if an argument holds several."""

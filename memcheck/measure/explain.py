@@ -14,14 +14,14 @@ MOST_ROWS = 20
 MOST_STEPS = 200
 
 
-def explain(record: Record, call: MeasuredCall, limit_bytes: int | None, dense_grad: bool) -> None:
+def explain(record: Record, call: MeasuredCall, limit_bytes: int | None) -> None:
     """Fills alive_at_peak, over_time and saved_tensors, in two passes, and adds a doubt if the passes disagree."""
-    timeline, _ = recorded(call, limit_bytes, dense_grad)
+    timeline, _ = recorded(call, limit_bytes)
     record.alive_at_peak = [row for phase in timeline.peak for row in timeline.alive_at_peak(phase, MOST_ROWS)]
     record.over_time = {name: _highest_of(timeline.alive[first : last + 1]) for name, first, last in timeline.phases}
     record.doubts += _other_peaks(record, timeline)
     try:
-        timeline, run = recorded(call, limit_bytes, dense_grad, hooks=True)
+        timeline, run = recorded(call, limit_bytes, hooks=True)
     except RuntimeError as error:  # For example, torch.func.grad refuses hooks.
         record.doubts += (f"saved_tensors are not known: {str(error).partition(chr(10))[0]}",)
         return

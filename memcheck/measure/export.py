@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from memcheck.core.arguments import takes_step
+from memcheck.core.place import HERE, Place
+from memcheck.core.step import Step
 from memcheck.core.units import format_time
 from memcheck.measure.allocation_events import cuda_memory_history
 from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around, timed_pass
@@ -18,32 +21,25 @@ from memcheck.measure.timeline import Allocation, Timeline, recorded
 Rows = list[dict[str, Any]]
 
 
-def write_snapshot(
-    fn: Callable[..., Any],
-    *inputs: Any,
-    path: Path | str,
-    backward: bool = True,
-    dense_grad: bool = False,
-    device: torch.device | str | None = None,
-    parameters: Any = (),
-    optimizer_step: Callable[[], Any] | None = None,
-    **kwargs: Any,
-) -> Path:
-    """Writes the memory of fn's forward and backward over time, for the viewer at pytorch.org/memory_viz.
+@takes_step(places=HERE[:1])
+def write_snapshot(step: Step, place: Place, *, path: Path | str) -> Path:
+    """Writes the memory of a step's forward and backward over time, for the viewer at pytorch.org/memory_viz.
+
+        write_snapshot(model, x, path="snapshot.pickle")
 
     On CUDA the file is what torch.cuda.memory._dump_snapshot writes, with tracebacks. On the CPU it is a timeline in
     the same format: device 0 is the CPU, a segment is a range of addresses that was ever in use, and frames are
     operators and autograd nodes. Arguments are those of memcheck.measure_memory.
     """
-    call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    call = MeasuredCall(step, place.device)
     path = Path(path)
     if call.device.type == "cuda":
         with cuda_memory_history():
-            MeasuredRun(call).measure(dense_grad)
+            MeasuredRun(call).measure()
             torch.cuda.memory._dump_snapshot(str(path))
     else:
         # The viewer reads pickle protocols up to 4.
-        path.write_bytes(pickle.dumps(snapshot_of(recorded(call, dense_grad=dense_grad)[0]), protocol=4))
+        path.write_bytes(pickle.dumps(snapshot_of(recorded(call)[0]), protocol=4))
     return path
 
 
@@ -104,18 +100,11 @@ def _free_space(begin: int, end: int) -> dict[str, Any]:
     return {"address": begin, "size": end - begin, "requested_size": 0, "state": "inactive", "frames": []}
 
 
-def write_trace(
-    fn: Callable[..., Any],
-    *inputs: Any,
-    path: Path | str,
-    backward: bool = True,
-    dense_grad: bool = False,
-    device: torch.device | str | None = None,
-    parameters: Any = (),
-    optimizer_step: Callable[[], Any] | None = None,
-    **kwargs: Any,
-) -> Rows:
-    """Writes torch.profiler's trace of one forward and backward, and returns the times, the longest first.
+@takes_step(places=HERE[:1])
+def write_trace(step: Step, place: Place, *, path: Path | str) -> Rows:
+    """Writes torch.profiler's trace of a step, and returns the times, the longest first.
+
+        write_trace(model, x, path="trace.json")
 
     The file has Chrome's trace format, for chrome://tracing and ui.perfetto.dev; a path that ends in .gz is
     compressed. Each row has the name of a kernel (on CUDA) or an operator (on the CPU), its calls, self_ms (without
@@ -124,12 +113,12 @@ def write_trace(
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    call = MeasuredCall(step, place.device)
     on_cuda = call.device.type == "cuda"
-    timed_pass(call, dense_grad)
+    timed_pass(call)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, record_shapes=True) as profiler, _ranges(record_function):
-        timed_pass(call, dense_grad)
+        timed_pass(call)
     profiler.export_chrome_trace(str(path))
     return _shares(profiler.key_averages(), on_cuda)
 

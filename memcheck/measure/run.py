@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memcheck.core.checkpointing import arranged
 from memcheck.core.collector import collector_at_rest
-from memcheck.core.outputs import ForwardOptions, NamedTensors, Outputs
+from memcheck.core.devices import Device
+from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizers_in
+from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs
 from memcheck.core.record import Record
+from memcheck.core.step import Step
 from memcheck.core.tensors import (
     Storages,
     StorageWeakRef,
@@ -28,7 +32,7 @@ from memcheck.core.tensors import (
     tensors_in,
     with_data,
 )
-from memcheck.core.workload import owner_of
+from memcheck.core.workload import module_called, owner_of
 from memcheck.measure.machine import machine_of
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
@@ -41,31 +45,21 @@ range_around: ContextVar[Phase] = ContextVar("range_around", default=nullcontext
 class MeasuredCall:
     """A callable with its arguments: the tensors given to it, the tensors it owns, and the machine it runs on."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        parameters: Any,
-        backward: bool,
-        device: torch.device | str | None,
-        optimizer_step: Callable[[], Any] | None = None,
-    ) -> None:
-        if optimizer_step is not None and not backward:
-            raise ValueError("optimizer_step needs the gradients of a backward, got backward=False")
-        if not callable(fn):
-            raise ValueError(f"fn must be callable, got {fn!r}")
-        if backward and torch.is_inference_mode_enabled():
+    def __init__(self, step: Step, device: Device | torch.device | str | None = None) -> None:
+        fn, inputs, kwargs = step.model, step.inputs, step.kwargs
+        if step.backward and torch.is_inference_mode_enabled():
             raise ValueError("backward must be False under torch.inference_mode(), got True")
+        self.step = step
         self._function = functools.partial(fn, *inputs, **kwargs)
-        self.parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
-        self.backward = backward
-        self.optimizer_step = optimizer_step
-        self.warm_up = True  # With an optimizer_step that has no state yet, a step runs before the one measured.
-        self.accumulate = 1  # Backwards of a step. The last one is measured.
-        self.set_to_none = True  # As in Optimizer.zero_grad.
-        self.forward_options = ForwardOptions()
-        stepped = getattr(optimizer_step, "__self__", None)
+        self.forward_options = ForwardOptions(step.loss, step.autocast, step.keep_outputs)
+        self.parameters, self.optimizer_step = step.parameters, step.optimizer_step
+        if isinstance(self.parameters, Iterator):
+            self.parameters = list(self.parameters)
+        if (makes := optimizer_factory(step.optimizer)) is not None:
+            made = makes(parameters_of(fn))
+            self.parameters = (owner_of(fn), optimizers_in(made), self.parameters)
+            self.optimizer_step = clipped_step(made, step.clip_grad_norm)
+        stepped = getattr(self.optimizer_step, "__self__", None)
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
         self.named_given = list(with_data(_titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))))
@@ -74,17 +68,21 @@ class MeasuredCall:
         self.named_owned = self.named_owned_now()
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
-        self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
+        self.named_leaves = _leaves(self.named_given, self.named_owned, step.backward)
         self.leaves = [tensor for _, tensor in self.named_leaves]
-        self.device = resolve_device(device, [*self.given, *self.owned])
+        self.device = resolve_device(name_here(device), [*self.given, *self.owned])
         # Bytes that the first step left alive: caches, or the state of an optimizer that was not given.
         self.unseen_bytes = 0
         self.machine = machine_of(self.device)
 
     def forward(self) -> Outputs:
         """Runs the callable once, and its loss, and returns what stays alive until the step ends."""
-        with torch.set_grad_enabled(self.backward):
+        with torch.set_grad_enabled(self.step.backward):
             return self.forward_options.run(self.device.type, self._function)
+
+    def arranged(self) -> AbstractContextManager[None]:
+        """Inside, the module has the checkpoints and is in the mode that the step asks for."""
+        return arranged(self.step.model, self.step.checkpointing, self.step.training)
 
     def named_owned_now(self) -> NamedTensors:
         """The tensors that the callable owns. A forward may replace buffers by new ones."""
@@ -126,19 +124,19 @@ class MeasuredRun:
         if limit_bytes is not None and call.unseen_bytes:
             limit_bytes = max(limit_bytes - call.unseen_bytes, 1)
         held = (call.given, call.owned, call.state)
-        self.memory = MemoryTracker(*held, device=call.device, limit_bytes=limit_bytes, saved=hooks)
+        self.memory = MemoryTracker(*held, device=call.device, memory_limit=limit_bytes, saved=hooks)
         self._held_bytes = self.memory.held_bytes + call.unseen_bytes
         self._left_bytes = 0  # By the first step.
         self._older: set[StorageWeakRef] = set()
         self._left_gradients: Storages = {}
         self.hooks = hooks
         self.phase = phase or range_around.get()
-        self.returned = Outputs(None, [], [], None)  # Stays alive until the step ends.
+        self.returned = Outputs(Left(), [], [], None)  # Stays alive until the step ends.
         self.output_gradients: list[torch.Tensor] = []
         self.saved_by_hooks: int | None = None  # saved_bytes as the hooks count it.
         self.saved_tensors: list[SavedTensor] = []
         self.record = Record(
-            mode="train" if call.backward else "inference",
+            mode=call.step.mode,
             input_bytes=sum(storages_of(call.given, call.device).values()),
             **self.machine.facts(),
         )
@@ -153,26 +151,23 @@ class MeasuredRun:
     def named_outputs(self) -> NamedTensors:
         return _titled("output", self.returned.named)
 
-    def measure(self, dense_grad: bool = False) -> Record:
+    def measure(self) -> Record:
         """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
         # Attributes that the forward replaces stay: their release would count if an earlier measurement saw them made.
         attributes = list(_attributes_of(self.call.owners))
-        with collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
+        with self.call.arranged(), collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
             self._older = set(map(StorageWeakRef, _storages_alive(self.call.device)))
-            if self._before(dense_grad) and self._attempt("forward", self._forward):
+            if self._before() and self._attempt("forward", self._forward):
                 if not self.returned.roots:
                     self.record.doubts += _why_no_backward(self.call, self.returned.named)
-                elif (
-                    self._attempt("backward", lambda: self._backward(dense_grad))
-                    and self.call.optimizer_step is not None
-                ):
+                elif self._attempt("backward", self._backward) and self.call.optimizer_step is not None:
                     self._attempt("optimizer", self._optimizer)
         attributes.clear()
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
 
-    def _before(self, dense_grad: bool) -> bool:
+    def _before(self) -> bool:
         """Runs what precedes the measured pass. False if out of memory.
 
         That is a step in which the optimizer makes its state, and the step's other passes. They are not part of a
@@ -180,19 +175,19 @@ class MeasuredRun:
         """
         call = self.call
         state_bytes = sum(storages_of(call.state, call.device).values())
-        first_step = call.optimizer_step is not None and not call.has_state and call.warm_up
+        first_step = call.step.warms_up and not call.has_state
         if first_step:
-            if (ran := self._pass(dense_grad, call.optimizer_step)) is not True:
+            if (ran := self._pass(call.optimizer_step)) is not True:
                 return ran is None
             _clear_gradients(call)
-        for _ in range(call.accumulate - 1):
-            if (ran := self._pass(dense_grad)) is not True:
+        for _ in range(call.step.accumulate - 1):
+            if (ran := self._pass()) is not True:
                 return ran is None
-        if first_step or call.accumulate > 1:
+        if first_step or call.step.accumulate > 1:
             self._note_left(state_bytes)
         return True
 
-    def _pass(self, dense_grad: bool, optimizer_step: Callable[[], Any] | None = None) -> bool | None:
+    def _pass(self, optimizer_step: Callable[[], Any] | None = None) -> bool | None:
         """Runs a forward, a backward, and the optimizer's step if it is given.
 
         False if out of memory; None if there is nothing to run a backward from.
@@ -203,9 +198,12 @@ class MeasuredRun:
         if not (roots := returned[0].roots):
             return None
         backward = functools.partial(torch.autograd.backward, roots)
-        if not self._attempt("backward", lambda: backward(gradients_for(roots, dense_grad)), nullcontext):
+        if not self._attempt("backward", lambda: backward(self._gradients_for(roots)), nullcontext):
             return False
         return optimizer_step is None or self._attempt("optimizer", optimizer_step, nullcontext)
+
+    def _gradients_for(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
+        return gradients_for(roots, self.call.step.dense_grad)
 
     def _note_left(self, state_bytes: int) -> None:
         """Records what earlier passes left behind, where the optimizer had state_bytes before."""
@@ -268,11 +266,11 @@ class MeasuredRun:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
 
-    def _backward(self, dense_grad: bool) -> None:
+    def _backward(self) -> None:
         record, memory, roots = self.record, self.memory, self.returned.roots
         memory.reset_peak()
         record.backward_from = self.returned.words
-        self.output_gradients = gradients_for(roots, dense_grad)
+        self.output_gradients = self._gradients_for(roots)
         incoming = storages_of(self.output_gradients, self.call.device)
         torch.autograd.backward(roots, self.output_gradients)
         record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
@@ -321,7 +319,7 @@ NO_STATE = (
 
 def _why_no_backward(call: MeasuredCall, outputs: NamedTensors) -> tuple[str, ...]:
     """A doubt with the reason, if a backward was asked for."""
-    if not call.backward:
+    if not call.step.backward:
         return ()
     if not outputs:
         return ("no backward ran: fn returned no tensor",)
@@ -343,7 +341,7 @@ def _clear_gradients(call: MeasuredCall) -> None:
     gradients = _gradients_of(call.leaves)
     if not any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in gradients):
         return
-    if call.set_to_none:
+    if call.step.set_to_none:
         _drop_gradients(call.leaves)
         return
     _drop_gradients(call.given)
@@ -365,7 +363,7 @@ def _let_go_of_failed_backward(device: torch.device) -> None:
     torch.ones((), device=device, requires_grad=True).clone().backward()
 
 
-def timed_pass(call: MeasuredCall, dense_grad: bool) -> dict[str, float]:
+def timed_pass(call: MeasuredCall) -> dict[str, float]:
     """The milliseconds of each phase that runs: "forward", "backward", "optimizer"."""
     returned: list[Outputs] = []
     times: dict[str, float] = {}
@@ -374,10 +372,10 @@ def timed_pass(call: MeasuredCall, dense_grad: bool) -> dict[str, float]:
         with range_around.get()(name):
             times[name] = call.machine.milliseconds(run)
 
-    with range_around.get()("pass"), gradients_aside(call.leaves):
+    with range_around.get()("pass"), call.arranged(), gradients_aside(call.leaves):
         timed("forward", lambda: returned.append(call.forward()))
         if roots := returned[0].roots:
-            gradients = gradients_for(roots, dense_grad)
+            gradients = gradients_for(roots, call.step.dense_grad)
             timed("backward", lambda: torch.autograd.backward(roots, gradients))
             if call.optimizer_step is not None:
                 timed("optimizer", call.optimizer_step)
@@ -395,6 +393,19 @@ def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
+
+
+def parameters_of(model: Any) -> list[torch.nn.Parameter]:
+    """The parameters of a module, or of the one whose method it is."""
+    owner = module_called(model)
+    if owner is None:
+        raise ValueError(f"optimizer needs a module with parameters, got {model!r}")
+    return list(owner.parameters())
+
+
+def name_here(device: Device | torch.device | str | None) -> torch.device | str | None:
+    """The device as torch names it here."""
+    return device.kind if isinstance(device, Device) else device
 
 
 def _arguments(fn: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -370,7 +370,7 @@ class ScriptWatch:
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self.device = device
-        self.tracker = MemoryTracker(device=device, limit_bytes=limit_bytes, saved=False)
+        self.tracker = MemoryTracker(device=device, memory_limit=limit_bytes, saved=False)
         self._limit_bytes = limit_bytes
         self._other_peaks: dict[str, int] = {}
         self._left_bytes = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memcheck.core.arguments import bytes_given, takes_inputs
+from memcheck.core.arguments import takes_step
+from memcheck.core.place import HERE, Place
 from memcheck.core.record import Record
+from memcheck.core.step import Step
 from memcheck.core.tensors import StorageWeakRef, dtype_name, storages_on
 from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
 from memcheck.measure.run import MeasuredCall, MeasuredRun, NamedTensors, range_around
@@ -169,37 +171,26 @@ class Timeline:
         return list(itertools.accumulate(changes))
 
 
-@takes_inputs
-def record_timeline(
-    fn: Callable[..., Any],
-    *inputs: Any,
-    kwargs: dict[str, Any] | None = None,
-    backward: bool = True,
-    dense_grad: bool = False,
-    device: torch.device | str | None = None,
-    limit_bytes: int | str | None = None,
-    parameters: Any = (),
-    **keywords: Any,
-) -> Timeline:
-    """Runs fn(*inputs, **keywords) and its backward once, and returns every allocation and free, to the byte.
+@takes_step(places=HERE)
+def record_timeline(step: Step, place: Place) -> Timeline:
+    """Runs a step, and returns every allocation and free of its forward and backward, to the byte.
+
+        record_timeline(model, x, device="cpu")
 
     Arguments and bytes are those of memcheck.measure_memory. Allocations are named after the operator, "aten::bmm",
     or in the backward after the autograd node, "BmmBackward0"; inputs, parameters, outputs and gradients also after
     their role. If memory runs out, the timeline ends there. On CUDA, torch's recording of memory history restarts,
     and operators come from its tracebacks. Only one timeline can be recorded at a time.
     """
-    call = MeasuredCall(fn, inputs, {**keywords, **(kwargs or {})}, parameters, backward, device)
-    return recorded(call, bytes_given("limit_bytes", limit_bytes), dense_grad)[0]
+    return recorded(MeasuredCall(step, place.device), place.limit_bytes)[0]
 
 
-def recorded(
-    call: MeasuredCall, limit_bytes: int | None = None, dense_grad: bool = False, hooks: bool = False
-) -> tuple[Timeline, MeasuredRun]:
+def recorded(call: MeasuredCall, limit_bytes: int | None = None, hooks: bool = False) -> tuple[Timeline, MeasuredRun]:
     """Records the timeline of a run, and returns both."""
     watch = _Watch(call)
     run = watch.run = MeasuredRun(call, limit_bytes, hooks, watch.phase)
     try:
-        record = run.measure(dense_grad)
+        record = run.measure()
     finally:
         events = watch.close()
     return Timeline(watch.blocks_of(events), watch.phases, record), run

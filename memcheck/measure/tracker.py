@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from memcheck._extension import MISSING, extension
-from memcheck.core.arguments import bytes_given
+from memcheck.core.arguments import argument, renamed
+from memcheck.core.converters import size_in_bytes
 from memcheck.core.tensors import (
     StorageWeakRef,
     dtype_name,
@@ -244,17 +245,16 @@ class MemoryTracker:
         self,
         *held: Any,
         device: torch.device | str | None = None,
-        limit_bytes: int | str | None = None,
+        memory_limit: int | str | None = None,
         saved: bool = True,
     ) -> None:
         _break_graph()
-        limit_bytes = bytes_given("limit_bytes", limit_bytes)
         tensors = list(_held_tensors(held))
         self.device = resolve_device(device, tensors)
         self._held = set(references_of(tensors))
         self._held_bytes = storages_of(tensors, self.device)
         self._saved: Saved | None = {} if saved else None
-        self._limit_bytes = limit_bytes
+        self._limit_bytes: int | None = argument("memory_limit", memory_limit, size_in_bytes)
         self._counters: dict[torch.device, _Counter] = {}
         self._exit = ExitStack()
         self._open = False
@@ -395,7 +395,11 @@ def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def track(
-    *held: Any, device: torch.device | str | None = None, limit_bytes: int | str | None = None, saved: bool = True
+    *held: Any,
+    device: torch.device | str | None = None,
+    memory_limit: int | str | None = None,
+    saved: bool = True,
+    limit_bytes: int | str | None = None,
 ) -> MemoryTracker:
     """Tracks the memory of tensors while a block runs.
 
@@ -408,7 +412,7 @@ def track(
     held: tensors, modules, optimizers or nested containers of them that the caller owns. saved_bytes excludes them.
     device: the device of the figures; by default the CUDA device of `held`, else the CPU. by_device has the figures of
         the CPU and, in a process that uses CUDA, of every CUDA device.
-    limit_bytes: a budget for `held` and everything above the level at entry, or a text, "40GiB". An allocation beyond
+    memory_limit: a budget for `held` and everything above the level at entry, or a text, "40GiB". An allocation beyond
         it raises torch.OutOfMemoryError. It is exact on the CPU; on CUDA it limits the caching allocator's segments.
     saved: with False there is no saved_bytes, and autograd gets no hooks. torch.func.grad refuses to run under hooks,
         and they take time for every saved tensor; docs/measure.md has figures.
@@ -425,6 +429,7 @@ def track(
     A tracker must be opened around a compiled function. Inside one, torch.compile breaks the graph, and with
     fullgraph=True raises.
 
-    ValueError: `held` has a meta or fake tensor, which has no data, or limit_bytes is no positive number of bytes.
+    ValueError: `held` has a meta or fake tensor, which has no data, or memory_limit is no positive number of bytes.
     """
-    return MemoryTracker(*held, device=device, limit_bytes=limit_bytes, saved=saved)
+    given = {"memory_limit": memory_limit} if limit_bytes is None else renamed({"limit_bytes": limit_bytes})
+    return MemoryTracker(*held, device=device, saved=saved, **given)

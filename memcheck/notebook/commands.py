@@ -1,46 +1,123 @@
-"""The commands that run cases, as functions. Their keywords are the commands' flags."""
+"""The commands that run cases, as functions. Their keywords are the options of the commands' requests."""
 
 from __future__ import annotations
 
+import inspect
 import io
-import shlex
+import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from memcheck.bench.profile import profile_step
 from memcheck.cli.cases import profile_all
 from memcheck.cli.commands import sweep as sweep_command
 from memcheck.cli.commands.profile_attention import cases_of
+from memcheck.cli.requests import ProfileAttention, Sweep
+from memcheck.core.arguments import renamed
+from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.options import Request, options_of
+from memcheck.core.place import Place
+from memcheck.core.step import Step
 from memcheck.notebook.results import Results
-from memcheck.notebook.words import errors_name_keywords, parse_keywords, takes_flags
+
+R = TypeVar("R", bound=Request)
 
 # Flags of output that a notebook does not need, and of files that are written for each case.
 PRINTED = ("format", "units", "doubts", "output")
 FILES = ("timeline", "snapshot", "trace", "nvtx")
 
 
-@takes_flags("profile-attention", without=(*PRINTED, *FILES, "preset", "plugin"))
-def profile(attention_type: str | Sequence[str] | None = None, **flags: Any) -> Results:
+def takes_options(
+    kind: type[R], without: Sequence[str]
+) -> Callable[[Callable[[R, list[Step]], Results]], Callable[..., Results]]:
+    """Makes a function of a request and of Steps one that takes the request's options.
+
+    The first position is for the attention type or for Steps. place: a Place in place of device and
+    memory_limit. Signature and docstring list the options. without: options that make no sense in a function.
+    """
+    fields = {name: field for name, field in options_of(kind).items() if name not in without}
+
+    def decorate(function: Callable[[R, list[Step]], Results]) -> Callable[..., Results]:
+        def public(
+            attention_type: str | Sequence[str] | Step | Sequence[Step] | None = None,
+            *,
+            place: Place | None = None,
+            **options: Any,
+        ) -> Results:
+            options = renamed(options)
+            for name, value in options.items():
+                if name not in fields:
+                    hint = did_you_mean(name, fields) or f"; known: {', '.join(fields)}"
+                    raise UsageError(f"{function.__name__}: {name}={value!r} is no argument{hint}")
+            if place is not None:
+                options |= options_of_place(place, options)
+            first = [attention_type] if isinstance(attention_type, Step) else attention_type
+            steps = [step for step in first or () if isinstance(step, Step)]
+            return function(kind(**options, **({} if steps else {"attention_type": first})), steps)
+
+        order = ["attention_type", *(name for name in fields if name != "attention_type"), "place"]
+        parameter, kinds = inspect.Parameter, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = [parameter(name, kinds[bool(index)], default=None) for index, name in enumerate(order)]
+        public.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
+        helps = {name: in_python(field.metadata["help"]) for name, field in fields.items()}
+        helps["place"] = "a memcheck.Place, in place of device and memory_limit"
+        lines = [f"    {name}: {words}" for name, words in helps.items()]
+        public.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keywords:", "", *lines])
+        public.__name__, public.__qualname__ = function.__name__, function.__name__
+        public.__module__ = function.__module__
+        return public
+
+    return decorate
+
+
+def options_of_place(place: Place, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a request that a place gives. UsageError: it has others, or they are given beside it."""
+    given = {
+        name: value for name, field in options_of(Place).items() if (value := getattr(place, name)) != field.default
+    }
+    for name in given:
+        if name not in ("device", "memory_limit") or options.get(name) is not None:
+            raise UsageError(f"place: {name} is {'given twice' if name in options else 'for predictions of a Step'}")
+    return given
+
+
+def in_python(text: str) -> str:
+    """ "kv_len" for "--kv-len"."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
+
+
+@takes_options(ProfileAttention, without=(*PRINTED, *FILES, "preset", "plugin"))
+def profile(request: ProfileAttention, steps: list[Step]) -> Results:
     """Measures memory and time of attention operators in this process, and returns their records. Writes no file.
 
         memcheck.profile(["naive", "softplus"], seq_len=[256, 1024], dim=256)
+        memcheck.profile(memcheck.Step(model, x, optimizer="adamw"), predict=True)
 
-    The keywords are the flags of `memcheck profile-attention`. explain=True adds the tensors alive at each peak to the
-    records; predict=True adds predicted records.
+    The first argument may be a Step, or several, in place of operators: then only device, memory_limit, passes,
+    no_time, predict and explain apply. The other keywords are the flags of `memcheck profile-attention`. explain=True
+    adds the tensors alive at each peak to the records; predict=True adds predicted records.
 
     UsageError: a keyword or a value is wrong.
     """
-    with errors_name_keywords():
-        args = parse_keywords(profile, "profile-attention", {"attention_type": attention_type, **flags})
-        pairs = list(profile_all(cases_of(args), args))
+    if steps:
+        place = Place(request.device, request.memory_limit)
+        how: dict[str, Any] = {
+            "passes": request.passes,
+            "timed": not request.no_time,
+            "details": request.explain is not None,
+        }
+        pairs = [profile_step(step, place, predicted=request.predict, **how) for step in steps]
+    else:
+        pairs = list(profile_all(cases_of(request), request))
     predictions = [predicted for _, predicted in pairs if predicted is not None]
     return Results([*(measured for measured, _ in pairs), *predictions])
 
 
-@takes_flags("sweep", without=("format", "dry_run"))
-def sweep(attention_type: str | Sequence[str] | None = None, **flags: Any) -> Results:
+@takes_options(Sweep, without=("format", "dry_run"))
+def sweep(request: Sweep, steps: list[Step]) -> Results:
     """Runs a grid of cases in processes of their own, and returns their records.
 
         memcheck.sweep(preset="quick")
@@ -52,11 +129,8 @@ def sweep(attention_type: str | Sequence[str] | None = None, **flags: Any) -> Re
 
     UsageError: a keyword or a value is wrong.
     """
-    with errors_name_keywords(), ExitStack() as stack:
-        given = {"attention_type": attention_type, **flags}
-        if given.get("output") is None:
-            given["output"] = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        args = parse_keywords(sweep, "sweep", given)
-        options, cases, device = sweep_command.plan(args)
-        command = shlex.join(["memcheck", *args.words])
-        return Results(sweep_command.run_plan(options, cases, device, command, io.StringIO()))
+    if steps:
+        raise UsageError("sweep takes operators of the catalog; profile takes Steps")
+    with ExitStack() as stack:
+        folder = request.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        return Results(sweep_command.run_plan(sweep_command.plan(request, folder), io.StringIO()))

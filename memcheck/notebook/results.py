@@ -17,7 +17,6 @@ from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record, write_csv
-from memcheck.notebook.words import errors_name_keywords
 from memcheck.report import (
     Comparison,
     accounting_table,
@@ -146,8 +145,7 @@ class Results(Sequence[Record]):
 
         UsageError: a name is unknown. MemcheckError: there is nothing to draw.
         """
-        with errors_name_keywords():
-            request = make_request([kind] if kind else None, x, y, log)
+        request = make_request([kind] if kind else None, x, y, log)
         pictures = self.pictures(request, title)
         if not pictures:
             raise MemcheckError(f"there is nothing to draw in these {len(self)} records")
@@ -178,8 +176,7 @@ class Results(Sequence[Record]):
         """
         folder = Path(folder)
         operators, models = Store(folder), Store(folder, ModelRecord)
-        with errors_name_keywords():
-            operators.begin()
+        operators.begin()
         for record in self:
             if isinstance(record, ModelRecord):
                 models.append(record)

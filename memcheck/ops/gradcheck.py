@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from memcheck.core.errors import unknown_name
+from memcheck.core.options import named
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
@@ -277,7 +278,7 @@ def configurations_of(names: Sequence[str]) -> list[Configuration]:
     """The configurations of these operators; of all operators without names."""
     for name in names:
         if name not in operators():
-            raise unknown_name("--operator", name, operators())
+            raise unknown_name(named("operator"), name, operators())
     return [configuration for configuration in CONFIGURATIONS if not names or configuration.operator in names]
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import storages_in, tensors_in
+from memcheck.core.torch_versions import WORKSPACE_OF_A_CALL
 from memcheck.predict import sparse
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
 from memcheck.predict.checks import passing_value
@@ -57,7 +58,6 @@ from memcheck.predict.scratch import (
     call_of,
     is_view,
 )
-from memcheck.predict.torch_versions import WORKSPACE_OF_A_CALL
 
 PACK = torch.ops.aten._pack_padded_sequence.default
 GROUPED = torch.ops.aten._grouped_mm.default

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.tensors import tensors_in
+from memcheck.core.torch_versions import FUSED_RMS_NORM
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
 from memcheck.predict.known_contents import is_meta
@@ -24,7 +25,6 @@ from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import Bodies, answered, original, yes
 from memcheck.predict.scratch import Unlisted
 from memcheck.predict.sdpa import attention
-from memcheck.predict.torch_versions import FUSED_RMS_NORM
 
 # Functions that make a tensor of numbers, or of another library's array.
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)

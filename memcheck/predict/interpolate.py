@@ -10,15 +10,10 @@ from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.replay import Prediction, Replay
 
 
-def fits_by_interpolation(
-    predicted: Mapping[int, Prediction],
-    size: int,
-    limit_bytes: int | None = None,
-    expandable_segments: bool = False,
-) -> bool | None:
+def fits_by_interpolation(predicted: Mapping[int, Prediction], size: int) -> bool | None:
     """Whether the size fits, if the bytes of each allocation are a polynomial of the size.
 
-    predicted: the predictions of up to three other sizes. limit_bytes, expandable_segments: as they were made with.
+    predicted: the predictions of up to three other sizes.
 
     Returns None if these differ in more than bytes, so that nothing can be guessed.
     """
@@ -28,8 +23,7 @@ def fits_by_interpolation(
         return None
     one = next(iter(predicted.values()))
     record = dataclasses.replace(one.record, status="ok")
-    replay = Replay(trace, one.case, one.device, record, limit_bytes, expandable_segments)
-    return replay.prediction().fits
+    return Replay(trace, one.case, one.place, record).prediction().fits
 
 
 def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
+from memcheck.core.torch_versions import FLOAT64_LOGSUMEXP_ON_META, running
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.probed import Probed, Result, made
 from memcheck.predict.scratch import Scratch, Target, Unknown, Unlisted
-from memcheck.predict.torch_versions import FLOAT64_LOGSUMEXP_ON_META, running
 
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

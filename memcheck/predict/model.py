@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from memcheck.core.devices import Device
+from memcheck.core.checkpointing import arrange
+from memcheck.core.errors import UsageError
+from memcheck.core.optimizers import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizer_factory, optimizers_in
+from memcheck.core.options import named
 from memcheck.core.outputs import ForwardOptions
-from memcheck.core.record import Record
-from memcheck.core.step import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizers_in
-from memcheck.core.tensors import dtype_name, named_tensors_in, tensors_in
+from memcheck.core.place import Place
+from memcheck.core.ranks import Ranks
+from memcheck.core.record import PHASES, Record
+from memcheck.core.step import Program, Step
+from memcheck.core.tensors import named_tensors_in
 from memcheck.core.workload import Workload, module_called, owner_of
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
@@ -24,153 +29,146 @@ from memcheck.predict.known_contents import KnownContents, is_meta
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
-from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_followed, pretended
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
+from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, distributed_followed, pretended
+from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a model, and what follows it.
-
-    loss, autocast, keeps_outputs: as in memcheck.core.outputs.ForwardOptions.
-    optimizer: makes the optimizer of the parameters.
-    steps: 1 is the very first step, in which the optimizer makes its state; 2 and more a step in the steady state.
-    accumulate, clip_grad_norm, set_to_none: as in memcheck.measure_memory.
-    """
-
-    model: Callable[..., Any]
-    inputs: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any], Any] | None = None
-    backward: bool = True
-    optimizer: Callable[[Any], Any] | None = None
-    autocast: torch.dtype | None = None
-    steps: int = 2
-    accumulate: int = 1
-    clip_grad_norm: float | None = None
-    set_to_none: bool = True
-    keeps_outputs: bool = True
-    bsz: int | None = None  # Not known of any model.
-    kv_len: int | None = None
-    ranks: Ranks | None = None  # Of which process the call is.
-
-    @property
-    def mode(self) -> str:
-        return "train" if self.backward else "inference"
-
-    @property
-    def name(self) -> str:
-        owner = module_called(self.model)
-        return type(owner).__name__ if owner is not None else getattr(self.model, "__name__", repr(self.model))
-
-    @property
-    def dtype(self) -> str | None:
-        """The parameters' dtype, if they have one; else that of the inputs."""
-        for things in (owner_of(self.model), (self.inputs, self.kwargs)):
-            dtypes = {dtype_name(tensor) for tensor in tensors_in(things) if tensor.is_floating_point()}
-            if dtypes:
-                return dtypes.pop() if len(dtypes) == 1 else None
-        return None
-
-
-def predict_call(
-    call: Call,
-    device: Device,
-    target: Target,
-    *,
-    limit_bytes: int | None = None,
-    dense_grad: bool = False,
-    expandable_segments: bool = False,
-    drops_workspaces: bool = True,
-    probe: Probe | None = None,
-) -> Prediction:
-    """The record that measuring the call on the device would give.
+def predict_step(step: Step, place: Place, probe: Probe | None = None) -> Prediction:
+    """The record that measuring the step at the place would give.
 
     A model that cannot be traced without data is "skipped", and the reason says why.
     """
-    record = blank_record(Record, device, target)
-    record.operator, record.mode, record.dtype = call.name, call.mode, call.dtype
-    how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "contents": KnownContents()}
-    how |= {"probe": probe, "checks": True, "is_split": call.ranks is not None}
-    with nothing_left_behind(call.model, call.loss, call.optimizer, call.inputs, call.kwargs) as left:
+    if step.optimizer_step is not None or step.has_parameters:
+        name = "optimizer_step" if step.optimizer_step is not None else "parameters"
+        raise UsageError(
+            f"{named(name)} is for measurements: a prediction takes an optimizer, and a module's parameters"
+        )
+    return predict_last(Program([step], outputs_stay=False), place, probe)
+
+
+def predict_program(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
+    """The prediction of the first step that does not fit, else of that with the highest peak; it has those of all."""
+    steps: list[Prediction] = []
+    for number in range(1, len(program.steps) + 1):
+        steps.append(predict_last(dataclasses.replace(program, steps=program.steps[:number]), place, probe))
+        if not steps[-1].fits:
+            return dataclasses.replace(steps[-1], steps=tuple(steps))
+    return dataclasses.replace(max(steps, key=highest_bytes), steps=tuple(steps))
+
+
+def highest_bytes(prediction: Prediction) -> int:
+    """The highest sum alive during the phases that the record is about."""
+    return max(getattr(prediction.record, f"{phase}_peak_bytes") or 0 for phase in PHASES)
+
+
+def predict_last(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
+    """The prediction of the program's last step, after the others."""
+    step, target = program.steps[-1], target_at(place)
+    record = blank_record(Record, place, target)
+    record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
+    how: dict[str, Any] = {
+        "dense_grad": step.dense_grad,
+        "drop_workspaces": place.drop_workspaces,
+        "contents": KnownContents(),
+    }
+    how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None}
+    given = [(step.loss, step.optimizer, step.inputs, step.kwargs) for step in program.steps]
+    with nothing_left_behind(step.model, *itertools.chain.from_iterable(given)) as left:
         run = TraceRunner(target, **how)
         for name in left.before.scripted:
             run.mode.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
         try:
-            if is_compiled(call.model):
+            if is_compiled(step.model):
                 raise NotImplementedError("the compiler decides what is allocated")
-            if (module := module_called(call.model)) is not None:
+            if (module := module_called(step.model)) is not None:
                 refuse_unknown_sizes(module)
-            trace = traced(call, target, run, left)
+            trace = traced(program, place.ranks, target, run, left)
         except Exception as error:
-            if not is_for_lack_of_data(error) and not is_of_the_target(call, target, left):
+            if not is_for_lack_of_data(error) and not is_of_the_target(program, place.ranks, target, left):
                 raise
-            return stopped(call, device, record, error, run)
-    basis = basis_of(trace, record.dtype or "", device, target, expandable_segments)
-    return Replay(trace, call, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
+            return stopped(step, place, record, error, run)
+    return Replay(trace, step, place, record, basis=basis_of(trace, record.dtype or "", place, target)).prediction()
 
 
-def traced(call: Call, target: Target, run: TraceRunner, left: LeftBehind) -> Trace:
-    """The trace of the call, whose tensors the run then lets go."""
+def traced(program: Program, ranks: Ranks | None, target: Target, run: TraceRunner, left: LeftBehind) -> Trace:
+    """The trace of the last step, whose tensors the run then lets go."""
     left.alive.append(run.mode.storages.identities)
     try:
-        with pretended(call.ranks, target.kind) as mesh:
-            return run.trace(workload_of(call, target, run.mode, mesh))
+        with pretended(ranks, target.kind) as mesh:
+            return run.trace(workload_of(program, ranks, target, run.mode, mesh))
     finally:
         run.mode.release()
 
 
-def workload_of(call: Call, target: Target, mode: AllocationMode, mesh: Any = None) -> Workload:
-    """The call on meta copies of everything that it is given. mesh: the model is split over it."""
+def workload_of(
+    program: Program, ranks: Ranks | None, target: Target, mode: AllocationMode, mesh: Any = None
+) -> Workload:
+    """The last step on meta copies of everything that the program is given. mesh: the model is split over it."""
+    maker = next((step for step in program.steps if step.optimizer is not None), program.steps[-1])
+    # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
+    one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
+    makes = optimizer_factory(maker.optimizer, **one_by_one)
     # A method is copied with its object, which may be that of the loss.
-    method = call.optimizer if inspect.ismethod(call.optimizer) else None
-    given = (call.model, call.inputs, call.kwargs, call.loss, method)
-    model, inputs, kwargs, loss, method = mode.copies.copy(given)
+    method = makes if inspect.ismethod(makes) else None
+    given = [(step.inputs, step.kwargs, step.loss) for step in program.steps]
+    model, given, method = mode.copies.copy((maker.model, given, method))
     for words in mode.copies.doubts:
         mode.note_unknown(Unlisted(words), "backward")
-    if call.ranks is not None:
+    # It is a copy, so nothing is undone.
+    arrange(model, any(step.checkpointing for step in program.steps), None)
+    if ranks is not None:
         # Splitting the model frees what the copies hold.
         mode.copies = MetaCopies(mode.contents, mode.copies.stand)
         with mode, DeviceFunctions(mode), distributed_followed(mode):
-            model = call.ranks.split(model, mesh)
+            model = ranks.split(model, mesh)
         mode.forget_the_past()
         for words in (OF_NCCL, OF_STREAMS) if target.kind == "cuda" else ():
             mode.note_unknown(words, "inputs")
     module = module_called(model)
     parameters = list(module.parameters()) if module is not None else []
-    if call.ranks is None:
+    if ranks is None:
         mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = None
-    if call.optimizer is not None and call.backward:
+    if makes is not None:
         with AllocationMode(AllocationLog(), target, mode.contents) as aside, DeviceFunctions(aside):
             aside.copies = mode.copies
-            optimizer = (method or call.optimizer)(parameters)
+            optimizer = (method or makes)(parameters)
         mode.storages.set_aside(aside.storages)
         if needs_closure(optimizer):
             raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
         if target.kind == "cpu":
             move_settings(optimizers_in(optimizer), mode)
 
-    def run(*given: Any) -> Any:
-        *positional, named = given
-        return model(*positional, **named)
+    modes = {} if module is None else {part: part.training for part in module.modules()}
 
-    return Workload(
-        call,
-        run,
-        (*inputs, kwargs),
-        ((), owner_of(model)),
-        (*argument_names(model, len(inputs)), ""),
-        optimizer_step=None if optimizer is None else clipped_step(optimizer, call.clip_grad_norm),
-        optimizers=tuple(optimizers_in(optimizer)),
-        warm_up=optimizer is not None and call.steps > 1,
-        accumulate=call.accumulate,
-        set_to_none=call.set_to_none,
-        module=module,
-        forward_options=ForwardOptions(loss, call.autocast, call.keeps_outputs),
-    )
+    def work(step: Step, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Workload:
+        def run(*given: Any) -> Any:
+            for part, training in modes.items():
+                part.training = training if step.training is None else step.training
+            *positional, named = given
+            return model(*positional, **named)
+
+        stepping = optimizer is not None and step.optimizer is not None
+        return Workload(
+            step,
+            run,
+            (*inputs, kwargs),
+            ((), owner_of(model)),
+            (*argument_names(model, len(inputs)), ""),
+            optimizer_step=clipped_step(optimizer, step.clip_grad_norm) if stepping else None,
+            optimizers=tuple(optimizers_in(optimizer)),
+            warm_up=step is maker and step.warms_up,
+            accumulate=step.accumulate,
+            set_to_none=step.set_to_none,
+            module=module,
+            forward_options=ForwardOptions(loss, step.autocast, step.keep_outputs),
+            outputs_stay=program.outputs_stay,
+        )
+
+    *earlier, last = (work(step, *parts) for step, parts in zip(program.steps, given, strict=True))
+    return dataclasses.replace(last, earlier=tuple(earlier))
 
 
 def move_settings(optimizers: list[torch.optim.Optimizer], mode: AllocationMode) -> None:
@@ -222,20 +220,20 @@ def is_for_lack_of_data(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or lacking
 
 
-def is_of_the_target(call: Call, target: Target, left: LeftBehind) -> bool:
-    """Whether an error came of predicting for a GPU: the same call can be traced for the CPU."""
+def is_of_the_target(program: Program, ranks: Ranks | None, target: Target, left: LeftBehind) -> bool:
+    """Whether an error came of predicting for a GPU: the same step can be traced for the CPU."""
     if target.kind == "cpu":
         return False
     target = Target("cpu", target.threads)
-    run = TraceRunner(target, contents=KnownContents(), is_split=call.ranks is not None)
+    run = TraceRunner(target, contents=KnownContents(), is_split=ranks is not None)
     try:
-        traced(call, target, run, left)
+        traced(program, ranks, target, run, left)
     except Exception:
         return False
     return True
 
 
-def stopped(call: Call, device: Device, record: Record, error: Exception, run: TraceRunner) -> Prediction:
+def stopped(step: Step, place: Place, record: Record, error: Exception, run: TraceRunner) -> Prediction:
     """The prediction of a model that could not be traced."""
     where = run.mode.modules.path_of(None)
     reason = str(error).strip().partition("\n")[0]
@@ -245,4 +243,4 @@ def stopped(call: Call, device: Device, record: Record, error: Exception, run: T
     why = f"{reason} (in {where})" if where else reason
     record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
     record.doubts = (why,)
-    return Prediction(call, device, record, {}, False, (why,))
+    return Prediction(step, place, record, {}, False, (why,))

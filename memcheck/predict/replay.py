@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from memcheck.core.arguments import whole_number
 from memcheck.core.case import Terms
 from memcheck.core.devices import Device
+from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.core.torch_versions import OLDEST_TRIED, Version, running, untried, version_name
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
-from memcheck.predict.torch_versions import OLDEST_TRIED, running, untried, version_given, version_name
 
 # Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
@@ -68,10 +68,11 @@ class Prediction:
     bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
         number of concurrent threads is unknown; estimates if sizes or branches that depend on values are assumed.
     exact: the basis is "verified" and nothing is unknown, so every figure equals the measured one.
+    steps: the predictions of a Program's steps, up to the first that does not fit.
     """
 
-    case: Any = field(repr=False)  # Case, ModelCase, or the call of a model.
-    device: Device
+    case: Any = field(repr=False)  # Case, ModelCase or Step.
+    place: Place
     record: Record
     terms: Terms
     exact: bool
@@ -80,6 +81,12 @@ class Prediction:
     basis: str = "derived"
     trace: Trace | None = field(default=None, repr=False, compare=False)
     refused: Allocation | None = field(default=None, repr=False, compare=False)  # What there was no room for.
+    steps: tuple[Prediction, ...] = field(default=(), repr=False)  # Those of a Program's steps.
+
+    @property
+    def device(self) -> Device:
+        """The device that the prediction is for."""
+        return self.place.for_device
 
     @property
     def fits(self) -> bool | None:
@@ -157,10 +164,11 @@ def timeline_of(events: list[tuple[Allocation, bool]], phases: list[tuple[int, s
 PUBLISHED_TORCH = (2, 7)
 
 
-def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandable_segments: bool = False) -> str:
+def basis_of(trace: Trace, dtype: str, place: Place, target: Target) -> str:
     """ "verified" if the rules were compared with measurements on such a device, else "derived"."""
     from memcheck.predict.operators import facts_of  # Loaded with the first prediction.
 
+    device = place.for_device
     if device.kind == "cpu":
         tried = target.torch_version >= OLDEST_TRIED and untried(target.torch_version) is None
         return "verified" if tried else "derived"
@@ -169,27 +177,25 @@ def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandabl
         and device.architecture == (8, 0)
         and target.torch_version == PUBLISHED_TORCH
         and dtype == "float32"
-        and not expandable_segments
+        and not place.expandable_segments
         and trace.operators
         and all(facts_of(name).on_a100 for name in trace.operators)
     )
     return "verified" if like_published else "derived"
 
 
-def target_for(device: Device, threads: int | None = None, torch_version: Sequence[int] | str | None = None) -> Target:
-    """The target of predictions for the device; by default with this process's threads and torch version.
-
-    ValueError: threads is below 1, or torch_version is no version or older than any with rules.
-    """
-    threads = torch.get_num_threads() if threads is None else whole_number("threads", threads)
-    return Target(device.kind, threads, device.architecture, version_given(torch_version))
+def target_at(place: Place) -> Target:
+    """The target of predictions for the place; by default with this process's threads and torch version."""
+    device, version = place.for_device, cast(Version | None, place.torch_version)
+    return Target(device.kind, place.threads or torch.get_num_threads(), device.architecture, version or running())
 
 
 R = TypeVar("R", bound=Record)
 
 
-def blank_record(kind: type[R], device: Device, target: Target) -> R:
+def blank_record(kind: type[R], place: Place, target: Target) -> R:
     """A predicted record with the environment's fields filled in."""
+    device = place.for_device
     return kind(
         source="predicted",
         device=device.kind,
@@ -221,11 +227,9 @@ class Replay:
     """Replays a trace in a model of the device's allocator and fills the record."""
 
     trace: Trace
-    case: Any = field(repr=False)  # Case, ModelCase, or the call of a model.
-    device: Device
+    case: Any = field(repr=False)  # Case, ModelCase or Step.
+    place: Place
     record: Record
-    limit_bytes: int | None = None
-    expandable_segments: bool = False
     blocks: dict[Allocation, Block | None] = field(default_factory=dict)
     sizes: dict[Allocation, int] = field(default_factory=dict)  # Sizes of blocks as they were handed out.
     event: int = 0
@@ -235,12 +239,15 @@ class Replay:
     basis: str = "derived"
     refused: Allocation | None = None
 
+    def __post_init__(self) -> None:
+        self.device = self.place.for_device
+
     def prediction(self) -> Prediction:
         """Replays the trace and returns the prediction."""
-        rooms = [room for room in (self.device.usable_bytes, self.limit_bytes) if room is not None]
-        self.allocator: CachingAllocator | PlainAllocator = PlainAllocator(min(rooms, default=None))
+        room = self.place.room_bytes
+        self.allocator: CachingAllocator | PlainAllocator = PlainAllocator(room)
         if self.device.kind == "cuda":
-            self.allocator = CachingAllocator(min(rooms, default=None), expandable=self.expandable_segments)
+            self.allocator = CachingAllocator(room, expandable=self.place.expandable_segments)
         try:
             for phase in self.trace.phases:
                 self._play(phase)
@@ -255,13 +262,12 @@ class Replay:
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis
         self.record.bounds = tuple(sorted(bounds))
         self.record.doubts = (*unknown, *self._doubtful_verdict())
-        found = (self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
+        found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, self.basis)
         return Prediction(*found, self.trace, self.refused)
 
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
-        has_limit = self.device.usable_bytes is not None or self.limit_bytes is not None
-        if not has_limit or not self.trace.unknown.keys() & self.requested.keys():
+        if self.place.room_bytes is None or not self.trace.unknown.keys() & self.requested.keys():
             return
         verdict = "ok" if self.record.status == "ok" else f"{self.record.status} in the {self.record.oom_phase}"
         yield f"{verdict} is the verdict of what is known: the run may need more" + (
@@ -283,9 +289,9 @@ class Replay:
                 allocated.note(event, allocator.allocated.current)
             else:
                 allocator.free(self.blocks[allocation])
-        if phase == "inputs" and self.limit_bytes is not None:
+        if phase == "inputs" and self.place.limit_bytes is not None:
             allocator.empty_cache()
-            room = allocator.room_for(self.limit_bytes, allocator.requested.current)
+            room = allocator.room_for(self.place.limit_bytes, allocator.requested.current)
             allocator.limit_bytes = min(room, self.device.usable_bytes or room)
 
     def _note(self, phase: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memcheck.predict.torch_versions import (
+from memcheck.core.torch_versions import (
     NEWEST_TRIED,
     WORKSPACES_ON_BLACKWELL,
     WORKSPACES_ON_THOR,

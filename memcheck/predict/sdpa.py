@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memcheck.core.torch_versions import ATTENTION_OF_THREE_DIMENSIONS, CUDNN_FIRST
 from memcheck.predict.scratch import Target
-from memcheck.predict.torch_versions import ATTENTION_OF_THREE_DIMENSIONS, CUDNN_FIRST
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias

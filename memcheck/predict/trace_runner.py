@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memcheck.core.outputs import Left
 from memcheck.core.tensors import gradients_for, tensors_in
+from memcheck.core.torch_versions import untried
 from memcheck.core.workload import Workload
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
@@ -20,7 +22,6 @@ from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import distributed_followed
 from memcheck.predict.scratch import Target, Unlisted
-from memcheck.predict.torch_versions import untried
 
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
@@ -29,7 +30,7 @@ BEYOND = 2**63
 class TraceRunner:
     """Runs the steps of a measurement on meta tensors, in the same order.
 
-    drops_workspaces: frees cuBLAS's workspaces after each phase, as a measurement does.
+    drop_workspaces: frees cuBLAS's workspaces after each phase, as a measurement does.
     contents: known contents of small inputs.
     probe: runs operators without a rule.
     checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
@@ -41,7 +42,7 @@ class TraceRunner:
         target: Target,
         *,
         dense_grad: bool = False,
-        drops_workspaces: bool = True,
+        drop_workspaces: bool = True,
         contents: KnownContents | None = None,
         probe: Probe | None = None,
         checks: bool = False,
@@ -51,7 +52,7 @@ class TraceRunner:
         self.mode = AllocationMode(AllocationLog(), target, contents, probe)
         self.dense_grad = dense_grad
         self.mode.follows_calls = checks and target.kind == "cpu"  # On others, nothing is claimed to be exact.
-        self.drops_workspaces = drops_workspaces
+        self.drop_workspaces = drop_workspaces
         self.is_split = is_split
         self.result = Trace(self.mode.log)
 
@@ -98,7 +99,7 @@ class TraceRunner:
         if not self.is_split:
             owned = self.mode.copies.owned(owned)
         made = self.result.log.alive()
-        for name, tensor in (*owned, *given):
+        for name, tensor in (*owned, *given, *(named for step in workload.earlier for named in step.named_inputs())):
             self.mode.storages.note(tensor, name)
         self.result.inputs, self.result.parameters = self._named(given), self._named(owned, owned=True)
         self.result.preexisting = self.mode.storages.held
@@ -111,11 +112,12 @@ class TraceRunner:
         self.result.has_optimizer = workload.optimizer_step is not None
         self.result.carried_over = self.result.optimizer = self._named(workload.named_state(), owned=True)
         self._end("inputs", next_phase="forward")
-        if workload.warm_up or workload.accumulate > 1:
-            self._before(workload, given, owned)
+        left = Left()
+        if workload.warm_up or workload.accumulate > 1 or workload.earlier:
+            left = self._before(workload, given, owned)
         began = len(self.result.log.events)
         with torch.set_grad_enabled(workload.backward):
-            returned = workload.forward(self.mode.target.kind)  # Alive until the step ends.
+            returned = workload.forward(self.mode.target.kind, left)  # Alive until the step ends.
         leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
         if workload.backward and leaves and not returned.roots and self.mode.saw_transforms:
             self.mode.note_unknown(Unlisted("when torch frees what a transform of a function made"), "forward")
@@ -131,21 +133,27 @@ class TraceRunner:
                 workload.optimizer_step()
                 self._end("optimizer")
 
-    def _before(self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]) -> None:
-        """Runs the step in which an optimizer makes its state, and the step's earlier passes.
+    def _before(self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]) -> Left:
+        """Runs a program's earlier steps, one in which an optimizer makes its state, and the step's earlier passes.
 
-        What they leave is held in the measured pass. Later passes are like the second one, unless gradients are
-        sparse, which grow.
+        What they leave is held in the measured pass. Returns the outputs that are still alive. Later passes are like
+        the second one, unless gradients are sparse, which grow.
         """
         inputs, parameters = ([tensor for _, tensor in named] for named in (given, owned))
-        if workload.warm_up:
-            self._pass(workload, workload.optimizer_step)
-            clear_gradients(inputs, set_to_none=True)
-            clear_gradients(parameters, workload.set_to_none)
-        for number in range(1, workload.accumulate):
-            if number > 1 and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
-                break
-            self._pass(workload)
+        left = Left()
+        for step in (*workload.earlier, workload):
+            if step.warm_up:
+                left = self._pass(step, step.optimizer_step, left)
+                self._clear_gradients(step, inputs, parameters)
+            ends = step is not workload
+            for number in range(1, step.accumulate + ends):
+                if number > 1 and not ends and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
+                    break
+                left = self._pass(step, step.optimizer_step if ends and number == step.accumulate else None, left)
+            if ends and step.optimizer_step is not None:
+                self._clear_gradients(step, inputs, parameters)
+        if not workload.outputs_stay:
+            left = Left()
         self._end(WARM_UP, next_phase="forward")
         self._renew_parameters(owned)
         held = set(self.result.held)
@@ -158,17 +166,23 @@ class TraceRunner:
             self.result.optimizer = [
                 allocation for allocation in self.result.carried_over if allocation not in gradients
             ]
+        return left
+
+    def _clear_gradients(self, step: Workload, inputs: list[Tensor], parameters: list[Tensor]) -> None:
+        clear_gradients([*inputs, *(tensor for _, tensor in step.named_inputs())], set_to_none=True)
+        clear_gradients(parameters, step.set_to_none)
 
     def _renew_parameters(self, owned: list[tuple[str, Tensor]]) -> None:
         """Notes the storages that FSDP2 gives to some parameters in the first forward."""
         if self.is_split:
             self.result.parameters = self._named(owned, owned=True)
 
-    def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None = None) -> None:
-        """Runs a forward, a backward, and the optimizer's step if it is given."""
+    def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None, left: Left) -> Left:
+        """Runs a forward, a backward, and the optimizer's step if it is given. Returns what stays of its outputs."""
         self.mode.phase = "forward"
-        returned = workload.forward(self.mode.target.kind)  # Alive until the pass ends.
-        if returned.roots:
+        with torch.set_grad_enabled(workload.backward):
+            returned = workload.forward(self.mode.target.kind, left)  # Alive until the pass ends.
+        if returned.roots and workload.backward:
             self.mode.phase = "backward"
             self.mode.begin_thread()
             run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad))
@@ -178,6 +192,7 @@ class TraceRunner:
         if optimizer_step is not None:
             self.mode.phase = "optimizer"
             optimizer_step()
+        return returned.held if workload.outputs_stay else Left()
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]], workload: Workload, began: int) -> None:
         """Names what the forward made and left: outputs, buffers in place of others, and what is saved.
@@ -223,7 +238,7 @@ class TraceRunner:
 
     def _end(self, phase: str, next_phase: str | None = None) -> None:
         self.mode.storages.note_sizes()
-        if self.drops_workspaces:
+        if self.drop_workspaces:
             self.mode.drop_library_workspaces()
         first = max((last for _, last in self.result.phases.values()), default=0)
         self.result.phases[phase] = first, len(self.result.log.events)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from memcheck.core.devices import KNOWN_AS
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
+from memcheck.core.options import named
 from memcheck.core.record import BARS, PHASES, Record, sequence_words
 from memcheck.core.units import format_bytes
 
@@ -242,7 +243,8 @@ def parse_wanted(text: str) -> dict[str, str]:
         field = name.strip().replace("-", "_")
         if not equals or field not in known:
             names = ", ".join(known).replace("_", "-")
-            raise UsageError(f"--case must look like operator=softplus,seq-len=512 with any of {names}, got {word!r}")
+            rule = f"must look like operator=softplus,seq-len=512 with any of {names}"
+            raise UsageError(f"{named('case')} {rule}, got {word!r}")
         wanted[field] = value.strip()
     return wanted
 

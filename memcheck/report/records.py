@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from memcheck.core.errors import UsageError
+from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.report.cases import (
     CASE_FIELDS,
@@ -203,7 +204,7 @@ def cs336_tables(records: Sequence[Record]) -> list[Table]:
 
 def check_pivot(field: str) -> str:
     if field not in PIVOT_FIELDS:
-        raise UsageError(f"--pivot {field} is unknown; known: {', '.join(PIVOT_FIELDS)}")
+        raise UsageError(f"{named('pivot')} {field} is unknown; known: {', '.join(PIVOT_FIELDS)}")
     return field
 
 

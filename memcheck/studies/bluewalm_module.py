@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from memcheck.bench.catalog import make_case, make_combinator_case
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predict_case
 from memcheck.core.case import Case
-from memcheck.core.devices import Device, device_named
+from memcheck.core.devices import Device
+from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, Trace
 from memcheck.predict.replay import Prediction, Replay, blank_record
@@ -33,13 +34,13 @@ def predict_published(row: Mapping[str, Any], device: Device | None = None) -> P
     naive and softmax are predicted as the catalog's memcheck-pyt/*, which repeat that program; softplus and combinator
     by the model of the closed module.
     """
-    device = device or device_named(DEVICE)
+    place = Place(device or DEVICE, torch_version=TORCH, drop_workspaces=False).resolved()
     case = published_case(row)
     if row["operator"] in ("naive", "softmax"):
-        return predict_memory(case, device, torch_version=TORCH, drops_workspaces=False)
-    target = Target(device.kind, 1, device.architecture, TORCH)
-    record = dataclasses.replace(blank_record(Record, device, target), **case.fields())
-    return Replay(module_trace(case, target), case, device, record, basis="verified").prediction()
+        return predict_case(case, place)
+    target = Target(place.for_device.kind, 1, place.for_device.architecture, TORCH)
+    record = dataclasses.replace(blank_record(Record, place, target), **case.fields())
+    return Replay(module_trace(case, target), case, place, record, basis="verified").prediction()
 
 
 def published_case(row: Mapping[str, Any]) -> Case:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memcheck.bench.catalog import make_case
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predict_case
+from memcheck.core.place import Place
 from memcheck.predict.allocation_log import WORKSPACE
 from memcheck.predict.replay import Prediction
 from memcheck.report.rows import MIB
@@ -106,4 +107,4 @@ def cs336_figures(length: int, dim: int) -> Sequence[Cell]:
 def predict_cs336(length: int, dim: int) -> Prediction:
     sizes: dict[str, Any] = {"bsz": CS336_BATCH, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
     case = make_case("cs336/naive", core_dim=None, factor=None, **sizes)
-    return predict_memory(case, CS336_GPU, torch_version=CS336_TORCH)
+    return predict_case(case, Place(CS336_GPU, torch_version=CS336_TORCH))

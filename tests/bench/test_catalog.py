@@ -27,7 +27,7 @@ from memcheck.bench.catalog import (
     register,
 )
 from memcheck.bench.decode import one_token
-from memcheck.bench.predict import closed_bytes, closed_terms, predict_memory, terms_of
+from memcheck.bench.predict import closed_bytes, closed_terms, predict_case, terms_of
 from memcheck.bench.profile import profile_case
 from memcheck.bench.workloads import prepare
 from memcheck.core.errors import UnsupportedError, UsageError
@@ -85,7 +85,7 @@ def test_a_size_that_a_case_lacks_is_named(case: Case, name: str) -> None:
     record = profile_case(case)
     assert (record.status, record.reason) == ("error", f"UsageError: {reason}")
     with pytest.raises(UsageError, match=f"^{reason}$"):
-        predict_memory(case)
+        predict_case(case)
 
 
 @pytest.mark.parametrize("operator", ["softmax", "softmax/math", "softmax/flash"])
@@ -331,7 +331,7 @@ def test_memcheck_pyt_has_no_causal_mask_for_fewer_queries() -> None:
 def test_a_case_that_cannot_fit_is_never_allocated() -> None:
     case = case_of("memcheck-pyt/naive", bsz=64, query_len=2048, kv_len=2048, dim=32, heads=8)
     with track() as memory:
-        record = profile_case(case, limit_bytes=2**30, skip_predicted=True)
+        record = profile_case(case, memory_limit=2**30, skip_predicted=True)
     assert memory.peak_bytes <= 24  # Python numbers, as torch's own meta kernels and autograd have them
     assert (record.status, record.oom_phase, record.operator) == ("skipped", "forward", "memcheck-pyt/naive")
     assert record.reason == "predicted: forward peak 16.1 GiB, above the limit of 1 GiB"
@@ -343,12 +343,12 @@ def test_a_case_is_skipped_if_only_its_backward_cannot_fit() -> None:
     case = case_of("naive", query_len=64, kv_len=64)
     peaks = closed_bytes(case)
     limit = (peaks["forward_peak_bytes"] + peaks["backward_peak_bytes"]) // 2
-    record = profile_case(case, limit_bytes=limit, skip_predicted=True)
+    record = profile_case(case, memory_limit=limit, skip_predicted=True)
     assert (record.status, record.oom_phase) == ("skipped", "backward")
     assert record.forward_peak_bytes is None
-    assert profile_case(case, limit_bytes=limit, timed=False).status == "oom"
+    assert profile_case(case, memory_limit=limit, timed=False).status == "oom"
     enough = peaks["backward_peak_bytes"]
-    assert profile_case(case, limit_bytes=enough, skip_predicted=True, timed=False).status == "ok"
+    assert profile_case(case, memory_limit=enough, skip_predicted=True, timed=False).status == "ok"
 
 
 @pytest.mark.extension
@@ -374,7 +374,7 @@ def test_compiled_contenders_are_compiled() -> None:
     assert unmasked.backend == "flash (cpu)"
     assert "in place of its lines" in unmasked.backend_reason
     limit = compiled.backward_peak_bytes - 1
-    short = profile_case(case_of("naive-compiled", **sizes), timed=False, limit_bytes=limit)
+    short = profile_case(case_of("naive-compiled", **sizes), timed=False, memory_limit=limit)
     assert (short.status, short.oom_phase) == ("oom", "backward")
     flex = profile_case(case_of("flex", mode="inference", **sizes), timed=False)
     assert (flex.status, flex.backend) == ("ok", "inductor")

@@ -24,10 +24,11 @@ from memcheck.bench.catalog import attention_types, combinator_types
 from memcheck.bench.models.case import MODES as MODEL_MODES
 from memcheck.bench.models.case import SIZES
 from memcheck.bench.sweep.grid import PRESETS
-from memcheck.cli import options, parsers
+from memcheck.cli import options, requests
 from memcheck.cli.commands import info
 from memcheck.cli.commands.plot import AXES
-from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+from memcheck.cli.flags import parser_of, split_help
+from memcheck.cli.requests import COMMANDS
 from memcheck.core.case import MODES, SHORT_DTYPES
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import MemcheckError, unknown_name
@@ -112,14 +113,14 @@ def test_a_name_like_no_other_has_no_suggestion() -> None:
 def test_help_ends_in_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--help"]) == 0
     printed = capsys.readouterr().out
-    description, examples = split_help(name)
+    description, examples = split_help(COMMANDS[name])
     assert description in printed
     assert 2 <= len(examples) <= 4
     assert printed.rstrip().splitlines()[-len(examples) :] == [f"  {example}" for example in examples]
     for example in examples:
         command, *words = shlex.split(example.partition(" >")[0])[1:]
         assert (example.split()[0], command) == ("memcheck", name)
-        command_parser(name).parse_args(words)
+        parser_of(name, COMMANDS[name]).parse_args(words)
 
 
 def test_help_lists_the_names_that_there_are() -> None:
@@ -127,8 +128,8 @@ def test_help_lists_the_names_that_there_are() -> None:
     assert (*options.ATTENTION_TYPES,) == (*attention_types(),)
     assert (*options.COMBINATOR_TYPES,) == (*combinator_types(),)
     assert options.MODES == MODES
-    assert list(parsers.PRESETS) == list(PRESETS)
-    texts = {name: " ".join(command_parser(name).format_help().split()) for name in COMMANDS}
+    assert list(requests.PRESETS) == list(PRESETS)
+    texts = {name: " ".join(parser_of(name, COMMANDS[name]).format_help().split()) for name in COMMANDS}
     for name, known in {
         "fit": known_axes(),
         "gradcheck": operators(),
@@ -323,9 +324,9 @@ def folders(tmp_path_factory):
         ("predict --memory-limit 40", "40 what?"),
         ("predict --memory-limit -1GiB", "--memory-limit must look like"),
         ("predict --memory-limit inf", "--memory-limit must look like"),
-        ("predict --bsz nan", "--bsz must be a whole number, got 'nan'"),
-        ("predict --bsz -inf", "--bsz must be a whole number, got '-inf'"),
-        ("predict --bsz 1e400", "--bsz must be a whole number"),
+        ("predict --bsz nan", "--bsz must look like 8, 16,32"),
+        ("predict --bsz -inf", "--bsz must look like 8, 16,32"),
+        ("predict --bsz 1e400", "--bsz must look like 8, 16,32"),
         ("predict --attention-type=", "--attention-type"),
         ("predict --dtype int8", "--dtype int8"),
         ("predict --plugin {}/broken.py", "--plugin"),
@@ -353,10 +354,10 @@ def folders(tmp_path_factory):
         ("profile-attention --output {}/folder", "--output"),
         ("profile-combinator --bsz 0", "--bsz must be at least 1"),
         ("profile-model --size giant", "--size giant is unknown"),
-        ("profile-model --context x", "--context must be a whole number"),
+        ("profile-model --context x", "--context must look like 8, 16,32"),
         ("profile-model --output {}/file", "--output"),
         ("gradcheck --operator sine", "sine"),
-        ("mixed-precision --dtype fp64", "--dtype fp64 is unknown"),
+        ("mixed-precision --dtype fp64", "--dtype must be bf16 or fp16"),
     ],
 )
 def test_wrong_invocations_end_in_a_line(words: str, said: str, folders, capsys) -> None:

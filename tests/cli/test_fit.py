@@ -14,9 +14,10 @@ from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.capacity import Capacity, Search, capacity_curve, find_capacity, resized
 from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predict_case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
+from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.predict.replay import Prediction
 from memcheck.report.capacity import capacity_table
@@ -37,7 +38,7 @@ def verdict(case: Case, status: str) -> Prediction:
     reason = None if status == "ok" else f"{status}, as it happens"
     phase = "backward" if status == "oom" else None
     record = Record(status=status, oom_phase=phase, oom_requested_bytes=asked, oom_in_use_bytes=asked, reason=reason)
-    return Prediction(case, GPU, record, {}, True, ())
+    return Prediction(case, Place(GPU), record, {}, True, ())
 
 
 def judge(fits: Callable[[int], bool], tried: list[int] | None = None, no: str = "oom") -> Callable[[Case], Prediction]:
@@ -90,7 +91,7 @@ def test_nothing_is_known() -> None:
 @pytest.mark.parametrize("most", [1, 100, 256, 1000])
 def test_the_search_has_an_end(most: int) -> None:
     tried: list[int] = []
-    found = find_capacity(attention(), "seq_len", GPU, most=most, predict=judge(lambda n: True, tried))
+    found = find_capacity(attention(), "seq_len", GPU, up_to=most, predict=judge(lambda n: True, tried))
     assert (found.largest, found.beyond) == (most, None)
     assert max(tried) == most
 
@@ -139,12 +140,12 @@ def test_sizes_keep_to_what_operators_take() -> None:
     ("name", "axis"), [("naive", "seq_len"), ("softplus", "bsz"), ("linear-causal", "dim"), ("compressed", "seq_len")]
 )
 def test_predictions_agree_with_the_answer(name: str, axis: str) -> None:
-    """By predict_memory itself: as many bytes as there are fit, and one step more does not."""
+    """By predict_case itself: as many bytes as there are fit, and one step more does not."""
     found = find_capacity(attention(name), axis, SMALL)
     assert found.largest > 0
     for size, status in ((found.largest, "ok"), (found.next_size, "oom")):
-        assert predict_memory(resized(found.case, axis, size), SMALL).record.status == status
-    limited = find_capacity(attention(name), axis, SMALL, limit_bytes=2**28)
+        assert predict_case(resized(found.case, axis, size), SMALL).record.status == status
+    limited = find_capacity(attention(name), axis, Place(SMALL, 2**28))
     assert 0 < limited.largest < found.largest
 
 
@@ -164,9 +165,9 @@ def test_a_curve_begins_where_the_last_search_ended() -> None:
 @pytest.mark.parametrize(
     ("axis", "device", "more", "words"),
     [
-        ("heads", GPU, {}, "--find heads is unknown; known: seq-len, bsz, dim"),
-        ("bsz", device_named("cpu"), {}, "--device cpu has no limit to find"),
-        ("dim", GPU, {"most": 3}, "--up-to must be at least the step of 4, got 3"),
+        ("heads", GPU, {}, "find heads is unknown; known: seq-len, bsz, dim"),
+        ("bsz", device_named("cpu"), {}, "device cpu has no limit to find"),
+        ("dim", GPU, {"up_to": 3}, "up_to must be at least the step of 4, got 3"),
     ],
 )
 def test_searches_that_cannot_be(axis: str, device: Device, more: dict[str, int], words: str) -> None:
@@ -190,9 +191,9 @@ def some_capacities() -> list[Capacity]:
         "softplus": lambda n: True,
         "linear": lambda n: False,
     }
-    found = [find_capacity(attention(name), "seq_len", GPU, most=2**12, predict=judge(rules[name])) for name in rules]
+    found = [find_capacity(attention(name), "seq_len", GPU, up_to=2**12, predict=judge(rules[name])) for name in rules]
     unknown = judge(lambda n: False, no="skipped")
-    return [*found, find_capacity(attention("softmax"), "seq_len", GPU, most=2**12, predict=unknown)]
+    return [*found, find_capacity(attention("softmax"), "seq_len", GPU, up_to=2**12, predict=unknown)]
 
 
 def test_the_table_says_how_each_search_ended() -> None:
@@ -343,7 +344,7 @@ def test_modes_and_dtypes(fit) -> None:
     ("flags", "words"),
     [
         ("--device toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB, and T4"),
-        ("--device cpu", "--device cpu has no limit to find: give it one, as --memory-limit 16GiB"),
+        ("--device cpu", "device cpu has no limit to find: give it one, as --memory-limit 16GiB"),
         (
             "--device T4 --seq-len 512",
             "--find seq-len searches for this size: leave out --seq-len, or find another one",
@@ -361,7 +362,7 @@ def test_modes_and_dtypes(fit) -> None:
         ("--device T4 --memory-limit lots", "--memory-limit must look like 40GiB"),
         ("--device T4 --device-from-this-gpu", "--device T4 and --device-from-this-gpu exclude each other"),
         ("--device T4 --format yaml", "--format"),
-        ("--device T4 --query-len 4", "unrecognized arguments: --query-len 4"),
+        ("--device T4 --query-len 4", "--find seq-len sets both lengths: leave out --query-len"),
         ("--device T4 --packed", "--packed needs --lengths, the positions of each sequence"),
         ("--device T4 --lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
         ("--device T4 --lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),

@@ -15,8 +15,9 @@ from zoo_of_models import loaded
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.cli.models import FloatsOnMeta, checkpointed
-from memcheck.predict.torch_versions import running, version_name
+from memcheck.cli.models import FloatsOnMeta
+from memcheck.core.checkpointing import turned_on
+from memcheck.core.torch_versions import running, version_name
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -163,7 +164,7 @@ def test_a_model_is_predicted_as_it_is_measured(reference: str, capsys: pytest.C
 def test_checkpoints_are_predicted_as_they_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     found = predicted(capsys, "--model", "net.py:make", "--device", "cpu", "--checkpointing", "--optimizer", "sgd")
     model, x = net().make()
-    assert checkpointed(model)
+    assert turned_on(model)
     measured = memcheck.measure_memory(model, x, optimizer=torch.optim.SGD)
     assert {name: found[name] for name in FIGURES} == {name: getattr(measured, name) for name in FIGURES}
 
@@ -196,7 +197,7 @@ def test_the_output_besides_the_loss_stays_alive(capsys: pytest.CaptureFixture[s
     for more, how in (
         ((), {}),
         (("--loss", "net.py:second"), {}),
-        (("--drop-outputs",), {"keeps_outputs": False}),
+        (("--drop-outputs",), {"keep_outputs": False}),
     ):
         found = predicted(capsys, *flags, *more)
         measured = memcheck.measure_memory(model, x, optimizer=torch.optim.SGD, **how)
@@ -302,8 +303,8 @@ WRONG = {
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
     "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
-    "predict --model net.py:both --mode inference --drop-outputs": "--drop-outputs needs a backward",
-    "predict --attention-type naive --drop-outputs": "--drop-outputs needs --model or --hf-config",
+    "predict --model net.py:both --mode inference --drop-outputs": "--no-keep-outputs needs a backward",
+    "predict --attention-type naive --drop-outputs": "--no-keep-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",
     "predict --model net.py:make --heads 4": "--heads is for operators, not for --model",
     "predict --model net.py:make --mode decode": "--mode decode is for operators",
@@ -326,7 +327,7 @@ WRONG = {
     "predict --model net.py:make --clip-grad-norm 1 --optimizer none": "--clip-grad-norm needs an optimizer",
     "predict --model net.py:make --clip-grad-norm -1": "--clip-grad-norm must be a number that is not negative",
     "predict --torch-version 1.13": "--torch-version must be at least 2.7: rules are known for 2.7 to 2.15, got '1.13'",
-    "fit --torch-version new --device T4": "--torch-version must look like 2.13, got 'new'",
+    "fit --torch-version new --device T4": "--torch-version must look like '2.13', '2.13.0' or (2, 13), got 'new'",
     "profile-model --torch-version 2.13": "--torch-version is for --predict",
     "predict --model net.py:make --calibration net.py --torch-version 2.13": "leave out --torch-version",
     "predict --doubts": "--doubts needs --model or --hf-config",

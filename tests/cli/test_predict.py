@@ -163,7 +163,7 @@ def test_what_helps_sequences_that_do_not_fit(capsys: pytest.CaptureFixture[str]
         (["--format", "yaml"], "invalid choice"),
         (["--packed"], "--packed needs --lengths, the positions of each sequence"),
         (["--lengths", "8,4", "--packed", "--padded"], "--padded: not allowed with argument --packed"),
-        (["--lengths", "8,4", "--lengths", "8,2"], "--lengths given twice: predict takes one; memcheck sweep"),
+        (["--lengths", "8,4", "--lengths", "8,2"], "--lengths: predict takes one; memcheck sweep"),
         (["--lengths", "8"], "--lengths must be of two sequences or more, each of a position or more, got 8"),
         (["--lengths", "8,0"], "--lengths must be at least 1, got 0"),
         (["--lengths=-8,4"], "--lengths must be at least 1, got -8"),

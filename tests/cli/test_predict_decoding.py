@@ -17,6 +17,7 @@ from memcheck.bench.kv_cache import CachedModel, step_workload
 from memcheck.core.case import Case
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
+from memcheck.core.place import Place
 from memcheck.measure.measurement import measure_memory
 
 ROOT = Path(__file__).parents[2]
@@ -111,15 +112,16 @@ def test_states_that_do_not_grow(capsys) -> None:
 def test_the_largest_batch_is_the_last_that_fits() -> None:
     model = CachedModel(decoding(dim=64, heads=4), 2, layers=4, weights_bytes=50_000)
     cpu, limit = device_named("cpu"), 10**6
-    most = model.most_sequences(cpu, limit_bytes=limit)
+    place = Place(cpu, limit)
+    most = model.most_sequences(place)
     assert most
     assert most > 3
     for bsz, status in ((most, "ok"), (most + 1, "oom")):
-        assert model.predict_step(cpu, bsz, limit_bytes=limit).record.status == status
+        assert model.predict_step(place, bsz).record.status == status
         need = dataclasses.replace(model, case=decoding(dim=64, heads=4, bsz=bsz)).need_bytes(cpu)
         assert need is not None
         assert (need <= limit) == (status == "ok")
-    assert model.most_sequences(cpu, limit_bytes=50_001) == 0
+    assert model.most_sequences(Place(cpu, 50_001)) == 0
 
 
 def test_the_verdict_is_about_all_layers(capsys) -> None:
@@ -145,7 +147,7 @@ def test_the_verdict_is_about_all_layers(capsys) -> None:
         (["--mode", "decode", "--attention-type", "flex"], "are not for --mode decode"),
         (["--mode", "decode", "--attention-type", "cs336/naive"], "cs336/naive has no decoding step"),
         (["--mode", "decode", "--layers", "0"], "--layers must be at least 1, got 0"),
-        (["--mode", "decode", "--weights", "16"], "--weights: 16: 16 what? write 16GiB or 16B"),
+        (["--mode", "decode", "--weights", "16"], "--weights 16: 16 what? write 16GiB or 16B"),
     ],
 )
 def test_wrong_flags_are_one_line(capsys, words: list[str], message: str) -> None:

@@ -107,7 +107,7 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--bsz 0", "--bsz must be at least 1, got 0"),
         ("--dim -4", "--dim must be at least 1, got -4"),
         ("--query-len 8,0", "--query-len must be at least 1, got 0"),
-        ("--query-len x", "--query-len must be a whole number, got 'x'"),
+        ("--query-len x", "--query-len must look like 8, 16,32"),
         ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
         ("--kv-len 8", "--kv-len"),
         ("--combinator-type naive", "--combinator-type naive is unknown; known: combinator, combinator-low-memory"),

@@ -22,6 +22,7 @@ from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import FIGURES, components_of, total
+from memcheck.core.place import Place
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.modules import kept_by_component
 from memcheck.measure.tracker import track
@@ -85,7 +86,7 @@ def disagreements(of: ModelCase) -> dict[str, object]:
 def test_predictions_equal_measurements(attention: str, mode: str) -> None:
     of = case(attention_type=attention, mode=mode)
     assert disagreements(of) == {}
-    on_one_thread = predict_model(of, threads=1)
+    on_one_thread = predict_model(of, Place(threads=1))
     assert on_one_thread.exact or attention == "softmax"
     assert not {"saved_bytes", "forward_peak_bytes"} & on_one_thread.bounds
 
@@ -137,7 +138,7 @@ def test_every_part_keeps_what_its_formula_says(
         of = case(**fields, autocast=autocast, checkpointing=checkpointing, dtype=dtype, context=context)
         on_meta = dataclasses.replace(of, device="meta")
         device = device_named("A100-80GB" if kind == "cuda" else "cpu")
-        target = memcheck.predict.replay.target_for(device)
+        target = memcheck.predict.replay.target_at(Place(device))
         kept = components_of(traced_model(on_meta, target).activations)
         formulas = {name: formula.value for name, formula in kept_formulas(of, kind).items()}
         of_backend = {name for name in kept if is_of_backend(name.removeprefix("layer."), of, kind)}
@@ -205,7 +206,7 @@ def test_running_out_of_memory_is_a_row_and_was_predicted(attention: str) -> Non
     of = case(attention_type=attention, context=128)
     peaks = predict_model(of).record
     for limit in (peaks.forward_peak_bytes - 1, peaks.backward_peak_bytes - 1, 2**19):
-        record = profile_model_case(of, limit_bytes=limit, timed=False)
+        record = profile_model_case(of, memory_limit=limit, timed=False)
         assert record.status == "oom"
         assert (record.oom_phase, "oom") == (record.predicted["oom_phase"], record.predicted["status"])
 
@@ -235,7 +236,7 @@ def test_an_optimizer_step_is_measured_and_timed() -> None:
     times = measure_time(lambda x: x * weight, torch.ones(1000), parameters=weight, optimizer_step=step, passes=3)
     assert times["optimizer_ms"] > 0
     assert len(calls) == 2 + 2 + 3
-    with pytest.raises(ValueError, match="optimizer_step needs the gradients of a backward, got backward=False"):
+    with pytest.raises(ValueError, match="optimizer_step needs a backward, got backward=False"):
         measure_memory(torch.exp, torch.ones(1), backward=False, optimizer_step=step)
 
 
@@ -322,7 +323,7 @@ def test_predict_runs_nothing(
         (("--dtype", "int8"), "--dtype int8 is unknown"),
         (("--feed-forward", "gelu"), "--feed-forward gelu is unknown; known: swiglu, combinator"),
         (("--context", "0"), "--context must be at least 1, got 0"),
-        (("--autocast", "fp32"), "--autocast must be bf16 or fp16, got fp32"),
+        (("--autocast", "fp32"), "--autocast must be bf16 or fp16, as a text"),
         (("--autocast", "--dtype", "bf16"), "--autocast needs parameters in float32, got --dtype bfloat16"),
         (("--device", "A100-40GB"), "--device A100-40GB is no device of this machine"),
         (("--device-from-this-gpu",), "--device-from-this-gpu is for --predict"),
@@ -364,9 +365,9 @@ def test_a_compiled_model_is_measured_and_not_predicted() -> None:
 
 
 def test_a_case_names_what_is_wrong() -> None:
-    with pytest.raises(UsageError, match="--factor must be at least 1, got 0"):
+    with pytest.raises(UsageError, match="factor must be at least 1, got 0"):
         make_model_case("tiny", attention_type="compressed", factor=0)
-    with pytest.raises(UsageError, match="--bsz must be at least 1, got -1"):
+    with pytest.raises(UsageError, match="bsz must be at least 1, got -1"):
         make_model_case("tiny", bsz=-1)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from forked import run_python
 
-from memcheck.__main__ import main
-from memcheck.cli.parsers import words_before_script
+from memcheck.__main__ import main, words_before_script
 
 pytestmark = pytest.mark.extension
 

@@ -21,6 +21,7 @@ from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.sweep.store import FILE, Store, read_records
 from memcheck.core.devices import device_named
+from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.report import pair
 
@@ -254,7 +255,7 @@ def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys
 
 
 def test_the_header_names_the_defaults_of_a_gpu(tmp_path, capsys, no_files, monkeypatch) -> None:
-    monkeypatch.setattr("memcheck.cli.commands.sweep.predicted_device", lambda options: device_named("A100-40GB"))
+    monkeypatch.setattr("memcheck.cli.requests.Sweep.place", lambda options: Place(device_named("A100-40GB")))
     sizes = ["--attention-type", "softplus", "--seq-len", "64", "--dim", "64"]
     assert main(["sweep", *sizes, "--predict-only", "--output", str(tmp_path)]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
@@ -316,10 +317,10 @@ def test_predictions_of_sequences_go_on_and_are_shown(tmp_path, capsys) -> None:
     ("text", "words"),
     [
         ("bsz = 0", "--bsz must be at least 1"),
-        ("bzs = 8", "unrecognized arguments: --bzs=8"),
+        ("bzs = 8", "there is no --bzs; did you mean bsz?"),
         ("bsz = ", "cannot be read"),
-        ("bsz = true", "--bsz: expected one argument"),
-        ('preset = "huge"', "--preset: invalid choice: 'huge'"),
+        ("bsz = true", "--bsz must look like 8"),
+        ('preset = "huge"', "--preset must be one of quick, memcheck-pyt, cs336, ato, got 'huge'"),
         ("config = 'other.toml'", "config cannot name another file"),
         ("grid = 5", "grid must be a table, [[grid]]"),
         ("[[grid]]\npasses = 5", "passes is for the whole sweep, and goes above the first [[grid]]"),

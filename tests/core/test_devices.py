@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memcheck.cli.options import add_device_arguments, predicted_device
-from memcheck.cli.parsers import Parser
+from memcheck.cli.flags import parse
+from memcheck.cli.options import Predicting
 from memcheck.core.devices import (
     CONTEXT_BYTES,
     DEVICES,
@@ -21,6 +21,7 @@ from memcheck.core.devices import (
     this_gpu,
 )
 from memcheck.core.errors import UsageError
+from memcheck.core.options import spoken_as_flags
 
 MIB = 2**20
 WANTED = """T4 V100-16GB V100-32GB A100-40GB A100-80GB A10 A40 RTX-A6000 RTX-3090 RTX-4090 L4 L40S H100-80GB
@@ -102,15 +103,15 @@ def test_a_cpu_has_no_limit_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB, and T4, V100-16GB"),
-        ("A100", "--device A100 is one of several: A100-40GB, A100-80GB"),
+        ("toaster", "device toaster is unknown; known: cpu, a size such as 40GiB, and T4, V100-16GB"),
+        ("A100", "device A100 is one of several: A100-40GB, A100-80GB"),
         ("h100", "H100-80GB, H100-80GB-SXM, H100-80GB-PCIe, H100-NVL"),
-        ("4080", "--device 4080 is no GPU, and a size needs a unit: 4080 what? write 4080GiB; known: cpu"),
-        ("24", "--device 24 is no GPU, and a size needs a unit: 24 what? write 24GiB"),
-        ("40 apples", "--device 40 apples is unknown"),
+        ("4080", "device 4080 is no GPU, and a size needs a unit: 4080 what? write 4080GiB; known: cpu"),
+        ("24", "device 24 is no GPU, and a size needs a unit: 24 what? write 24GiB"),
+        ("40 apples", "device 40 apples is unknown"),
         ("RTX-409", "did you mean RTX-4090?"),
         ("A100-40", "did you mean A100-40GB?"),
-        ("", "--device  is unknown"),
+        ("", "device  is unknown"),
     ],
 )
 def test_what_is_no_device(text: str, words: str) -> None:
@@ -166,9 +167,8 @@ def test_no_gpu_here(flags: str) -> None:
 
 
 def flagged(flags: str):
-    parser = Parser()
-    add_device_arguments(parser)
-    return predicted_device(parser.parse_args(flags.split()))
+    with spoken_as_flags():
+        return parse("predict", Predicting, flags.split()).place().device
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case, combinator_types, make_case, make_combinator_case
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predict_case
 from memcheck.bench.workloads import prepare
 from memcheck.core.devices import this_gpu
 from memcheck.core.record import Record
@@ -62,7 +62,7 @@ def measured(case: Case) -> Record:
 def test_requested_allocated_and_reserved(operator: str, shape: tuple, dtype: str, mode: str) -> None:
     case = case_of(operator, shape, dtype, mode)
     device = dataclasses.replace(this_gpu(), usable_bytes=None)
-    prediction = predict_memory(case, device)
+    prediction = predict_case(case, device)
     if prediction.record.status != "ok":
         pytest.skip(prediction.record.reason or prediction.record.status)
     record = measured(case)

@@ -104,7 +104,7 @@ def test_what_allocates_differently_each_time_is_a_doubt():
 
 @pytest.mark.isolated
 def test_running_out_of_a_budget_is_explained():
-    record = measure_memory(naive_attention, *heads(), limit_bytes=3 * N + S + 100, details=True)
+    record = measure_memory(naive_attention, *heads(), memory_limit=3 * N + S + 100, details=True)
     assert (record.status, record.oom_phase, record.saved_tensors) == ("oom", "forward", None)
     assert record.alive_at_peak[0]["name"] == "aten::bmm"
     json.loads(record.to_json())

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import memcheck
+from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.run import MeasuredCall, MeasuredRun
 from memcheck.measure.timeline import record_timeline
@@ -177,16 +178,14 @@ def conv_relu():
     ],
 )
 def test_allocator_and_hooks_agree_on_saved_bytes(fn, inputs):
-    run = MeasuredRun(MeasuredCall(fn, inputs(), {}, (), True, None), hooks=True)
+    run = MeasuredRun(MeasuredCall(Step(fn, inputs())), hooks=True)
     record = run.measure()
     assert record.saved_bytes == run.saved_by_hooks
 
 
 def test_hooks_do_not_see_saved_numbers():
     """A Python number as operand becomes a tensor of 8 bytes, which autograd keeps without calling hooks."""
-    run = MeasuredRun(
-        MeasuredCall(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True
-    )
+    run = MeasuredRun(MeasuredCall(Step(lambda q: torch.softmax(q / math.sqrt(5), -1), leaf(7))), hooks=True)
     assert run.measure().saved_bytes == 8
     assert run.saved_by_hooks == 0
 
@@ -232,7 +231,7 @@ def test_a_record_says_where_it_was_made():
 def test_out_of_memory_in_forward():
     q, k, v = heads()
     limit = 3 * T + S + 100
-    record = measure_memory(naive_attention, q, k, v, limit_bytes=limit)
+    record = measure_memory(naive_attention, q, k, v, memory_limit=limit)
     assert (record.status, record.oom_phase) == ("oom", "forward")
     assert (record.oom_requested_bytes, record.oom_in_use_bytes) == (S, 3 * T + S)
     assert record.reason == (
@@ -244,7 +243,7 @@ def test_out_of_memory_in_forward():
 @pytest.mark.isolated
 def test_out_of_memory_in_backward():
     q, k, v = heads()
-    record = measure_memory(naive_attention, q, k, v, limit_bytes=3 * T + 2 * S)
+    record = measure_memory(naive_attention, q, k, v, memory_limit=3 * T + 2 * S)
     assert (record.status, record.oom_phase) == ("oom", "backward")
     assert (record.forward_peak_bytes, record.saved_bytes) == (3 * T + 2 * S, S)
     assert record.oom_requested_bytes + record.oom_in_use_bytes > 3 * T + 2 * S
@@ -255,8 +254,8 @@ def test_out_of_memory_in_backward():
 @pytest.mark.isolated
 def test_the_peak_is_the_smallest_budget_that_suffices():
     peak = measure_memory(naive_attention, *heads()).backward_peak_bytes
-    assert measure_memory(naive_attention, *heads(), limit_bytes=peak).status == "ok"
-    assert measure_memory(naive_attention, *heads(), limit_bytes=peak - 1).status == "oom"
+    assert measure_memory(naive_attention, *heads(), memory_limit=peak).status == "ok"
+    assert measure_memory(naive_attention, *heads(), memory_limit=peak - 1).status == "oom"
 
 
 @pytest.mark.isolated
@@ -265,7 +264,7 @@ def test_nothing_outlives_running_out_of_memory():
     q, k, v = heads()
     with memcheck.track() as memory:
         for limit in (3 * T + S + 100, 3 * T + 2 * S):
-            assert measure_memory(naive_attention, q, k, v, limit_bytes=limit).status == "oom"
+            assert measure_memory(naive_attention, q, k, v, memory_limit=limit).status == "oom"
             assert memory.current_bytes == 0
 
 
@@ -282,12 +281,12 @@ def test_errors_of_the_callable_are_its_own():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="fn must be callable, got 3"):
+    with pytest.raises(ValueError, match="model must be callable, got 3"):
         measure_memory(3)
     with pytest.raises(ValueError, match="inputs must be leaves"):
         measure_memory(torch.exp, leaf(3).exp())
-    with pytest.raises(ValueError, match="limit_bytes must be a positive number of bytes, got 0"):
-        measure_memory(torch.exp, leaf(3), limit_bytes=0)
+    with pytest.raises(ValueError, match="memory_limit must be a positive number of bytes, got 0"):
+        measure_memory(torch.exp, leaf(3), memory_limit=0)
     with pytest.raises(ValueError, match="device must be cpu or cuda, got 'meta'"):
         measure_memory(torch.exp, leaf(3), device="meta")
     with pytest.raises(ValueError, match="passes must be at least 1, got 0"):
@@ -446,9 +445,9 @@ def test_what_is_alive_at_the_peaks_adds_up_with_an_optimizer(make_step):
 @pytest.mark.isolated
 def test_the_peak_with_an_optimizer_is_the_smallest_budget_that_suffices():
     peak = stepping(None)[0].optimizer_peak_bytes
-    assert stepping(None, limit_bytes=peak)[0].status == "ok"
+    assert stepping(None, memory_limit=peak)[0].status == "ok"
     for limit, phase in ((peak - 1, "optimizer"), (4 * N, "backward"), (3 * N - 1, "forward")):
-        record, weight = stepping(None, limit_bytes=limit, details=True)
+        record, weight = stepping(None, memory_limit=limit, details=True)
         assert (record.status, record.oom_phase) == ("oom", phase)
         assert weight.grad is None
 
@@ -525,7 +524,7 @@ def test_a_failed_backward_does_not_affect_the_next(share: float) -> None:
     x = torch.randn(64, 64, requires_grad=True)
     alone, all_of_it = measure_memory(torch.sin, x), measure_memory(branches, x)
     assert all_of_it.backward_peak_bytes is not None
-    failed = measure_memory(branches, x, limit_bytes=int(share * all_of_it.backward_peak_bytes))
+    failed = measure_memory(branches, x, memory_limit=int(share * all_of_it.backward_peak_bytes))
     assert failed.status == "oom"
     after = measure_memory(torch.sin, x)
     assert (after.forward_peak_bytes, after.backward_peak_bytes) == (

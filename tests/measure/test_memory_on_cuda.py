@@ -128,9 +128,9 @@ def test_cuda_peaks_survive_the_resets_of_others(cuda):
 
 def test_cuda_budgets_are_fractions_put_back(cuda):
     cuda.allocate(100)
-    with memcheck.track(device="cuda:0", limit_bytes=400):
+    with memcheck.track(device="cuda:0", memory_limit=400):
         assert cuda.fraction == 0.5
-        with memcheck.track(device="cuda:0", limit_bytes=900):
+        with memcheck.track(device="cuda:0", memory_limit=900):
             assert cuda.fraction == 0.5
     assert cuda.fraction == 1.0
 

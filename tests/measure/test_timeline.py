@@ -159,10 +159,10 @@ def test_small_blocks_are_shown_together():
 @pytest.mark.isolated
 def test_the_timeline_ends_when_memory_runs_out():
     q, k, v = heads()
-    timeline = record_timeline(naive_attention, q, k, v, limit_bytes=3 * N + S + 100)
+    timeline = record_timeline(naive_attention, q, k, v, memory_limit=3 * N + S + 100)
     assert (timeline.record.status, [phase for phase, *_ in timeline.phases]) == ("oom", ["forward"])
     assert timeline.alive_at_peak("forward")[0]["name"] == "aten::bmm"
-    timeline = record_timeline(naive_attention, q, k, v, limit_bytes=3 * N + 2 * S)
+    timeline = record_timeline(naive_attention, q, k, v, memory_limit=3 * N + 2 * S)
     assert (timeline.record.oom_phase, [phase for phase, *_ in timeline.phases]) == (
         "backward",
         ["forward", "backward"],

@@ -405,7 +405,7 @@ def test_a_fork_while_threads_allocate():
 @pytest.mark.isolated
 def test_a_budget_covers_what_is_held():
     held = block(600)
-    with memcheck.track(held, limit_bytes=1000) as memory:
+    with memcheck.track(held, memory_limit=1000) as memory:
         kept = block(400)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             block(1)
@@ -421,9 +421,9 @@ def test_a_budget_covers_what_is_held():
 
 @pytest.mark.isolated
 def test_the_tightest_of_several_budgets_holds():
-    with memcheck.track(limit_bytes=1000) as outer:
+    with memcheck.track(memory_limit=1000) as outer:
         kept = block(300)
-        with memcheck.track(limit_bytes=5000) as inner:
+        with memcheck.track(memory_limit=5000) as inner:
             with pytest.raises(
                 torch.OutOfMemoryError, match="701 bytes with 300 bytes in use, over the budget of 1000"
             ):
@@ -435,7 +435,7 @@ def test_the_tightest_of_several_budgets_holds():
 @pytest.mark.isolated
 def test_budgets_stop_backward_as_well():
     x = leaf(1000)
-    with memcheck.track(x, limit_bytes=11_000):
+    with memcheck.track(x, memory_limit=11_000):
         y = x.exp()
         with pytest.raises(torch.OutOfMemoryError):
             y.backward(torch.ones(1000))
@@ -453,8 +453,8 @@ def test_the_machine_running_out_is_out_of_memory_too():
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5])
 def test_bad_budgets_are_named(limit):
-    with pytest.raises(ValueError, match="limit_bytes must be a positive number of bytes, got"):
-        memcheck.track(limit_bytes=limit)
+    with pytest.raises(ValueError, match="memory_limit must be a positive number of bytes, got"):
+        memcheck.track(memory_limit=limit)
 
 
 # Held tensors, and tensors that autograd saves.
@@ -661,5 +661,5 @@ def test_a_tracker_is_closed_where_it_was_opened():
 
 
 def test_a_budget_is_no_truth_value():
-    with pytest.raises(ValueError, match="limit_bytes must be a positive number of bytes, got True"):
-        memcheck.track(limit_bytes=True)
+    with pytest.raises(ValueError, match="memory_limit must be a positive number of bytes, got True"):
+        memcheck.track(memory_limit=True)

@@ -51,7 +51,7 @@ class Program(RuleBasedStateMachine):
         self.enter(None)
 
     def enter(self, limit: int | None) -> None:
-        tracker = memcheck.track(limit_bytes=limit)
+        tracker = memcheck.track(memory_limit=limit)
         tracker.__enter__()
         self.open.append(Expected(tracker, self.alive, limit=limit))
 

@@ -88,7 +88,7 @@ def test_a_sweep_keeps_its_records_in_a_folder(tmp_path):
     assert {record.device_name for record in swept} == {"A100-40GB"}
     assert [record.to_json() for record in memcheck.load(folder)] == [record.to_json() for record in swept]
     command = json.loads((folder / "sweep.json").read_text())["command"]
-    assert command.startswith("memcheck sweep --attention-type=naive --bsz=1,2 --seq-len=16:32:x2")
+    assert command.startswith("memcheck sweep --device A100-40GB --attention-type naive --bsz 1,2")
     with pytest.raises(UsageError, match="holds a sweep"):
         swept.save(folder)
 
@@ -203,7 +203,7 @@ def test_a_measurement_shows_its_peaks_and_what_was_alive():
 
 def test_running_out_of_memory_is_said_first():
     q, k, v = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
-    record = memcheck.measure_memory(naive_attention, q, k, v, limit_bytes=2**15)
+    record = memcheck.measure_memory(naive_attention, q, k, v, memory_limit=2**15)
     assert "out of memory in the forward: 32 KiB requested" in Text(record._repr_html_()).text
 
 
@@ -223,11 +223,11 @@ def test_a_prediction_shows_its_modules_and_memory_over_time():
         ({"seq_length": 8}, "profile: seq_length=8 is no argument; did you mean seq_len?"),
         ({"output": "here"}, "profile: output='here' is no argument; known: attention_type"),
         ({"attention_type": "softmx"}, "attention_type softmx is unknown; known: naive"),
-        ({"dim": 2.5}, "dim must be a whole number, got '2.5'"),
+        ({"dim": 2.5}, "dim must look like 8, 16,32"),
         ({"dim": 6, "heads": 4}, "dim must be divisible by heads for naive, got dim 6 heads 4"),
         ({"mode": "decode", "query_len": 3}, "query_len must be 1 in mode decode, got 3"),
         ({"query_len": 5, "kv_len": 3}, "use causal=False or more keys"),
-        ({"memory_limit": "40"}, "memory_limit: 40: 40 what?"),
+        ({"memory_limit": "40"}, "memory_limit 40: 40 what?"),
     ],
 )
 def test_errors_name_the_keyword_the_rule_and_the_value(keywords, message):

@@ -386,7 +386,7 @@ def assert_budget_is_kept(case: Case) -> None:
     with memcheck.track() as memory:
         results = run(contract.function, inputs, grad_y)
     budget = max(1, int(memory.peak_bytes * case.budget))
-    with memcheck.track(limit_bytes=budget) as limited:
+    with memcheck.track(memory_limit=budget) as limited:
         try:
             again = run(contract.function, inputs, grad_y)
             assert memory.peak_bytes <= budget

@@ -230,14 +230,14 @@ def test_the_timeline_has_the_peaks() -> None:
 def test_it_fits_or_runs_out() -> None:
     model, x = nn.Linear(1000, 1000), torch.zeros(100, 1000)
     assert memcheck.predict_memory(model, x, device="40GiB").fits
-    prediction = memcheck.predict_memory(model, x, limit_bytes=4_000_000)
+    prediction = memcheck.predict_memory(model, x, memory_limit=4_000_000)
     assert prediction.fits is False
     assert prediction.record.status == "oom"
 
 
 def test_the_largest_size_that_fits() -> None:
     model = nn.Linear(100, 100)
-    found = memcheck.largest(lambda n: torch.zeros(n, 100), model, "cpu", limit_bytes=1_000_000, backward=False)
+    found = memcheck.largest(lambda n: torch.zeros(n, 100), model, "cpu", memory_limit=1_000_000, backward=False)
     assert found.at is not None
     assert found.beyond is not None
     assert (found.at.fits, found.beyond.fits) == (True, False)
@@ -432,7 +432,7 @@ def test_wrong_arguments() -> None:
 def test_arguments_of_a_step_that_do_not_fit_together(function: Callable[..., Any]) -> None:
     for words, how in {
         "accumulate must be at least 1": {"accumulate": 0},
-        "accumulate needs the gradients": {"accumulate": 2, "backward": False},
+        "accumulate needs a backward": {"accumulate": 2, "backward": False},
         "clip_grad_norm needs an optimizer": {"clip_grad_norm": 1.0},
         "set_to_none=False needs an optimizer": {"set_to_none": False},
     }.items():

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import memcheck
 from memcheck.core.tensors import storages_in, tensors_in
+from memcheck.core.torch_versions import running
 from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.operators import facts_of, scratch_of
@@ -30,7 +31,6 @@ from memcheck.predict.operators.elementwise import ACTIVATIONS
 from memcheck.predict.operators.facts import TABLE
 from memcheck.predict.operators.value_shapes import decided_by_values
 from memcheck.predict.scratch import Scratch, Target, Unknown, Unlisted, call_of
-from memcheck.predict.torch_versions import running
 from tests.fuzzing import CASES
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]

@@ -91,12 +91,12 @@ ENDINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 HOW: dict[str, dict[str, Any]] = {
     "a backward": {},
     "autocast": {"autocast": torch.bfloat16},
-    "dropped": {"keeps_outputs": False},
-    "dropped, autocast": {"keeps_outputs": False, "autocast": torch.bfloat16},
+    "dropped": {"keep_outputs": False},
+    "dropped, autocast": {"keep_outputs": False, "autocast": torch.bfloat16},
     "the first step": {"optimizer": torch.optim.AdamW, "steps": 1},
     "a later step": {"optimizer": torch.optim.AdamW, "autocast": torch.bfloat16},
     "accumulated": {"optimizer": torch.optim.SGD, "accumulate": 2},
-    "accumulated, dropped": {"optimizer": torch.optim.AdamW, "accumulate": 2, "keeps_outputs": False},
+    "accumulated, dropped": {"optimizer": torch.optim.AdamW, "accumulate": 2, "keep_outputs": False},
 }
 
 
@@ -128,14 +128,14 @@ def a_pass(
     inputs: tuple[Tensor, ...],
     memory: Any,
     optimizer: torch.optim.Optimizer | None,
-    keeps_outputs: bool = True,
+    keep_outputs: bool = True,
     autocast: torch.dtype | None = None,
 ) -> tuple[int | None, ...]:
     memory.reset_peak()
     with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
         output = model(*inputs)
     losses = losses_of(output)
-    if not keeps_outputs:
+    if not keep_outputs:
         del output
     forward_peak = memory.peak_bytes
     memory.reset_peak()
@@ -185,7 +185,7 @@ def test_the_other_outputs_stay_alive() -> None:
     pair, single = Language(ENDINGS["logits, loss"]), Language(ENDINGS["only a loss"])
     for run in (memcheck.measure_memory, lambda *given, **how: memcheck.predict_memory(*given, **how).record):
         plain, chosen = run(pair, *inputs), run(pair, *inputs, loss=lambda output: output[1])
-        dropped, without = run(pair, *inputs, keeps_outputs=False), run(single, *inputs)
+        dropped, without = run(pair, *inputs, keep_outputs=False), run(single, *inputs)
         assert [getattr(plain, name) for name in FIGURES] == [getattr(chosen, name) for name in FIGURES]
         assert [getattr(dropped, name) for name in FIGURES] == [getattr(without, name) for name in FIGURES]
         logits = 2 * 24 * 160 * 4
@@ -229,8 +229,8 @@ def test_where_a_backward_starts() -> None:
         assert [id(tensor) for tensor in start_of(output)] == [id(tensor) for tensor in start]
 
 
-def words(output: Any, loss: Callable[[Any], Any] | None = None, keeps_outputs: bool = True) -> str | None:
-    return ForwardOptions(loss, keeps_outputs=keeps_outputs).run("cpu", lambda: output).words
+def words(output: Any, loss: Callable[[Any], Any] | None = None, keep_outputs: bool = True) -> str | None:
+    return ForwardOptions(loss, keep_outputs=keep_outputs).run("cpu", lambda: output).words
 
 
 def test_the_start_is_said_in_words() -> None:
@@ -240,10 +240,10 @@ def test_the_start_is_said_in_words() -> None:
     assert words(scalar) == "the output, a scalar"
     assert words((x, scalar)) == "the second output, a scalar; the first stays alive"
     assert words((x, scalar), lambda output: output[1]) == words((x, scalar))
-    assert words((x, scalar), keeps_outputs=False) == "the second output, a scalar; the first is dropped"
+    assert words((x, scalar), keep_outputs=False) == "the second output, a scalar; the first is dropped"
     assert words((scalar, x, None, 3)) == "the first output, a scalar; the second stays alive"
     assert words((scalar, x, y)) == "the first output, a scalar; the others stay alive"
-    assert words((scalar, x, y), keeps_outputs=False) == "the first output, a scalar; the others are dropped"
+    assert words((scalar, x, y), keep_outputs=False) == "the first output, a scalar; the others are dropped"
     assert words({"loss": scalar}) == "output.loss, a scalar"
     assert words(ModelOutput(scalar, x)) == "output.loss, a scalar; output.logits stays alive"
     assert words(ModelOutput(scalar, None, Cache(x))) == "output.loss, a scalar; output.past_key_values stays alive"
@@ -260,5 +260,5 @@ def test_the_start_is_said_in_words() -> None:
 
 def test_dropping_outputs_needs_a_backward() -> None:
     for run in (memcheck.measure_memory, memcheck.predict_memory):
-        with pytest.raises(ValueError, match="keeps_outputs=False needs a backward"):
-            run(torch.exp, torch.ones(3), backward=False, keeps_outputs=False)
+        with pytest.raises(ValueError, match="keep_outputs=False needs a backward"):
+            run(torch.exp, torch.ones(3), backward=False, keep_outputs=False)

@@ -116,7 +116,7 @@ def test_the_longest_batch_of_a_rank() -> None:
     def batch(size: int) -> torch.Tensor:
         return torch.zeros(size, 32, dtype=torch.long)
 
-    how: dict[str, Any] = {"limit_bytes": 4 * 2**20, "start": 8, "optimizer": torch.optim.AdamW}
+    how: dict[str, Any] = {"memory_limit": 4 * 2**20, "start": 8, "optimizer": torch.optim.AdamW}
     whole, rank = (memcheck.largest(batch, Network(), "cpu", **how, ranks=ranks) for ranks in (None, Ranks(fsdp=8)))
     assert whole.size < rank.size
     assert rank.at is not None

@@ -14,19 +14,20 @@ import torch
 import torch._dynamo  # predictions load it; loaded here, conftest.py freezes it with the other modules
 
 import memcheck
+from memcheck import predict_memory
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
-from memcheck.bench.predict import closed_bytes, predict_memory, traced
+from memcheck.bench.predict import closed_bytes, traced
 from memcheck.bench.workloads import prepare
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
+from memcheck.core.torch_versions import NEWEST_TRIED, running
 from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
 from memcheck.predict.allocator import MIB
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
-from memcheck.predict.torch_versions import NEWEST_TRIED, running
 from memcheck.predict.trace_runner import TraceRunner
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, published_table, read_published
@@ -103,7 +104,7 @@ def measured(case: Case, dense_grad: bool = False, limit_bytes: int | None = Non
         parameters=workload.parameters,
         backward=workload.backward,
         dense_grad=dense_grad,
-        limit_bytes=limit_bytes,
+        memory_limit=limit_bytes,
     )
 
 
@@ -210,7 +211,7 @@ def test_nothing_is_allocated() -> None:
     case = case_of("naive", bsz=64, query_len=4096, kv_len=4096, dim=512, heads=8)
     traced.cache_clear()
     with track() as memory:
-        prediction = memcheck.predict_memory(case)
+        prediction = predict_memory(case)
     assert memory.peak_bytes <= 3 * 8
     assert prediction.record.forward_peak_bytes > 2**36
     assert prediction.exact
@@ -226,14 +227,14 @@ def test_out_of_memory_is_predicted(operator: str) -> None:
     last = max(enough.forward_peak_bytes, enough.backward_peak_bytes)
     fields = ("status", "oom_phase", "oom_requested_bytes", "oom_in_use_bytes", "forward_peak_bytes", "saved_bytes")
     for limit_bytes in (*range(first, last, (last - first) // 9), last - 1, last):
-        predicted, found = predict_memory(case, limit_bytes=limit_bytes).record, measured(case, limit_bytes=limit_bytes)
+        predicted, found = predict_memory(case, memory_limit=limit_bytes).record, measured(case, limit_bytes=limit_bytes)
         for field in fields:
             assert getattr(predicted, field) == getattr(found, field), (limit_bytes, field)
     assert predicted.status == "ok"
 
 
 def test_inputs_that_do_not_fit() -> None:
-    record = predict_memory(case_of("naive"), limit_bytes=1000).record
+    record = predict_memory(case_of("naive"), memory_limit=1000).record
     assert (record.status, record.oom_phase, record.forward_peak_bytes) == ("oom", None, None)
     assert record.reason == "the inputs alone do not fit: 864 B requested with 864 B in use"
 
@@ -245,7 +246,7 @@ def test_tensors_beyond_64_bits_fit_nowhere() -> None:
     prediction = predict_memory(case_of("naive", query_len=10**12, kv_len=10**12))
     assert prediction.unknown[-1] == "what comes after a tensor beyond 64 bits, in the forward"
     assert prediction.record.forward_peak_bytes > 2**63
-    assert predict_memory(case_of("naive", query_len=10**12, kv_len=10**12), limit_bytes=2**60).record.status == "oom"
+    assert predict_memory(case_of("naive", query_len=10**12, kv_len=10**12), memory_limit=2**60).record.status == "oom"
 
 
 @pytest.mark.parametrize("operator", ["naive-compiled", "flex"])
@@ -280,7 +281,7 @@ def test_the_failing_request_is_predicted(operator: str) -> None:
         peaks = predict_memory(case).record
         most = max(peaks.forward_peak_bytes, peaks.backward_peak_bytes or 0)
         limit_bytes = chance.randrange(peaks.input_bytes + peaks.parameter_bytes, most)
-        prediction, found = predict_memory(case, limit_bytes=limit_bytes), measured(case, limit_bytes=limit_bytes)
+        prediction, found = predict_memory(case, memory_limit=limit_bytes), measured(case, limit_bytes=limit_bytes)
         names = ("status", "oom_phase", "oom_requested_bytes", "oom_in_use_bytes")
         differences = {
             name: (getattr(prediction.record, name), getattr(found, name))
@@ -294,10 +295,10 @@ def test_the_failing_request_is_predicted(operator: str) -> None:
 
 def test_a_status_from_bounds_has_a_doubt() -> None:
     case = case_of("softmax")
-    bound = predict_memory(case, threads=2, limit_bytes=2**20)
+    bound = predict_memory(case, threads=2, memory_limit=2**20)
     assert bound.record.status == "ok"
     assert bound.record.doubts == (*bound.unknown, "ok is the verdict of what is known: the run may need more")
-    assert predict_memory(case, threads=1, limit_bytes=2**20).record.doubts == ()
+    assert predict_memory(case, threads=1, memory_limit=2**20).record.doubts == ()
     assert predict_memory(case, threads=2).record.doubts == bound.unknown  # without a limit
 
 
@@ -515,7 +516,7 @@ def test_cublas_workspaces(architecture: tuple[int, int], torch_version: tuple[i
 
 
 def test_a_workspace_is_in_each_phase_and_in_no_other_column() -> None:
-    kept = predict_memory(case_of("naive"), GPU, torch_version=(2, 14), drops_workspaces=False)
+    kept = predict_memory(case_of("naive"), GPU, torch_version=(2, 14), drop_workspaces=False)
     dropped = predict_memory(case_of("naive"), GPU, torch_version=(2, 14))
     assert {name for name in kept.terms["backward_peak_bytes"] if "cuBLAS" in name} == {
         "cuBLAS workspace",
@@ -528,7 +529,7 @@ def test_a_workspace_is_in_each_phase_and_in_no_other_column() -> None:
 def test_a_workspace_exists_during_its_call_only() -> None:
     """From torch 2.15 on, no two workspaces exist at once, and none while another operator runs."""
     kept, of_calls = (
-        predict_memory(case_of("naive"), GPU, torch_version=version, drops_workspaces=False)
+        predict_memory(case_of("naive"), GPU, torch_version=version, drop_workspaces=False)
         for version in ((2, 14), (2, 15))
     )
     for phase, workspaces in (("forward", 1), ("backward", 2)):
@@ -648,7 +649,7 @@ def test_a_limit_on_a_gpu_is_of_segments() -> None:
     predicted = functools.partial(predict_memory, case, GPU, torch_version=(2, 14))
     needed = predicted().record
     limits = range(needed.input_bytes + 2**20, 2 * needed.reserved_bytes, 2**20)
-    found = [predicted(limit_bytes=limit_bytes).record for limit_bytes in limits]
+    found = [predicted(memory_limit=limit_bytes).record for limit_bytes in limits]
     verdicts = [record.oom_phase or record.status for record in found]
     assert list(dict.fromkeys(verdicts)) == ["forward", "backward", "ok"]
     short = found[verdicts.index("backward")]
@@ -663,7 +664,7 @@ def test_a_limit_beyond_the_gpu_changes_nothing() -> None:
     small = dataclasses.replace(GPU, total_bytes=needed // 2, usable_bytes=needed // 2)
     alone = predict_memory(case, small).record
     assert alone.status == "oom"
-    assert predict_memory(case, small, limit_bytes=2 * needed).record == alone
+    assert predict_memory(case, small, memory_limit=2 * needed).record == alone
 
 
 def test_expandable_segments_reserve_pages() -> None:

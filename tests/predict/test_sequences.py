@@ -15,7 +15,6 @@ from torch import Tensor
 import memcheck
 from memcheck import measure_memory, predict_memory
 from memcheck.bench.catalog import CONTENDERS, batch_of, make_case
-from memcheck.bench.predict import predict_memory as predict_case
 from memcheck.bench.workloads import prepare
 from memcheck.predict.operators import scratch_of
 from memcheck.predict.replay import Prediction
@@ -176,8 +175,8 @@ def test_cases_with_lengths_are_predicted(operator: str, layout: str) -> None:
     for causal in (True, False):
         sizes: dict[str, Any] = {"dim": 24, "heads": 2, "core_dim": None, "factor": None}
         case = make_case(operator, **sizes, **batch_of((300, 40, 77), layout), causal=causal)
-        prediction, workload = predict_case(case), prepare(case)
-        measured = measure_memory(workload.operator, *workload.inputs, **workload.options)
+        prediction, workload = predict_memory(case), prepare(case)
+        measured = measure_memory(workload.step())
         known = [name for name in FIGURES if name not in prediction.bounds]
         assert {name: getattr(measured, name) for name in known} == {
             name: getattr(prediction.record, name) for name in known

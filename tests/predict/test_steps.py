@@ -148,7 +148,7 @@ def test_an_optimizer_that_needs_a_closure_is_named() -> None:
 def test_steps_need_an_optimizer() -> None:
     model, x = mlp(), torch.randn(5, 37)
     for call in (memcheck.predict_memory, measure_memory):
-        with pytest.raises(ValueError, match="steps=2 needs an optimizer"):
+        with pytest.raises(ValueError, match="steps 2 needs an optimizer"):
             call(model, x, steps=2)
         call(model, x, steps=1)
 

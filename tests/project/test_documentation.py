@@ -482,14 +482,15 @@ def pages():
 
 
 def test_the_page_of_commands_has_every_flag_and_example(pages):
-    from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+    from memcheck.cli.flags import parser_of, split_help
+    from memcheck.cli.requests import COMMANDS
 
     sections = re.split(r"^## memcheck (.*)$", pages["command_page"](), flags=re.MULTILINE)[1:]
     assert sections[::2] == list(COMMANDS)
     for name, text in zip(sections[::2], sections[1::2], strict=True):
-        flags = {flag for action in command_parser(name)._actions for flag in action.option_strings} - {"-h", "--help"}
+        flags = {flag for action in parser_of(name, COMMANDS[name])._actions for flag in action.option_strings} - {"-h", "--help"}
         assert set(re.findall(r"(?<=`)--?[\w-]+", text)) == flags
-        assert re.findall(r"^\$ (.*)$", text, re.MULTILINE) == split_help(name)[1]
+        assert re.findall(r"^\$ (.*)$", text, re.MULTILINE) == split_help(COMMANDS[name])[1]
         assert "|  |" not in text
 
 
@@ -502,7 +503,7 @@ def test_the_page_of_records_explains_every_field(pages):
     assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Record)]
 
 
-@pytest.mark.parametrize(("name", "function"), [("commands", "command_page"), ("records", "record_page")])
+@pytest.mark.parametrize(("name", "function"), [("commands", "command_page"), ("options", "option_page"), ("records", "record_page")])
 def test_the_committed_reference_pages_are_current(pages, name, function):
     committed = (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8")
     assert committed == pages[function](), "python docs/conf.py writes the pages again"
@@ -513,7 +514,7 @@ def test_links_to_reference_pages_are_to_their_headings(pages):
         name: {
             heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", pages[function](), re.MULTILINE)
         }
-        for name, function in (("commands", "command_page"), ("records", "record_page"))
+        for name, function in (("commands", "command_page"), ("options", "option_page"), ("records", "record_page"))
     }
     links = re.findall(r"reference/(\w+)\.md#([\w-]+)", documentation())
     assert links

@@ -120,7 +120,7 @@ def measuring(model: torch.nn.Module, x: Tensor) -> None:
     record = memcheck.measure_memory(model, x, optimizer=torch.optim.AdamW, loss=lambda y: y.mean(), details=True)
     assert_type(record, Record)
     assert_type(record.forward_peak_bytes, int | None)
-    with memcheck.track(model, x, limit_bytes=2**30) as memory:
+    with memcheck.track(model, x, memory_limit=2**30) as memory:
         memory.hold(model(x))
     assert_type(memory, MemoryTracker)
     assert_type(memory.peak_bytes + memory.by_device["cpu"].peak_bytes, int)

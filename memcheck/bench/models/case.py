@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
 from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.options import named
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
@@ -83,18 +84,18 @@ def make_model_case(
     if attention_type == "compressed":
         factor = DEFAULT_FACTOR if factor is None else factor
     case = ModelCase(size, attention_type, factor=factor if attention_type == "compressed" else None, **fields)
-    check_known("--size", size, SIZES)
-    check_known("--attention-type", attention_type, ATTENTIONS)
-    check_known("--feed-forward", case.feed_forward, FEED_FORWARDS)
-    check_known("--mode", case.mode, MODES)
+    check_known(named("size"), size, SIZES)
+    check_known(named("attention_type"), attention_type, ATTENTIONS)
+    check_known(named("feed_forward"), case.feed_forward, FEED_FORWARDS)
+    check_known(named("mode"), case.mode, MODES)
     if case.dtype not in DTYPES:
-        raise unknown_name("--dtype", case.dtype, (*SHORT_DTYPES, *DTYPES))
+        raise unknown_name(named("dtype"), case.dtype, (*SHORT_DTYPES, *DTYPES))
     for name in ("bsz", "context", "factor"):
         given = getattr(case, name)
         if given is not None and given < 1:
-            raise UsageError(f"--{name} must be at least 1, got {given}")
+            raise UsageError(f"{named(name)} must be at least 1, got {given}")
     if case.autocast is not None and case.dtype != "float32":
-        raise UsageError(f"--autocast needs parameters in float32, got --dtype {case.dtype}")
+        raise UsageError(f"{named('autocast')} needs parameters in float32, got {named('dtype')} {case.dtype}")
     return case
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.formulas import held_formulas, kept_formulas
-from memcheck.core.arguments import bytes_given
-from memcheck.core.devices import Device, device_given
+from memcheck.core.devices import Device
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
+from memcheck.core.place import Place, as_place
 from memcheck.core.record import PHASES
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
@@ -24,7 +24,7 @@ from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import autocast_followed
 from memcheck.predict.device_functions import DeviceFunctions
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
+from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace_runner import TraceRunner
 
@@ -38,32 +38,25 @@ class ModelTrace:
     held: dict[str, int]  # Record field -> bytes.
 
 
-def predict_model(
-    case: ModelCase,
-    device: Device | torch.device | str = "cpu",
-    *,
-    limit_bytes: int | str | None = None,
-    threads: int | None = None,
-    torch_version: Sequence[int] | str | None = None,
-) -> Prediction:
-    """The record that measuring the case on the device would give; arguments as of memcheck.predict_memory.
+def predict_model(case: ModelCase, place: Place | Device | str = "cpu") -> Prediction:
+    """The record that measuring the case at the place would give.
 
     The state of AdamW is there from the start, as in any step but the first. Compiled models are "skipped" as not
     predicted, beside what their parameters, gradients and optimizer hold.
     """
-    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
-    target = target_for(device, threads, torch_version)
-    record = describe_model(blank_record(ModelRecord, device, target), case)
+    place = as_place(place).resolved()
+    target = target_at(place)
+    record = describe_model(blank_record(ModelRecord, place, target), case)
     try:
         model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"predicted: {error} does not fit"
-        return Prediction(case, device, record, {}, False, ())
+        return Prediction(case, place, record, {}, False, ())
     except UnsupportedError as error:
         record.status, record.reason, record.basis = "unsupported", str(error), None
-        return Prediction(case, device, record, {}, False, ())
-    basis = basis_of(model.trace, case.dtype, device, target)
-    prediction = Replay(model.trace, case, device, record, limit_bytes, basis=basis).prediction()
+        return Prediction(case, place, record, {}, False, ())
+    basis = basis_of(model.trace, case.dtype, place, target)
+    prediction = Replay(model.trace, case, place, record, basis=basis).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
     record.terms = {field: by_kind(terms) for field, terms in prediction.terms.items()}

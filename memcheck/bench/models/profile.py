@@ -15,10 +15,11 @@ import torch
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.predict import describe_model, held_bytes, kept_by_path, predict_model, predicted_figures
 from memcheck.bench.profile import check_can_measure
-from memcheck.core.arguments import bytes_given, whole_number
-from memcheck.core.devices import device_named
+from memcheck.core.arguments import argument
+from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord, by_layer
+from memcheck.core.place import Place
 from memcheck.core.record import PHASES, Record
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
@@ -41,22 +42,22 @@ def profile_model_case(
     *,
     timed: bool = True,
     passes: int | None = None,
-    limit_bytes: int | str | None = None,
+    memory_limit: int | str | None = None,
     nvtx: bool = False,
 ) -> ModelRecord:
     """The record of a model: its memory, then what each component keeps, then its time, in separate passes.
 
     A case whose prediction exceeds the memory that the machine has left is not run; its status is "skipped". A case
-    that exceeds limit_bytes is "oom", and errors are recorded. nvtx: a range around every module, for use inside
+    that exceeds memory_limit is "oom", and errors are recorded. nvtx: a range around every module, for use inside
     memcheck.measure.export.nvtx_ranges.
     """
-    limit_bytes = bytes_given("limit_bytes", limit_bytes)
-    passes = None if passes is None else whole_number("passes", passes)
+    limit_bytes = argument("memory_limit", memory_limit, size_in_bytes)
+    passes = argument("passes", passes, count)
     check_can_measure(case.device)
     record = describe_model(ModelRecord(**machine_facts(case.device)), case)
     try:
-        here = dataclasses.replace(device_named(case.device), usable_bytes=None)  # Without a limit of its own.
-        prediction = predict_model(case, here, limit_bytes=limit_bytes)
+        here = Place(case.device).unlimited  # Without a limit of its own.
+        prediction = predict_model(case, dataclasses.replace(here, memory_limit=limit_bytes))
         record.predicted = predicted_figures(prediction)
         refusal = beyond_this_machine(prediction, record)
         if refusal is not None:
@@ -88,7 +89,7 @@ def measured(
 ) -> ModelRecord:
     room = min(limit_bytes or sys.maxsize, record.device_free_bytes or sys.maxsize) if record.device == "cpu" else None
     room = limit_bytes if room is None else room
-    with track(device=case.device, saved=False, limit_bytes=room):
+    with track(device=case.device, saved=False, memory_limit=room):
         workload = prepare_model(case)
     memory = measured_memory(workload, room)
     taken: dict[str, Any] = {name: getattr(memory, name) for name in TAKEN_OVER.split()}
@@ -113,7 +114,7 @@ TAKEN_OVER = """
 
 def measured_memory(workload: Workload, limit_bytes: int | None) -> Record:
     def run() -> Record:
-        return measure_memory(workload.operator, *workload.inputs, limit_bytes=limit_bytes, **workload.options)
+        return measure_memory(workload.step(), memory_limit=limit_bytes)
 
     if workload.case.compiled:
         # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
@@ -123,7 +124,7 @@ def measured_memory(workload: Workload, limit_bytes: int | None) -> Record:
 
 def note_times(record: ModelRecord, workload: Workload, passes: int | None) -> None:
     times = time_passes(
-        MeasuredCall(workload.operator, workload.inputs, {}, device=None, **workload.options),
+        MeasuredCall(workload.step()),
         warmup=WARMUP,
         passes=passes or DEFAULT_PASSES,
         max_seconds=None if passes else TIMING_SECONDS,
@@ -149,15 +150,14 @@ def statistics_of(milliseconds: Sequence[float]) -> dict[str, float]:
 
 def snapshot_model(case: ModelCase, path: Path) -> Path:
     """Writes the memory of one pass over time; see memcheck.measure.export.write_snapshot."""
-    workload = prepare_model(case)
-    return write_snapshot(workload.operator, *workload.inputs, path=path, **workload.options)
+    return write_snapshot(prepare_model(case).step(), path=path)
 
 
 def trace_model(case: ModelCase, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of a pass, with a range for every module, and returns who took the time."""
     workload = prepare_model(case)
     with module_ranges(workload, torch.profiler.record_function):
-        return write_trace(workload.operator, *workload.inputs, path=path, **workload.options)
+        return write_trace(workload.step(), path=path)
 
 
 def module_ranges(workload: Workload, kind: Any = torch.cuda.nvtx.range) -> AbstractContextManager[None]:

@@ -9,15 +9,14 @@ from typing import Any
 
 from memcheck.bench.catalog import (
     CONTENDERS,
-    DTYPES,
     MODES,
-    SHORT_DTYPES,
     Case,
     check_case,
     make_case,
     make_combinator_case,
 )
 from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.options import named
 
 # The defaults of every flag. A preset or a TOML file overrides them; the parts in its `grid` override it in turn.
 BASE: dict[str, Any] = {
@@ -80,13 +79,11 @@ class Grid:
 
     def cases(self, device: str) -> Iterator[Case]:
         """All combinations, including those that no operator accepts; check_case gives their reason."""
-        check_names("--attention-type", self.operators, list(CONTENDERS))
-        check_names("--dtype", self.dtype, [*SHORT_DTYPES, *DTYPES])
-        check_names("--mode", self.mode, list(MODES))
+        check_names(named("attention_type"), self.operators, list(CONTENDERS))
+        check_names(named("mode"), self.mode, list(MODES))
         for mode, dtype, bsz, heads, core_dim, factor in itertools.product(
             self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor
         ):
-            dtype = SHORT_DTYPES.get(dtype, dtype)
             fields = {"mode": mode, "dtype": dtype, "bsz": bsz, "compiled": self.compile, "device": device}
             sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "causal": self.causal}
             dense = ({"query_len": query_len, "kv_len": kv_len} for query_len, kv_len in self.lengths)

@@ -14,19 +14,20 @@ from memcheck.bench.predict import predicted_or_skipped
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, code_of, digest, load_plugins, write_manifest
 from memcheck.bench.sweep.store import Store
-from memcheck.core.arguments import bytes_given
-from memcheck.core.devices import Device, device_given
+from memcheck.core.devices import Device
+from memcheck.core.place import Place, as_place
 from memcheck.core.record import Record
 from memcheck.core.version import __version__
 
 
-def predicted_record(case: Case, device: Device, limit_bytes: int | None = None) -> Record:
-    """The record of predict_memory, or one that says why there is no prediction."""
+def predicted_record(case: Case, place: Place | Device) -> Record:
+    """The record of predict_case, or one that says why there is no prediction."""
+    device = as_place(place).for_device
     facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name, "basis": None}
     if (reason := refusal(case)) is not None:
         return Record(**case.fields(), **facts, status="skipped", reason=reason)
     try:
-        return predicted_or_skipped(case, device, limit_bytes=limit_bytes).record
+        return predicted_or_skipped(case, place).record
     except Exception as error:
         return Record(**case.fields(), **facts, status="error", reason=f"{type(error).__name__}: {error}")
 
@@ -34,9 +35,8 @@ def predicted_record(case: Case, device: Device, limit_bytes: int | None = None)
 def predict_sweep(
     cases: Sequence[Case],
     folder: Path | str,
-    device: Device | str,
+    place: Place | Device | str,
     *,
-    limit_bytes: int | str | None = None,
     plugins: Sequence[str | Path] = (),
     retry: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -46,13 +46,14 @@ def predict_sweep(
 
     Measured rows of the same cases stay in the folder, and reports show both.
 
-    device: what the predictions are for. limit_bytes: a limit below its memory. retry: predicts again what ended as
+    place: what the predictions are for. retry: predicts again what ended as
     "error" or "skipped". plugins, progress, command: as of memcheck.bench.sweep.run.run_sweep.
     """
-    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
+    place = as_place(place).resolved()
+    device = place.for_device
     report, names = progress or (lambda progress: None), load_plugins(plugins)
     with Store(folder).owned() as store:
-        known = done_in(store.records, cases, device, limit_bytes, names, retry)
+        known = done_in(store.records, cases, place, names, retry)
         left = dict.fromkeys(case for case in dict.fromkeys(cases) if case not in known)
         total = len(left) + len(known)
         facts = Record(
@@ -67,8 +68,8 @@ def predict_sweep(
         manifest = write_manifest(store.folder, command, machines)
         report(Progress(None, tuple(left), total))
         for case in list(left):
-            known[case] = predicted_record(case, device, limit_bytes)
-            store.append(known[case], key(case, device, limit_bytes, names))
+            known[case] = predicted_record(case, place)
+            store.append(known[case], key(case, place, names))
             del left[case]
             report(Progress(known[case], tuple(left), total))
         records = [known[case] for case in cases]
@@ -79,9 +80,8 @@ def predict_sweep(
 def find_predicted(
     cases: Sequence[Case],
     folder: Path | str,
-    device: Device | str,
+    place: Place | Device | str,
     *,
-    limit_bytes: int | str | None = None,
     plugins: Sequence[str | Path] = (),
     retry: bool = False,
 ) -> dict[Case, Record]:
@@ -89,20 +89,18 @@ def find_predicted(
     store = Store(folder)
     if not store.path.exists():
         return {}
-    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
-    return done_in(store.read(), cases, device, limit_bytes, load_plugins(plugins), retry)
+    return done_in(store.read(), cases, as_place(place).resolved(), load_plugins(plugins), retry)
 
 
 def done_in(
     rows: dict[str, Record],
     cases: Sequence[Case],
-    device: Device,
-    limit_bytes: int | None,
+    place: Place,
     plugins: tuple[str, ...],
     retry: bool,
 ) -> dict[Case, Record]:
     """The cases whose records are among the rows and need not be repeated."""
-    found = {case: rows.get(key(case, device, limit_bytes, plugins)) for case in cases}
+    found = {case: rows.get(key(case, place, plugins)) for case in cases}
     return {
         case: record
         for case, record in found.items()
@@ -110,10 +108,13 @@ def done_in(
     }
 
 
-def key(case: Case, device: Device, limit_bytes: int | None, plugins: tuple[str, ...]) -> str:
+def key(case: Case, place: Place, plugins: tuple[str, ...]) -> str:
     """A key that equal predictions share. It never equals the key of a measured record."""
-    place = {**dataclasses.asdict(device), "source": None}
+    device = place.for_device
+    machine = {**dataclasses.asdict(device), "source": None}
     environment = {"torch": str(torch.__version__), "memcheck": __version__}
-    threads = torch.get_num_threads() if device.kind == "cpu" else None
-    identity = ["predicted", {**case.fields(), "device": None}, place, environment, threads, limit_bytes]
-    return digest([*identity, code_of(case, plugins)])
+    threads = (place.threads or torch.get_num_threads()) if device.kind == "cpu" else None
+    identity = ["predicted", {**case.fields(), "device": None}, machine, environment, threads, place.limit_bytes]
+    others = {name: getattr(place, name) for name in ("torch_version", "expandable_segments", "drop_workspaces")}
+    changed = {name: value for name, value in others.items() if value != getattr(Place(), name)}
+    return digest([*identity, *([changed] if changed else []), code_of(case, plugins)])

@@ -33,8 +33,10 @@ from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failur
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import MANIFEST, Store
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
-from memcheck.core.arguments import bytes_given, whole_number
+from memcheck.core.arguments import argument
+from memcheck.core.converters import count, seconds, size_in_bytes
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.options import named
 from memcheck.core.record import Record, sequence_words
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
@@ -86,7 +88,7 @@ def run_sweep(
     workers: int | None = None,
     devices: Sequence[str] | None = None,
     isolate: bool = False,
-    limit_bytes: int | str | None = None,
+    memory_limit: int | str | None = None,
     max_seconds: float | None = None,
     passes: int | None = None,
     timed: bool = True,
@@ -102,7 +104,7 @@ def run_sweep(
     workers: cases running at once; by default the number of devices, the executor's own number, or 1.
     devices: CUDA devices, one for each worker; the cases name theirs "cuda:0".
     isolate: a new process for each case.
-    limit_bytes: a larger case runs out of memory. Without it, a CPU's free memory is the limit.
+    memory_limit: a larger case runs out of memory. Without it, a CPU's free memory is the limit.
     max_seconds: for a case; by default 60 on a CPU and none on CUDA; 0 for none. It ends the timing, then the case.
     passes, timed: see memcheck.bench.profile.profile_case.
     plugins: Python files, or modules, that register contenders.
@@ -110,8 +112,8 @@ def run_sweep(
     progress: called at the start and with each new record.
     command: the command line, which sweep.json keeps.
     """
-    settings = settings_given(limit_bytes, max_seconds, passes, timed, plugins)
-    workers = None if workers is None else whole_number("workers", workers)
+    settings = settings_given(memory_limit, max_seconds, passes, timed, plugins)
+    workers = argument("workers", workers, count)
     if workers is None:
         workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
     with submission(executor, workers, devices, isolate) as submit, Store(folder).owned() as store:
@@ -129,7 +131,7 @@ def find_done(
     folder: Path | str,
     *,
     executor: Executor | None = None,
-    limit_bytes: int | str | None = None,
+    memory_limit: int | str | None = None,
     passes: int | None = None,
     timed: bool = True,
     plugins: Sequence[str | Path] = (),
@@ -139,7 +141,7 @@ def find_done(
     store = Store(folder)
     if not store.path.exists():
         return {}
-    settings = settings_given(limit_bytes, None, passes, timed, plugins)
+    settings = settings_given(memory_limit, None, passes, timed, plugins)
     with submission(executor, 1, None, isolate=False) as submit:
         sweep = Sweep(settings, submit, 1)
         sweep.look_up(cases, store.read(), retry)
@@ -147,17 +149,15 @@ def find_done(
 
 
 def settings_given(
-    limit_bytes: int | str | None,
+    memory_limit: int | str | None,
     max_seconds: float | None,
     passes: int | None,
     timed: bool,
     plugins: Sequence[str | Path],
 ) -> Settings:
     """The settings of a sweep's arguments. ValueError: a number is negative, or 0 where that means nothing."""
-    if max_seconds is not None and not max_seconds >= 0:
-        raise ValueError(f"max_seconds must be a number of seconds, 0 or more, got {max_seconds!r}")
-    passes = None if passes is None else whole_number("passes", passes)
-    return Settings(bytes_given("limit_bytes", limit_bytes), max_seconds, passes, timed, load_plugins(plugins))
+    limit, most = argument("memory_limit", memory_limit, size_in_bytes), argument("max_seconds", max_seconds, seconds)
+    return Settings(limit, most, argument("passes", passes, count), timed, load_plugins(plugins))
 
 
 def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
@@ -332,7 +332,8 @@ def submission(
     """The function that sends a job to a process."""
     if executor is not None:
         if devices:
-            raise UsageError("--devices is for processes of this machine: an executor gives its workers theirs")
+            rule = "is for processes of this machine: an executor gives its workers theirs"
+            raise UsageError(f"{named('devices')} {rule}")
         yield lambda job: executor.submit(ask_new_process, job)
         return
     pool = LocalProcesses(workers, devices, isolate)

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.model_record import ModelRecord
+from memcheck.core.options import named
 from memcheck.core.record import Record
 
 try:
@@ -95,12 +96,13 @@ class Store(Generic[R]):
         there.
         """
         if self.path.name == FILE and (self.folder / MANIFEST).exists():
-            raise UsageError(f"--output {self.folder} holds a sweep, whose rows would be replaced: name another folder")
+            words = "holds a sweep, whose rows would be replaced: name another folder"
+            raise UsageError(f"{named('output')} {self.folder} {words}")
         try:
             with self.locked():
                 self._whole_lines()
         except OSError as error:
-            raise UsageError(f"--output {self.folder} cannot be written to: {error.strerror}") from None
+            raise UsageError(f"{named('output')} {self.folder} cannot be written to: {error.strerror}") from None
 
     def append(self, record: R, key: str | None = None) -> None:
         """Adds a line. StoreError: the file takes no more."""
@@ -150,14 +152,15 @@ class Store(Generic[R]):
                 stack.enter_context(self.locked(wait=False))
             except BlockingIOError:
                 raise UsageError(
-                    f"--output {self.folder} is in use by another sweep: wait for it, or name another folder"
+                    f"{named('output')} {self.folder} is in use by another sweep: wait for it, or name another folder"
                 ) from None
             except OSError as error:
-                raise UsageError(f"--output {self.folder} cannot be written to: {error.strerror}") from None
+                raise UsageError(f"{named('output')} {self.folder} cannot be written to: {error.strerror}") from None
             self._whole_lines()
             self.records = self.read()
             if any(key.startswith("line ") for key in self.records):
-                raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
+                words = "holds records that no sweep wrote: name another folder"
+                raise UsageError(f"{named('output')} {self.folder} {words}")
             yield self
 
     @contextmanager

@@ -237,7 +237,7 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
             job.case,
             passes=job.passes,
             timed=job.timed,
-            limit_bytes=job.limit_bytes,
+            memory_limit=job.limit_bytes,
             max_seconds=job.max_seconds,
             skip_predicted=True,
             on_memory=on_memory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
@@ -11,28 +10,30 @@ import torch
 from memcheck.bench.probe import CpuProbe, Table, environment
 from memcheck.cli.cases import make_room
 from memcheck.cli.models import ModelPredictor
+from memcheck.cli.requests import Calibrate
 from memcheck.core.errors import UsageError
+from memcheck.core.place import Place
 from memcheck.report import Screen
 from memcheck.report.model_prediction import certainty, verdict
 
 
-def run(args: argparse.Namespace) -> int:
-    if not (args.model or args.hf_config):
+def run(request: Calibrate) -> int:
+    if request.source is None:
         raise UsageError("there is no model to calibrate: give --model or --hf-config (see memcheck calibrate --help)")
-    make_room("--output", args.output)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    table = Table(args.output)
+    make_room("output", request.output)
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    table = Table(request.output)
     before = len(table.found) + len(table.checks)
-    prediction = ModelPredictor.of(args, probe=CpuProbe(table)).predict()
+    prediction = ModelPredictor.of(request, Place(), CpuProbe(table)).predict()
     operators, functions = len(table.found), len(table.checks)
     done = {"operators": operators, "functions": functions, "new": operators + functions - before}
-    if args.format == "json":
-        print(json.dumps({"table": str(args.output), **done, "place": environment()}))
+    if request.format == "json":
+        print(json.dumps({"table": str(request.output), **done, "place": environment()}))
         return 0
     screen = Screen.of(sys.stdout)
     print(screen.fill(verdict(prediction)))
     print(screen.fill(certainty(prediction)))
     counts = f"{operators} operators and {functions} functions, {done['new']} of them new"
-    print(f"Wrote {args.output}: {counts} ({', '.join(environment())}).")
+    print(f"Wrote {request.output}: {counts} ({', '.join(environment())}).")
     return 0

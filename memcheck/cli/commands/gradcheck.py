@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
 import textwrap
 
 from memcheck.bench.profile import find_device
+from memcheck.cli.requests import Gradcheck
 from memcheck.ops.gradcheck import Outcome, check, configurations_of
 
 LINE = "{:<22} {:<76} {:>13} {:>9}  {}"
 
 
-def run(args: argparse.Namespace) -> int:
-    out = sys.stderr if args.format == "json" else sys.stdout
-    configurations, device = configurations_of(args.operator), find_device(args.device)
+def run(request: Gradcheck) -> int:
+    out = sys.stderr if request.format == "json" else sys.stdout
+    configurations, device = configurations_of(request.operator or []), find_device(request.device)
     print(LINE.format("operator", "configuration", "largest error", "allowed", f"on {device}"), file=out)
     outcomes = []
     for configuration in configurations:
         outcomes.append(check(configuration, device))
         print(line(outcomes[-1]), file=out, flush=True)
     print(f"\n{summary(outcomes)}", file=out)
-    if args.format == "json":
+    if request.format == "json":
         print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     return int(not all(outcome.ok for outcome in outcomes))
 

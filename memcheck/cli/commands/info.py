@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -12,14 +11,15 @@ from typing import Any
 import torch
 
 from memcheck._extension import BUILD, MISSING, build_command, extension
+from memcheck.cli.requests import Info
 from memcheck.core.version import __version__
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(request: Info) -> int:
     facts = gather()
-    print(json.dumps(facts, indent=2) if args.format == "json" else "\n".join(lines(facts)))
+    print(json.dumps(facts, indent=2) if request.format == "json" else "\n".join(lines(facts)))
     return 0
 
 

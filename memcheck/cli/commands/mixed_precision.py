@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -10,8 +9,7 @@ from dataclasses import asdict
 import torch
 
 from memcheck.bench.profile import find_device
-from memcheck.bench.sweep.grid import check_names
-from memcheck.core.case import SHORT_DTYPES
+from memcheck.cli.requests import MixedPrecision
 from memcheck.report import render
 from memcheck.studies.accumulation import accumulate, library_sums, underflows
 from memcheck.studies.autocast_stages import StagesRun, run_stages
@@ -24,15 +22,12 @@ from memcheck.studies.mixed_precision_report import (
     underflow_table,
 )
 
-DTYPES = {name: SHORT_DTYPES[name] for name in ("bf16", "fp16")}
 
-
-def run(args: argparse.Namespace) -> int:
-    check_names("--dtype", [args.dtype], [*DTYPES, *DTYPES.values()])
-    dtype, device = getattr(torch, DTYPES.get(args.dtype, args.dtype)), find_device(args.device)
+def run(request: MixedPrecision) -> int:
+    dtype, device = getattr(torch, request.dtype), find_device(request.device)
     sums, one_call, lost = accumulate(device), library_sums(device), underflows(device)
     off, on = (run_stages(dtype, autocast=autocast, device=device) for autocast in (False, True))
-    if args.format == "json":
+    if request.format == "json":
         found = {
             "device": on.device,
             "torch_version": str(torch.__version__),

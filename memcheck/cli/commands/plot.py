@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from memcheck.bench.sweep.store import read_results
 from memcheck.cli.cases import styles_of_contenders, watch
+from memcheck.cli.requests import Plot
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
+from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.report.plots import Request, write_plots
 from memcheck.report.plots.pictures import KINDS
@@ -19,18 +20,18 @@ from memcheck.report.plots.style import check_formats
 AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim": "dim", "counted": "counted"}
 
 
-def run(args: argparse.Namespace) -> int:
-    request = make_request(args.kind, args.x, args.y, args.log)
-    formats = check_formats(args.format)
-    records = chosen(read_results(args.folder), args.attention_type or [])
-    output = args.output or args.folder
+def run(request: Plot) -> int:
+    asked = make_request(request.kind, request.x, request.y, request.log)
+    formats = check_formats(request.format or ["png", "svg"])
+    records = chosen(read_results(request.folder), request.attention_type or [])
+    output = request.output or request.folder
     try:
-        how: dict[str, Any] = {"formats": formats, "request": request, "watch": watch}
-        paths = write_plots(records, output, styles=styles_of_contenders(), title=args.title, **how)
+        how: dict[str, Any] = {"formats": formats, "request": asked, "watch": watch}
+        paths = write_plots(records, output, styles=styles_of_contenders(), title=request.title, **how)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written to: {error.strerror}") from None
     if not paths:
-        raise MemcheckError(f"there is nothing to draw in the {len(records)} records of {args.folder}")
+        raise MemcheckError(f"there is nothing to draw in the {len(records)} records of {request.folder}")
     print("\n".join(f"Wrote {path}" for path in paths))
     return 0
 
@@ -38,16 +39,16 @@ def run(args: argparse.Namespace) -> int:
 def make_request(kinds: Sequence[str] | None, x: str | None, y: str | None, log: bool | None) -> Request:
     for kind in kinds or ():
         if kind not in KINDS:
-            raise unknown_name("--kind", kind, KINDS)
+            raise unknown_name(named("kind"), kind, KINDS)
     if kinds and y:
-        raise UsageError("--y draws a single field, --kind a set of pictures: leave one of them out")
+        raise UsageError(f"{named('y')} draws a single field, {named('kind')} a set of pictures: leave one of them out")
     axis = AXES.get((x or "").replace("_", "-"))
     if x and axis is None:
-        raise unknown_name("--x", x, AXES)
+        raise unknown_name(named("x"), x, AXES)
     field = (y or "").replace("-", "_")
     fields = [field.name for field in dataclasses.fields(Record) if field.name.endswith(("_bytes", "_ms"))]
     if y and field not in fields:
-        raise unknown_name("--y", y, fields)
+        raise unknown_name(named("y"), y, fields)
     return Request(kinds, axis, quantity_of(field) if field else None, log)
 
 

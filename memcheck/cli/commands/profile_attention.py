@@ -2,50 +2,49 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
+from typing import Any
 
-from memcheck.bench.catalog import SHORT_DTYPES, Case, make_case
+from memcheck.bench.catalog import Case, make_case
 from memcheck.bench.profile import find_device
-from memcheck.cli.cases import batches_of, run_cases
+from memcheck.cli.cases import batches_of, gpu_words, run_cases
 from memcheck.cli.options import (
     DEFAULT_SIZES,
     DEFAULT_TYPES,
     GPU_DTYPE,
     GPU_LENGTHS,
     GPU_SIZES,
-    gpu_words,
 )
+from memcheck.cli.requests import ProfileAttention
 
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096]
 
 
-def run(args: argparse.Namespace) -> int:
-    cases = cases_of(args)
-    given = {name for name in ("dtype", *GPU_SIZES) if getattr(args, name)}
-    given |= {"seq_len"} if args.seq_len or args.query_len or args.kv_len else set()
-    given |= {"seq_len", "bsz"} if args.lengths else set()
+def run(request: ProfileAttention) -> int:
+    cases = cases_of(request)
+    given = {name for name in ("dtype", *GPU_SIZES) if getattr(request, name)}
+    given |= {"seq_len"} if request.seq_len or request.query_len or request.kv_len else set()
+    given |= {"seq_len", "bsz"} if request.lengths else set()
     note = gpu_words(given) if cases[0].device != "cpu" else ""
-    return run_cases(cases, args, title="Peak memory of attention", note=note)
+    return run_cases(cases, request, title="Peak memory of attention", note=note)
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
+def cases_of(request: ProfileAttention) -> list[Case]:
     """The cases of the flags, from small to large, so that an early end loses only the largest."""
-    device = find_device(args.device)
+    device = find_device(request.device)
     on_gpu = device != "cpu"
-    sizes = {name: getattr(args, name) or default for name, default in (GPU_SIZES if on_gpu else DEFAULT_SIZES).items()}
-    dtype = args.dtype or (GPU_DTYPE if on_gpu else "float32")
+    defaults: dict[str, Any] = {**(GPU_SIZES if on_gpu else DEFAULT_SIZES), "core_dim": None, "factor": None}
+    sizes = [getattr(request, name) or [default] for name, default in defaults.items()]
+    same: dict[str, Any] = {
+        "dtype": request.dtype or (GPU_DTYPE if on_gpu else "float32"),
+        "causal": request.causal is not False,
+        "mode": request.mode,
+        "compiled": request.compile,
+        "device": device,
+    }
+    batches = batches_of(vars(request), GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS)
+    names = dict.fromkeys(request.attention_type or DEFAULT_TYPES)
     return [
-        make_case(
-            name,
-            **{**sizes, **batch},
-            core_dim=args.core_dim,
-            factor=args.factor,
-            dtype=SHORT_DTYPES.get(dtype, dtype),
-            causal=args.causal,
-            mode=args.mode,
-            compiled=args.compile,
-            device=device,
-        )
-        for batch in batches_of(vars(args), GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS)
-        for name in dict.fromkeys(args.attention_type or DEFAULT_TYPES)
+        make_case(name, **{**dict(zip(defaults, values, strict=True)), **batch}, **same)
+        for values, batch, name in itertools.product(itertools.product(*sizes), list(batches), names)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -16,6 +15,7 @@ from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
 from memcheck.cli.cases import make_room, styles_of_contenders, watch
 from memcheck.cli.commands.report import write_output
+from memcheck.cli.requests import Published
 from memcheck.core.errors import ExtensionError, MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.report import render
@@ -24,26 +24,25 @@ from memcheck.studies.published_plot import plot_published
 from memcheck.studies.published_predictions import cs336_predictions, memcheck_pyt_predictions
 
 
-def run(args: argparse.Namespace) -> int:
-    if args.predict:
-        if args.folders or args.plot:
-            raise UsageError("--predict is for the published rows alone: leave out folders and --plot")
+def run(request: Published) -> int:
+    if request.predict:
         tables = [memcheck_pyt_predictions(functools.partial(watch, title="predict")), cs336_predictions()]
     else:
-        read = (record for folder in args.folders for record in read_records(folder))
-        records = list(read if args.folders else by_formula())
+        read = (record for folder in request.folders or () for record in read_records(folder))
+        records = list(read if request.folders else by_formula())
         tables = published_tables(records)
         if not tables:
+            where = ", ".join(map(str, request.folders or ()))
             raise MemcheckError(
-                f"none of the {len(records)} rows of {', '.join(map(str, args.folders))} has a published counterpart: "
-                "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
+                f"none of the {len(records)} rows of {where} has a published counterpart: memcheck_pyt's "
+                "are of batch 64 in fp32, cs336's of batch 8 with one head"
             )
-    written = write_output(tables, args.output, "published") if args.output else []
-    if not args.folders and not args.predict:
+    written = write_output(tables, request.output, "published") if request.output else []
+    if not request.folders and not request.predict:
         note_missing_plans()
-    if args.plot:
-        written.append(draw(records, args.plot))
-    print(render(tables, args.format, sys.stdout))
+    if request.plot:
+        written.append(draw(records, request.plot))
+    print(render(tables, request.format, sys.stdout))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0
@@ -54,7 +53,7 @@ def draw(records: Sequence[Record], path: Path) -> Path:
     if not rows:
         raise MemcheckError("--plot draws rows that memcheck_pyt published, and there are none")
     sources = ", ".join(dict.fromkeys(row["ours_source"] for row in rows))
-    make_room("--plot", path)
+    make_room("plot", path)
     try:
         subtitle = f"{len(rows)} rows of an A100 with 40 GB; ours {sources}"
         plot_published(rows, path, styles=styles_of_contenders(), subtitle=subtitle)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from memcheck.bench.sweep.store import read_results
 from memcheck.cli.cases import make_room, styles_of_contenders, watch
+from memcheck.cli.requests import Report
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
@@ -37,20 +37,20 @@ from memcheck.report.models import parts_table
 from memcheck.studies.published import published_rows, published_tables
 
 
-def run(args: argparse.Namespace) -> int:
-    records = read_selected(args.folders, args.case)
-    tables = requested_tables(records, args)
+def run(request: Report) -> int:
+    records = read_selected(request.folders, request.case)
+    tables = requested_tables(records, request)
     usual = not tables
-    tables = tables or main_tables(records, args.units)
+    tables = tables or main_tables(records, request.units)
     # Printed first, so that files are written even if the reader of stdout leaves, as `| head` does.
-    written = write_output(standard_tables(records) if usual else tables, args.output) if args.output else []
-    if args.html:
-        written.append(write_page(records, args))
-    if usual and args.format == "table":
+    written = write_output(standard_tables(records) if usual else tables, request.output) if request.output else []
+    if request.html:
+        written.append(write_page(records, request.folders, request.html))
+    if usual and request.format == "table":
         print(*map(Screen.of(sys.stdout).fill, summary(records)), sep="\n", end="\n\n")
-    print(render(tables, args.format, sys.stdout))
-    if args.doubts:
-        print("", *doubt_details(records), sep="\n", file=sys.stdout if args.format == "table" else sys.stderr)
+    print(render(tables, request.format, sys.stdout))
+    if request.doubts:
+        print("", *doubt_details(records), sep="\n", file=sys.stdout if request.format == "table" else sys.stderr)
     if written:
         print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
     return 0
@@ -75,27 +75,27 @@ def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:
     return selected
 
 
-def requested_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Table]:
+def requested_tables(records: Sequence[Record], request: Report) -> list[Table]:
     sized = [record for record in records if has_sizes(record) and not is_model(record)]
-    if not sized and (args.pivot or args.scaling or args.cs336):
+    if not sized and (request.pivot or request.scaling or request.cs336):
         raise UsageError("--pivot, --scaling and --cs336 need cases of operators: these folders hold none")
-    tables = [table for field in map(check_pivot, args.pivot) for table in pivot_tables(sized, field)]
-    tables += [scaling_table(sized)] if args.scaling else []
-    tables += [accounting_of(record) for record in records] if args.accounting else []
-    return tables + (cs336_tables(sized) if args.cs336 else [])
+    tables = [table for field in map(check_pivot, request.pivot or ()) for table in pivot_tables(sized, field)]
+    tables += [scaling_table(sized)] if request.scaling else []
+    tables += [accounting_of(record) for record in records] if request.accounting else []
+    return tables + (cs336_tables(sized) if request.cs336 else [])
 
 
 def accounting_of(record: Record) -> Table:
     return parts_table(record) if isinstance(record, ModelRecord) else accounting_table(record)
 
 
-def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
+def write_page(records: Sequence[Record], folders: Sequence[Path], path: Path) -> Path:
     from memcheck.report.plots import svg_plots
     from memcheck.studies.published_plot import published_picture
 
-    make_room("--html", args.html)
+    make_room("html", path)
     styles = styles_of_contenders()
-    sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
+    sweeps = [sweep for folder in folders if (sweep := read_sweep(folder))]
     operators = [record for record in records if not is_model(record)]
     rows = published_rows(operators)
     more_plots = [published_picture(rows, styles)] if rows else []
@@ -104,10 +104,10 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     title = "What attention costs" if any(map(has_sizes, operators)) else "Peak memory"
     page = html_page(records, title=title, plots=plots, sweeps=sweeps, more_tables=more)
     try:
-        args.html.write_text(page, encoding="utf-8")
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--html {args.html} cannot be written: {error.strerror}") from None
-    return Path(args.html)
+        raise UsageError(f"--html {path} cannot be written: {error.strerror}") from None
+    return path
 
 
 def read_sweep(folder: Path) -> dict[str, Any] | None:

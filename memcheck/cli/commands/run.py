@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from memcheck.cli.cases import make_room
+from memcheck.cli.requests import Run
 from memcheck.cli.streams import patient_streams
 from memcheck.core.errors import UsageError
 from memcheck.core.script import prepare
@@ -25,15 +25,15 @@ from memcheck.report.tables import Screen
 FILES = ("run.html", "run.png", "run.json")
 
 
-def run(args: argparse.Namespace) -> int:
-    command = args.script if args.module is None else ["-m", *args.module]
-    if not (args.module or args.script):
+def run(request: Run) -> int:
+    command = (request.script or []) if request.module is None else ["-m", *request.module]
+    if not (request.module or request.script):
         raise UsageError("there is no SCRIPT and no -m MODULE to run (see memcheck run --help)")
-    device = chosen_device(args.device)
-    output = args.output.absolute()  # The script may change the current folder.
+    device = chosen_device(request.device)
+    output = request.output.absolute()  # The script may change the current folder.
     for name in FILES:
-        make_room("--output", output / name)
-    record = run_script(prepare(command), command, device=device, limit_bytes=args.memory_limit)
+        make_room("output", output / name)
+    record = run_script(prepare(command), command, device=device, limit_bytes=request.memory_limit)
     try:
         write_files(record, output)
     finally:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         with patient_streams():
             print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
     with patient_streams():
-        print(f"\nWrote {', '.join(str(args.output / name) for name in FILES)}", file=sys.stderr)
+        print(f"\nWrote {', '.join(str(request.output / name) for name in FILES)}", file=sys.stderr)
     return record.exit_code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,13 +22,15 @@ from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
-from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
+from memcheck.bench.sweep.run import Progress, find_done, run_sweep, settings_given, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import LAYOUTS, LENGTHS, batches_of, print_answer, progress_bar, styles_of_contenders, watch
-from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, gpu_words, predicted_device
-from memcheck.cli.parsers import command_parser, words_of
-from memcheck.core.devices import Device, device_named
+from memcheck.cli.cases import LENGTHS, batches_of, gpu_words, print_answer, progress_bar, styles_of_contenders, watch
+from memcheck.cli.flags import words_of
+from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS
+from memcheck.cli.requests import Sweep
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.options import convert_some, named, options_of
+from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes, format_time
@@ -49,22 +50,22 @@ RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "d
 Values = dict[str, Any]  # Argument -> value, for the given flags.
 
 
-def run(args: argparse.Namespace) -> int:
-    options, cases, device = plan(args)
+def run(request: Sweep) -> int:
+    planned = plan(request)
+    options = planned.options
     if options.dry_run:
-        return list_cases(cases, options, device)
+        return list_cases(planned)
     out = sys.stderr if options.format == "json" else sys.stdout
-    command = shlex.join(["memcheck", *args.words])
-    announce(cases, options, out)
+    announce(planned, out)
     try:
-        records = run_plan(options, cases, device, command, out)
+        records = run_plan(planned, out)
     except KeyboardInterrupt:
-        print(f"\nstopped; {resume_words(options, command)}", file=sys.stderr)
+        print(f"\nstopped; {resume_words(planned)}", file=sys.stderr)
         return 130
     except StoreError as error:
-        raise StoreError(f"{error}; {resume_words(options, command)}") from None
+        raise StoreError(f"{error}; {resume_words(planned)}") from None
     print(f"\n{counted_words(records)}", file=out, flush=True)
-    print(f"\nWrote {write_files(options)}", file=out)
+    print(f"\nWrote {write_files(options, planned.output)}", file=out)
     step = f"Next: memcheck report {options.output} --html page.html\n  writes all tables and plots as one page."
     print_answer([*summary(records)[1:], step], Screen.of(out), out)
     if options.format == "json":
@@ -72,94 +73,137 @@ def run(args: argparse.Namespace) -> int:
     return int(any(record.status == "error" for record in records))
 
 
-def plan(args: argparse.Namespace) -> tuple[argparse.Namespace, list[Case], Device | None]:
-    """The options of the whole sweep, its cases, and the device to predict for."""
-    defaults = {"output": Path("results"), "format": "table", "plugin": []}
-    options = argparse.Namespace(**{**vars(args), **defaults, **read_parts(args)[0]})
-    for plugin in options.plugin:
+@dataclass(frozen=True)
+class Plan:
+    """A whole sweep: its options, its cases, the place to predict for, and what is said before it runs."""
+
+    options: Sweep
+    cases: list[Case]
+    place: Place | None
+    note: str | None
+    command: str
+
+    @property
+    def output(self) -> Path:
+        """The folder of the results."""
+        assert self.options.output is not None
+        return self.options.output
+
+    @property
+    def measuring(self) -> dict[str, Any]:
+        """The arguments of run_sweep and find_done that say how cases are measured."""
+        options = self.options
+        plugins = options.plugin or ()
+        timed = not options.no_time
+        return {"memory_limit": options.memory_limit, "passes": options.passes, "timed": timed, "plugins": plugins}
+
+    @property
+    def predicting(self) -> dict[str, Any]:
+        """The arguments of predict_sweep and find_predicted that say how cases are predicted."""
+        return {"plugins": self.options.plugin or (), "retry": bool(self.options.retry)}
+
+    def expected_seconds(self, cases: Sequence[Case]) -> float:
+        """An estimate. All predictions count the same."""
+        if self.options.predict_only:
+            return len(cases)
+        settings = settings_given(max_seconds=self.options.max_seconds_per_case, **self.measuring)
+        return sum(map(settings.expected_seconds, cases))
+
+
+def plan(request: Sweep, folder: Path = Path("results")) -> Plan:
+    """The plan of a request, its preset and its file. folder: that of the results, unless these name one."""
+    whole: Values = {"output": folder, "format": "table", **of_whole(read_parts(request)[0])}
+    options = Sweep(**whole)
+    for plugin in options.plugin or ():
         load_plugin(plugin)
-    device = device_to_predict(args, options)
-    place = device.kind if device and options.predict_only else device_of(options)
+    place = place_to_predict(request, options)
+    device = place.for_device.kind if place and options.predict_only else device_of(options)
     # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
-    named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
-    parts = read_parts(args, on_gpu=place != "cpu" and not named)
-    options.note = parts[0].get("note")
-    return options, multiply_out([read_grid(part) for part in parts], place), device
+    is_named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
+    parts = read_parts(request, on_gpu=device != "cpu" and not is_named)
+    cases = multiply_out([read_grid(part) for part in parts], device)
+    words = request.words or ["sweep", *words_of(request)]
+    return Plan(options, cases, place, parts[0].get("note"), shlex.join(["memcheck", *words]))
 
 
-def run_plan(
-    options: argparse.Namespace, cases: list[Case], device: Device | None, command: str, out: TextIO
-) -> list[Record]:
+def of_whole(part: Values) -> Values:
+    """The options of a part that are for the whole sweep."""
+    return {name: value for name, value in part.items() if name in options_of(Sweep) and name not in GRID}
+
+
+def run_plan(planned: Plan, out: TextIO) -> list[Record]:
     """The measured records and the predicted ones, as far as they are requested. out: for a line per case."""
     # Predictions first: they are quick, and sweep.json describes the last run.
-    predictions = predict(cases, device, options, command, out) if device else []
-    records = [] if options.predict_only else sweep(cases, options, command, out)
+    predictions = predict(planned, planned.place, out) if planned.place else []
+    records = [] if planned.options.predict_only else sweep(planned, out)
     return records + predictions
 
 
-def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> Device | None:
-    """The device to predict for. None if nothing is predicted."""
+def place_to_predict(request: Sweep, options: Sweep) -> Place | None:
+    """The place to predict for. None if nothing is predicted."""
     if options.predict_only:
         for name in RUNNING:
-            if getattr(args, name) is not None:
-                raise UsageError(f"--predict-only runs nothing: leave out --{name.replace('_', '-')}")
-        return predicted_device(options)
+            if getattr(request, name) is not None:
+                raise UsageError(f"{named('predict_only')} runs nothing: leave out {named(name)}")
+        return options.place()
     if options.device_from_this_gpu is not None:
-        raise UsageError("--device-from-this-gpu is for --predict-only; to run here, say --device cuda")
-    return device_named(device_of(options)) if options.predict else None
+        here = f"to run here, say {named('device')} cuda"
+        raise UsageError(f"{named('device_from_this_gpu')} is for {named('predict_only')}; {here}")
+    return Place(device_of(options), options.memory_limit).resolved() if options.predict else None
 
 
-def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> None:
+def announce(planned: Plan, out: TextIO) -> None:
     """Says which defaults of a GPU hold, and whether the sweep takes long."""
-    if options.note:
-        print(Screen.of(out).fill(options.note), file=out, flush=True)
-    if options.predict_only:
+    cases = planned.cases
+    if planned.note:
+        print(Screen.of(out).fill(planned.note), file=out, flush=True)
+    if planned.options.predict_only:
         return
-    hours = sum(map(settings_of(options).expected_seconds, cases)) / 3600
+    hours = planned.expected_seconds(cases) / 3600
     if cases[0].device == "cpu" and hours > 0.5:
         print(
             f"{len(cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU; Ctrl-C keeps finished cases", file=out
         )
 
 
-def read_parts(args: argparse.Namespace, on_gpu: bool = False) -> list[Values]:
+def read_parts(request: Sweep, on_gpu: bool = False) -> list[Values]:
     """The values of each part of the grid: preset, then file, then command line; later ones win.
 
     on_gpu: the defaults and the quick preset are those of a GPU, and "note" says so.
     """
-    given, source = values_of(args), f"--config {args.config}"
-    file = read_toml(args.config) if args.config else {}
+    given, source = values_of(request), f"{named('config')} {request.config}"
+    file = read_toml(request.config) if request.config else {}
     shared, grids = split_grids(file, source)
-    lower = [parse_settings(over(shared, grid), source) for grid in grids]
+    lower = [options_in(over(shared, grid), source) for grid in grids]
     preset = given.get("preset", shared.get("preset"))
     if preset is None and not GRID & set().union(given, *lower):
         preset = "quick"
-    named: Values = {"preset": preset}
+    chosen_preset: Values = {"preset": preset}
     defaults, grid_of = BASE, PRESETS.get(preset or "", {})
     if on_gpu and preset in (None, "quick"):  # Other presets repeat published sizes.
         defaults, grid_of = {**BASE, **GPU_BASE}, GPU_QUICK if preset else {}
         chosen = set(given).union(*lower)
         chosen |= {"seq_len"} if chosen & {*LENGTHS} else {"seq_len", "bsz"} if "lengths" in chosen else set()
-        named["note"] = gpu_words(chosen)
+        chosen_preset["note"] = gpu_words(chosen)
     base, _ = split_grids(defaults, "")
     of_preset, preset_grids = split_grids(grid_of, "")
-    upper = [parse_settings(over(base, of_preset, grid), "") for grid in preset_grids]
-    parts = [(first, over(first, second, given, named)) for first in upper for second in lower]
+    upper = [options_in(over(base, of_preset, grid), "") for grid in preset_grids]
+    parts = [(first, over(first, second, given, chosen_preset)) for first in upper for second in lower]
     return [part if "lengths" in part else {"bsz": first["bsz"], **part} for first, part in parts]
 
 
-def read_toml(path: str) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
 
     try:
-        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from None
+        raise UsageError(f"{named('config')} {path} cannot be read: {error}") from None
     if "config" in settings:
-        raise UsageError(f"--config {path}: config cannot name another file")
+        raise UsageError(f"{named('config')} {path}: config cannot name another file")
     return settings
 
 
@@ -170,23 +214,23 @@ def split_grids(settings: Values, source: str) -> tuple[Values, list[Values]]:
         raise UsageError(f"{source}: grid must be a table, [[grid]]")
     shared, *grids = ({key.replace("-", "_"): grid[key] for key in grid} for grid in (settings, *grids))
     shared.pop("grid", None)
-    for name in set(parse_settings(over(*grids), source)) - GRID:
-        flag = name.replace("_", "-")
-        raise UsageError(f"{source}: {flag} is for the whole sweep, and goes above the first [[grid]]")
+    for name in set(options_in(over(*grids), source)) - GRID:
+        raise UsageError(
+            f"{source}: {name.replace('_', '-')} is for the whole sweep, and goes above the first [[grid]]"
+        )
     return shared, grids
 
 
-def parse_settings(settings: Values, source: str) -> Values:
-    """Parses names and values as if they were flags."""
-    parser = command_parser("sweep")
+def options_in(settings: Values, source: str) -> Values:
+    """The options that a file or a preset sets."""
     try:
-        return values_of(parser.parse_args(words_of(parser, settings)))
+        return convert_some(Sweep, settings)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
 
 
-def values_of(args: argparse.Namespace) -> Values:
-    return {name: value for name, value in vars(args).items() if value is not None and name != "words"}
+def values_of(request: Sweep) -> Values:
+    return {name: value for name in options_of(request) if (value := getattr(request, name)) is not None}
 
 
 def over(*layers: Values) -> Values:
@@ -211,41 +255,44 @@ def read_grid(values: Values) -> Grid:
     return Grid(list(dict.fromkeys(values["attention_type"])), dense, **others)
 
 
-def device_of(options: argparse.Namespace) -> str:
+def device_of(options: Sweep) -> str:
     """The cases' device. With several GPUs, each worker sees only its own, as the first one."""
     if options.devices is None:
         return find_device(options.device)
     if options.device is not None:
-        raise UsageError(f"--devices {','.join(options.devices)} and --device {options.device} exclude each other")
+        both = f"{named('devices')} {','.join(options.devices)} and {named('device')} {options.device}"
+        raise UsageError(f"{both} exclude each other")
     for name in options.devices:
         if not name.isdecimal():
-            raise UsageError(f"--devices must be numbers of CUDA devices, got {name!r}")
+            raise UsageError(f"{named('devices')} must be numbers of CUDA devices, got {name!r}")
         find_device(f"cuda:{name}")
     return "cuda:0"
 
 
-def sweep(cases: list[Case], options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
+def sweep(planned: Plan, out: TextIO) -> list[Record]:
+    cases, options = planned.cases, planned.options
     for case in cases:
         check_can_measure(case.device)
-    with shown_progress(options, out) as progress, dask_executor(options.dask) as (executor, workers):
+    with shown_progress(planned, out) as progress, dask_executor(options.dask) as (executor, workers):
         return run_sweep(
             cases,
-            options.output,
+            planned.output,
             executor=executor,
             workers=options.workers or workers,
             devices=options.devices,
             isolate=bool(options.isolate),
             max_seconds=options.max_seconds_per_case,
-            **measuring(options),
+            **planned.measuring,
             retry=bool(options.retry),
             progress=progress,
-            command=command,
+            command=planned.command,
         )
 
 
-def predict(cases: list[Case], device: Device, options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
-    with shown_progress(options, out) as progress:
-        return predict_sweep(cases, options.output, device, **predicting(options), progress=progress, command=command)
+def predict(planned: Plan, place: Place, out: TextIO) -> list[Record]:
+    with shown_progress(planned, out) as progress:
+        how = {**planned.predicting, "progress": progress, "command": planned.command}
+        return predict_sweep(planned.cases, planned.output, place, **how)
 
 
 @contextmanager
@@ -257,25 +304,26 @@ def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | 
     try:
         from distributed import Client
     except ImportError:
-        raise UsageError("--dask needs dask: pip install dask distributed") from None
+        raise UsageError(f"{named('dask')} needs dask: pip install dask distributed") from None
     try:
         client = Client(address, timeout=10)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--dask {address} cannot be reached: {error}") from None
+        raise UsageError(f"{named('dask')} {address} cannot be reached: {error}") from None
     with client:
         workers = sum(client.nthreads().values())
         if not workers:
-            raise UsageError(f"--dask {address} has no workers yet: start some, with memcheck installed where they run")
+            rule = "has no workers yet: start some, with memcheck installed where they run"
+            raise UsageError(f"{named('dask')} {address} {rule}")
         yield client.get_executor(pure=False), workers
 
 
 @contextmanager
-def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callable[[Progress], None]]:
+def shown_progress(planned: Plan, out: TextIO) -> Iterator[Callable[[Progress], None]]:
     """Prints a line per case; on a terminal also a bar with the estimated time left."""
     with progress_bar(1.0) as bar:
 
         def show(progress: Progress) -> None:
-            left = expected_seconds(progress.left, options)
+            left = planned.expected_seconds(progress.left)
             done = progress.total - len(progress.left)
             if progress.record is None:
                 bar.total = left
@@ -288,11 +336,6 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
             bar.update((bar.total or 0) - left - bar.n)
 
         yield show
-
-
-def expected_seconds(cases: Sequence[Case], options: argparse.Namespace) -> float:
-    """Estimated seconds of a case. All predictions count the same."""
-    return len(cases) if options.predict_only else sum(map(settings_of(options).expected_seconds, cases))
 
 
 def title(case: Case | Record) -> str:
@@ -328,13 +371,13 @@ def counted(records: Sequence[Record]) -> str:
     return f"{len(records)} cases: {words}" + ("; --retry runs error, killed and timeout again" if again else "")
 
 
-def resume_words(options: argparse.Namespace, command: str) -> str:
-    return f"finished cases are kept in {options.output}, and the same command continues: {command}"
+def resume_words(planned: Plan) -> str:
+    return f"finished cases are kept in {planned.output}, and the same command continues: {planned.command}"
 
 
-def write_files(options: argparse.Namespace) -> str:
+def write_files(options: Sweep, output: Path) -> str:
     """Writes tables and plots of everything in the folder, and describes the files."""
-    output, records = options.output, read_records(options.output)
+    records = read_records(output)
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
@@ -349,16 +392,17 @@ def first_of(paths: list[Path]) -> str:
     return f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else ", ".join(map(str, paths))
 
 
-def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | None) -> int:
+def list_cases(planned: Plan) -> int:
     """Prints what the sweep would do with each case. Nothing is run or written."""
-    if options.predict_only and device:
-        done = find_predicted(cases, options.output, device, **predicting(options))
+    cases, options, output = planned.cases, planned.options, planned.output
+    if options.predict_only and planned.place:
+        done = find_predicted(cases, output, planned.place, **planned.predicting)
     else:
         with dask_executor(options.dask) as (executor, _):
-            done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
+            done = find_done(cases, output, executor=executor, retry=bool(options.retry), **planned.measuring)
     to_do = "to predict" if options.predict_only else "to run"
     verdicts = {case: (done[case].status, None) if case in done else foreseen(case) or (to_do, None) for case in cases}
-    total = f"{len(cases)} cases, {len(done)} of them done in {options.output}"
+    total = f"{len(cases)} cases, {len(done)} of them done in {output}"
     if options.format == "json":
         rows = [{**asdict(case), "status": status, "reason": reason} for case, (status, reason) in verdicts.items()]
         print("[" + ",\n ".join(map(json.dumps, rows)) + "]")
@@ -384,20 +428,3 @@ def foreseen(case: Case) -> tuple[str, str] | None:
     except Exception:  # Errors of an operator's own code are left to the run.
         return None
     return None
-
-
-def measuring(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "limit_bytes": options.memory_limit,
-        "passes": options.passes,
-        "timed": not options.no_time,
-        "plugins": options.plugin,
-    }
-
-
-def predicting(options: argparse.Namespace) -> dict[str, Any]:
-    return {"limit_bytes": options.memory_limit, "plugins": options.plugin, "retry": bool(options.retry)}
-
-
-def settings_of(options: argparse.Namespace) -> Settings:
-    return Settings(**measuring(options), max_seconds=options.max_seconds_per_case)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memcheck.core.tensors import tensors_in
+from memcheck.core.torch_versions import NEWEST_TRIED, OLDEST_TRIED, Version
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown, Unlisted, are_plain
-from memcheck.predict.torch_versions import NEWEST_TRIED, OLDEST_TRIED, Version
 
 Rule = Callable[[OperatorCall], Iterator[Scratch | Unknown]]
 Facts = dict[str, Any]  # Fields of OperatorFacts.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from memcheck.core.errors import UsageError
+from memcheck.core.options import named
 from memcheck.core.style import Style
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def check_formats(formats: Iterable[str]) -> tuple[str, ...]:
     formats = tuple(dict.fromkeys(formats))
     for name in formats:
         if name not in FORMATS:
-            raise UsageError(f"--format {name} is unknown; known: {', '.join(FORMATS)}")
+            raise UsageError(f"{named('format')} {name} is unknown; known: {', '.join(FORMATS)}")
     return formats
 
 

@@ -32,8 +32,8 @@ from memcheck.bench.sweep.run import (
 )
 from memcheck.bench.sweep.store import FILE, read_records
 from memcheck.bench.sweep.worker import CaseProcess, Job, work
-from memcheck.core.devices import device_named
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.place import Place
 from memcheck.core.record import Record
 
 
@@ -95,13 +95,13 @@ def test_cases_run_from_small_to_large(tmp_path) -> None:
 
 def test_the_same_again_runs_nothing(tmp_path) -> None:
     cases = [case(), case(length=16)]
-    first = run_sweep(cases, tmp_path, executor=Answers(), limit_bytes=2**30)
+    first = run_sweep(cases, tmp_path, executor=Answers(), memory_limit=2**30)
     whole = (tmp_path / FILE).read_bytes()
     answers = Answers()
-    assert run_sweep(cases, tmp_path, executor=answers, limit_bytes=2**30) == first
+    assert run_sweep(cases, tmp_path, executor=answers, memory_limit=2**30) == first
     assert answers.asked == []
     assert (tmp_path / FILE).read_bytes() == whole
-    run_sweep([*cases, case(length=32)], tmp_path, executor=answers, limit_bytes=2**30)
+    run_sweep([*cases, case(length=32)], tmp_path, executor=answers, memory_limit=2**30)
     assert answers.asked == [case(length=32)]
 
 
@@ -111,7 +111,7 @@ def test_the_same_again_runs_nothing(tmp_path) -> None:
         (Answers(device_name="slide rule"), {}),
         (Answers(threads=7), {}),
         (Answers(torch_version="9.9"), {}),
-        (Answers(), {"limit_bytes": 2**31}),
+        (Answers(), {"memory_limit": 2**31}),
         (Answers(), {"passes": 3}),
         (Answers(), {"timed": False}),
     ],
@@ -131,7 +131,7 @@ def test_lengths_of_sequences_are_another_case(tmp_path) -> None:
     records = run_sweep(cases, tmp_path, executor=again)
     assert again.asked == cases[1:]
     assert [record.lengths for record in records] == [(8, 5, 3), (8, 6, 2)]
-    first, second = (key_of_prediction(case, device_named("cpu"), None, ()) for case in cases)
+    first, second = (key_of_prediction(case, Place("cpu"), ()) for case in cases)
     assert first != second
 
 
@@ -164,10 +164,10 @@ def test_each_field_makes_another_case(name: str) -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Case) if field.name != "device"])
 def test_each_field_makes_another_prediction(name: str) -> None:
-    gpu = device_named("A100-80GB")
+    gpu = Place("A100-80GB")
     one, other = case(), dataclasses.replace(case(), **{name: OTHER_FIELDS[name]})
-    assert key_of_prediction(other, gpu, None, ()) != key_of_prediction(one, gpu, None, ())
-    assert key_of_prediction(case(), gpu, None, ()) == key_of_prediction(one, gpu, None, ())
+    assert key_of_prediction(other, gpu, ()) != key_of_prediction(one, gpu, ())
+    assert key_of_prediction(case(), gpu, ()) == key_of_prediction(one, gpu, ())
 
 
 def test_what_changes_no_figure_is_the_same_case(tmp_path) -> None:
@@ -235,10 +235,10 @@ def test_above(fields: dict[str, Any], above: bool) -> None:
 def test_the_terms_skip_what_cannot_fit(tmp_path) -> None:
     answers = Answers(device_free_bytes=2**21)
     cases = [case("naive", 16), case("naive", 128), case("naive", 1024)]
-    records = run_sweep(cases, tmp_path, executor=answers, limit_bytes=2**20)
+    records = run_sweep(cases, tmp_path, executor=answers, memory_limit=2**20)
     assert answers.asked == cases[:2]
     assert records[2].reason == "predicted: forward peak 17.3 MiB, above the limit of 1 MiB"
-    (record,) = run_sweep([cases[2]], tmp_path, executor=answers, limit_bytes=2**40)
+    (record,) = run_sweep([cases[2]], tmp_path, executor=answers, memory_limit=2**40)
     assert record.status == "skipped"
     assert record.reason.startswith("predicted: forward peak 17.3 MiB, above the 2 MiB that this machine has")
 
@@ -300,7 +300,7 @@ def test_progress_and_the_manifest(tmp_path) -> None:
 def test_settings_reach_the_job(tmp_path) -> None:
     answers = Answers()
     run_sweep(
-        [case(), case(length=9, device="cuda:0")], tmp_path, executor=answers, limit_bytes=2**30, passes=7, timed=False
+        [case(), case(length=9, device="cuda:0")], tmp_path, executor=answers, memory_limit=2**30, passes=7, timed=False
     )
     run_sweep([case(length=16)], tmp_path, executor=answers, max_seconds=0)
     run_sweep([case(length=32, device="cuda:0")], tmp_path, executor=answers, max_seconds=3)

@@ -6,8 +6,8 @@ The version that is predicted and the version that runs may differ. All comparis
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Version = tuple[int, int]
 
@@ -82,21 +82,19 @@ def running() -> Version:
     return version_of(torch.__version__)
 
 
-def version_given(value: Sequence[int] | str | None, name: str = "torch_version") -> Version:
-    """The version of a text such as "2.13" or "2.13.0+cpu", or of (2, 13); without any, the running one.
+def version_given(value: Any) -> Version:
+    """The version of a text such as "2.13" or "2.13.0+cpu", or of (2, 13).
 
-    ValueError: it is no such text, or older than all that rules were read of. name: what errors call it.
+    ValueError: it is no such text, or older than the oldest with rules.
     """
-    if value is None:
-        return running()
     text = value if isinstance(value, str) else ".".join(map(str, value)) if isinstance(value, list | tuple) else ""
     found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:[.+a-z].*)?", text.strip())
     if found is None:
-        raise ValueError(f"{name} must look like '2.13', '2.13.0' or (2, 13), got {value!r}")
+        raise ValueError(f"must look like '2.13', '2.13.0' or (2, 13), got {value!r}")
     version = int(found[1]), int(found[2])
     if version < OLDEST:
         oldest, newest = version_name(OLDEST), version_name(NEWEST_TRIED)
-        raise ValueError(f"{name} must be at least {oldest}: rules are known for {oldest} to {newest}, got {value!r}")
+        raise ValueError(f"must be at least {oldest}: rules are known for {oldest} to {newest}, got {value!r}")
     return version
 
 

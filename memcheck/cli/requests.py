@@ -1,0 +1,560 @@
+"""What each command is asked for. Its options are its flags, and its docstring its help and its examples.
+
+Nothing here imports torch, so that --help and usage errors answer at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from memcheck.cli.options import (
+    COMBINATOR_TYPES,
+    DECODER_TYPES,
+    DEFAULT_SIZES,
+    DEFAULT_TYPES,
+    DTYPE_OF_MODELS,
+    GPU_LENGTHS,
+    GPU_SIZES,
+    MODES,
+    REPORT_FORMATS,
+    Detailed,
+    ModelStep,
+    Operators,
+    PredictedModel,
+    Predicting,
+    Printed,
+    Timed,
+    of_place,
+    of_step,
+    request,
+)
+from memcheck.core import converters
+from memcheck.core.converters import count, names, switch
+from memcheck.core.devices import DEVICES
+from memcheck.core.errors import UsageError
+from memcheck.core.options import Request, named, option
+from memcheck.core.units import Growth
+
+RESULTS = "a folder of results: with records.jsonl, models.jsonl, or both"
+PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
+TABLES: dict[str, Any] = {"format": {"choices": REPORT_FORMATS}}
+FOLDER = "folder of the results; records of the same cases are replaced, others stay; default: results"
+OF_DEFAULT_SIZES = {name: f"default: {size}" for name, size in DEFAULT_SIZES.items()}
+
+
+@request()
+class Calibrate(ModelStep, Printed):
+    """Runs the operators of a model once each, alone, on this machine's CPU and writes what they take to a table.
+
+    memcheck calibrate --model train.py:make --bsz 8
+    memcheck calibrate --hf-config config.json --bsz 8 --seq-len 512 --output cpu.jsonl
+    """
+
+    bsz: int | None = option(None, "batch size B", count)
+    seq_len: int | None = option(None, "length of a sequence", count)
+    dtype: str | None = option(None, DTYPE_OF_MODELS, converters.dtype_name)
+    mode: str = option("train", "train: forward and backward; inference: forward; default: train", choices=MODES[:2])
+    threads: int | None = of_place("threads")
+    output: Path = option(
+        Path("calibration.jsonl"),
+        "the table; what it has already is not run again; default: calibration.jsonl",
+        converters.file,
+    )
+
+
+@request(**TABLES)
+class Compare(Printed):
+    """Compares two folders of results, case by case: memory to the byte, times beyond noise.
+
+    memcheck compare before/ after/
+    memcheck compare before/ after/ --fail-on-growth 5%
+    memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
+    """
+
+    before: Path = option(None, RESULTS, converters.folder, positional=True, metavar="BEFORE")
+    after: Path = option(None, "another folder", converters.folder, positional=True, metavar="AFTER")
+    fail_on_growth: Growth | None = option(
+        None,
+        "exit code 1 if a memory figure grew by more than 5% of itself, more than 4KiB, or with 5%,4KiB by more than "
+        "both; by default at all; and if a case failed or is missing",
+        converters.growth,
+        nargs="?",
+        const=Growth(),
+    )
+    allow_missing: bool = option(
+        False, "with --fail-on-growth: cases of BEFORE may be missing, or without figures, in AFTER", switch
+    )
+
+    def check(self) -> None:
+        if self.allow_missing and self.fail_on_growth is None:
+            raise UsageError(f"{named('allow_missing')} is for {named('fail_on_growth')}: without it nothing fails")
+
+
+@request()
+class Completion(Request):
+    """Prints a completion script for a shell.
+
+    memcheck completion bash > ~/.local/share/bash-completion/completions/memcheck
+    memcheck completion zsh > ~/.zfunc/_memcheck
+    memcheck completion fish > ~/.config/fish/completions/memcheck.fish
+    """
+
+    shell: str = option(None, "the shell", choices=("bash", "zsh", "fish"), positional=True)
+
+
+@request(
+    **{**OF_DEFAULT_SIZES, "seq_len": "in --mode decode tokens of the state; default: 1024"},
+    attention_type=f"repeatable; default: {','.join(DEFAULT_TYPES)}",
+    lengths="--find bsz repeats the sequences, --find seq-len scales them all",
+    dtype=f"of models: {DTYPE_OF_MODELS}",
+)
+class Fit(PredictedModel, Operators):
+    """Predicts the largest length, batch or dimension that fits a device, of operators or any model; runs nothing.
+
+    memcheck fit --device H100-80GB --bsz 8 --dim 512 --heads 8
+    memcheck fit --hf-config config.json --find bsz --seq-len 4096 --device A100-40GB
+    memcheck fit --hf-config config.json --find seq-len --bsz 1 --fsdp 8 --device H100-80GB
+    memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
+    """
+
+    find: str = option("seq-len", "the size to maximise; default: seq-len", choices=("seq-len", "bsz", "dim"))
+    step: int | None = option(None, "try only multiples of N; default: 1, and 64 for lengths of a model", count)
+    up_to: int = option(2**30, "end of the search; default: 2^30", count)
+    plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file)
+
+    @property
+    def axis(self) -> str:
+        """The field of the size to maximise."""
+        return self.find.replace("-", "_")
+
+    def check(self) -> None:
+        super().check()
+        if getattr(self, self.axis) is not None:
+            rule = f"leave out {named(self.axis)}, or find another one"
+            raise UsageError(f"{named('find')} {self.find} searches for this size: {rule}")
+        for name in ("heads", "core_dim", "factor"):
+            self.single(name, "here")
+        if self.axis == "seq_len" and (wrong := next(filter(self.given, ("query_len", "kv_len")), None)):
+            raise UsageError(f"{named('find')} seq-len sets both lengths: leave out {named(wrong)}")
+
+
+@request()
+class Gradcheck(Printed):
+    """Compares the gradients of the operators with central differences, in float64.
+
+    memcheck gradcheck
+    memcheck gradcheck --operator softplus_attention --device cpu
+    """
+
+    operator: list[str] | None = option(
+        None,
+        "softplus_attention, linear_attention, compressed_attention, compressed_attention_pooled, linear_r, linear_l, "
+        "combinator; repeatable; default: all",
+        names,
+        repeatable=True,
+        metavar="NAME",
+    )
+    device: str | None = option(None, "cpu, cuda or cuda:1; default: cuda if there is a GPU")
+
+
+@request()
+class Info(Request):
+    """Shows versions, the build, kernels, and the devices of this machine.
+
+    memcheck info
+    memcheck info --format json
+    """
+
+    format: str = option("text", "format of stdout; default: text", choices=("text", "json"))
+
+
+@request()
+class MixedPrecision(Printed):
+    """Shows what 16-bit arithmetic does to numbers: long sums by dtype, and the stages of a network under autocast.
+
+    memcheck mixed-precision
+    memcheck mixed-precision --dtype fp16 --format json
+    """
+
+    dtype: str = option("bfloat16", "what autocast casts to: bf16 or fp16; default: bf16", converters.autocast_name)
+    device: str | None = option(None, "cpu, cuda or cuda:1; default: cuda if there is a GPU")
+
+
+@request()
+class Plot(Request):
+    """Draws the records of a folder of results.
+
+    memcheck plot results/
+    memcheck plot results/ --kind memory,time --format pdf --output figures/
+    memcheck plot results/ --y saved_bytes --x dim --log
+    """
+
+    folder: Path = option(None, RESULTS, converters.folder, positional=True, metavar="DIR")
+    kind: list[str] | None = option(
+        None,
+        "every picture of these kinds: memory, prediction, terms, savings, time, decode, models; default: what makes "
+        "sense; repeatable",
+        names,
+        repeatable=True,
+    )
+    x: str | None = option(None, "seq-len, query-len, kv-len, dim or counted; default: what varies", metavar="AXIS")
+    y: str | None = option(None, "a field of the records in bytes or ms, such as saved_bytes", metavar="FIELD")
+    log: bool | None = option(
+        None, "logarithmic axes only", switch, opposite=("--linear", "linear axes only; default: both"), exclusive="log"
+    )
+    attention_type: list[str] | None = option(
+        None, "only these operators; default: all; repeatable", names, repeatable=True
+    )
+    title: str = option("", "text before the title of each picture")
+    output: Path | None = option(
+        None, "folder of the pictures, which are replaced; default: beside the records", converters.folder
+    )
+    format: list[str] | None = option(None, "png, svg, pdf; default: png,svg", names)
+
+
+@request(
+    **{**OF_DEFAULT_SIZES, "seq_len": "default: 1024"},
+    attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; default: naive", "metavar": "NAME"},
+    dtype=f"of models: {DTYPE_OF_MODELS}",
+)
+class Predict(PredictedModel, Operators):
+    """Predicts the memory of an operator or of any model on any device; runs nothing.
+
+    memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
+    memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
+    memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
+    memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
+    """
+
+    DECODING: ClassVar = "a model that decodes, in --mode decode"
+
+    threads: int | None = of_place("threads")
+    expandable_segments: bool = of_place("expandable_segments")
+    compile: bool = option(False, "the case runs under torch.compile, for which nothing is predicted", switch)
+    dense_grad: bool = of_step("dense_grad")
+    layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
+    kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
+    block_size: int | None = option(None, "tokens per block of a paged cache; default: 1", count, group=DECODING)
+    weights: int | None = option(
+        None, "what the model's weights take beside the caches; default: 0B", converters.size_in_bytes, group=DECODING
+    )
+    concatenate: bool = option(
+        False, "a step makes a longer cache beside the old one, as torch.cat does", switch, group=DECODING
+    )
+
+    def check(self) -> None:
+        super().check()
+        for name in ("kv_heads", "layers", "block_size", "weights", "concatenate"):
+            if self.mode != "decode" and self.given(name):
+                raise UsageError(f"{named(name)} is for {named('mode')} decode, got {named('mode')} {self.mode}")
+        for name in ("attention_type", "lengths"):
+            if len(getattr(self, name) or ()) > 1:
+                raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")
+        for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor"):
+            self.single(name, "here")
+
+
+@request()
+class Cases(Timed, Detailed):
+    """The options of the commands that run operators case by case."""
+
+    mode: str = option(
+        "train",
+        "train: forward and backward; inference: forward; decode: one step from a state; default: train",
+        choices=MODES,
+    )
+    max_seconds_per_case: float | None = option(
+        None,
+        "no timed pass of a case begins after S seconds; 0: no limit; default: 60 on a CPU, else 0",
+        converters.seconds,
+    )
+    compile: bool = option(False, "run under torch.compile, which compiles before the measurement", switch)
+    predict: bool = option(False, "a predicted row under each measured one, and their ratio", switch)
+    nvtx: bool = option(False, "mark passes with NVTX ranges, for Nsight Systems", switch)
+    output: Path = option(Path("results"), FOLDER, converters.folder)
+    units: bool = option(False, "bytes also in U, the bytes of one main tensor, and per query and key", switch)
+    explain: int | None = option(
+        None,
+        "list the N (10) largest tensors alive at each peak and kept for backward, by what allocated them",
+        converters.count_or_ten,
+        nargs="?",
+        const=10,
+        metavar="N",
+    )
+    timeline: Path | None = option(
+        None, "draw memory over time by what allocated it, as .png, .svg or .pdf; one file per case", converters.file
+    )
+    snapshot: Path | None = option(
+        None, "write memory over time for the viewer at pytorch.org/memory_viz; one file per case", converters.file
+    )
+    trace: Path | None = option(
+        None, "write torch.profiler's trace, and print which kernels took the time; one file per case", converters.file
+    )
+
+
+@request(
+    **{name: f"default: {size}, on a GPU {GPU_SIZES[name]}" for name, size in DEFAULT_SIZES.items()},
+    attention_type=f"repeatable; default: {','.join(DEFAULT_TYPES)}",
+    seq_len=f"default: 256 to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}",
+    dtype="on a GPU bf16",
+)
+class ProfileAttention(Cases, Operators):
+    """Measures memory and time of attention operators: a table, records and a plot.
+
+    memcheck profile-attention
+    memcheck profile-attention --attention-type naive,softplus --seq-len 1024,2048 --dtype bf16 --memory-limit 100MiB
+    memcheck profile-attention --attention-type naive --seq-len 1024 --explain --predict
+    memcheck profile-attention --attention-type softmax,softplus --lengths 4096,1000,300
+    """
+
+    preset: str = option("quick", "values of flags not given; default: quick", choices=PRESETS[:1])
+
+
+@request()
+class ProfileCombinator(Cases):
+    """Measures memory and time of the combinator: a table, records and a plot.
+
+    memcheck profile-combinator --bsz 64 --query-len 512 --dim 128
+    memcheck profile-combinator --combinator-type combinator,combinator-low-memory --no-time
+    """
+
+    bsz: int = option(64, "batch size B; default: 64", count)
+    dim: int = option(128, "token dimension E; default: 128", count)
+    query_len: list[int] | None = option(None, "lengths S; default: 512, or 1 in --mode decode", converters.sizes)
+    combinator_type: list[str] | None = option(
+        None, f"{', '.join(COMBINATOR_TYPES)}; default: combinator; repeatable", names, repeatable=True
+    )
+    low_memory: bool = option(
+        False, "combinator-low-memory: computes its pre-activations again, does not keep them", switch
+    )
+    dtype: str = option("float32", "fp32, bf16, fp16, fp64, or torch's names; default: fp32", converters.dtype_name)
+
+    def check(self) -> None:
+        if self.low_memory and self.combinator_type:
+            both = f"{named('low_memory')} is {named('combinator_type')} combinator-low-memory"
+            raise UsageError(f"{both}: leave out one of the two")
+
+
+@request(
+    device={"more": f"with --predict also {', '.join(DEVICES)}, or a size", "metavar": "NAME"},
+    passes={"help": "timed passes; default: 10, or as many as fit into 10 s"},
+)
+class ProfileModel(Timed, Predicting, Detailed):
+    """Measures and predicts memory and time of a whole decoder: parameters, gradients, AdamW and activations.
+
+    memcheck profile-model --size small --attention-type naive,softplus
+    memcheck profile-model --size xl --context 1024 --bsz 4 --checkpointing --predict --device A100-80GB
+    memcheck profile-model --autocast bf16 --components --output results/model
+    """
+
+    size: list[str] = option(("tiny",), "tiny, mini, small, medium, large, xl, 2.7B, all; default: tiny", names)
+    attention_type: list[str] = option(
+        ("softmax",), f"{', '.join(DECODER_TYPES)}, all of them causal; default: softmax", names
+    )
+    feed_forward: list[str] = option(("swiglu",), "swiglu, combinator, combinator-low-memory; default: swiglu", names)
+    mode: list[str] = option(
+        ("train",),
+        "forward: no gradients; backward: forward and backward; train: and a step of AdamW; default: train",
+        names,
+    )
+    dtype: list[str] = option(
+        ("float32",), "dtype of the parameters: fp32, bf16, fp16, fp64; default: fp32", converters.dtype_names
+    )
+    context: list[int] = option((128,), "lengths S; default: 128", converters.sizes)
+    bsz: int = option(1, "batch size B; default: 1", count)
+    factor: int | None = option(None, "positions per block of compressed attention; default: 8", count)
+    autocast: str | None = of_step(
+        "autocast",
+        help="compute products in bf16 (if no name is given) or fp16, with parameters in fp32",
+        convert=converters.autocast_name,
+        nargs="?",
+        const="bf16",
+        metavar="bf16|fp16",
+    )
+    checkpointing: bool = of_step("checkpointing", more="default: --no-checkpointing", negatable=True)
+    compile: bool = option(False, "run under torch.compile, for which nothing is predicted", switch)
+    predict: bool = option(False, "predict only: run and allocate nothing", switch)
+    components: bool = option(False, "a table of what each part keeps; printed for a single case anyway", switch)
+    nvtx: bool = option(False, "mark passes and modules with NVTX ranges, for Nsight Systems", switch)
+    torch_version: tuple[int, int] | None = of_place("torch_version", more="with --predict", metavar="2.13")
+    snapshot: Path | None = option(
+        None, "write memory over time for the viewer at pytorch.org/memory_viz; for a single case", converters.file
+    )
+    trace: Path | None = option(
+        None, "write torch.profiler's trace, and print which kernels took the time; for a single case", converters.file
+    )
+    output: Path = option(Path("results"), FOLDER, converters.folder)
+
+    def check(self) -> None:
+        for name, words in (("device_from_this_gpu", f"takes {named('device')}"), ("torch_version", "has this torch")):
+            if getattr(self, name) is not None and not self.predict:
+                raise UsageError(f"{named(name)} is for {named('predict')}; a run {words}")
+
+
+@request(**TABLES)
+class Published(Printed):
+    """Sets our figures beside published tables: those of result folders, or by formula without a run.
+
+    memcheck published
+    memcheck published results/ --plot ratios.png
+    memcheck published --predict
+    """
+
+    folders: list[Path] | None = option(
+        None, "folders of results; default: by formula", converters.folders, positional=True, nargs="*", metavar="DIR"
+    )
+    output: Path | None = option(
+        None, "also write the tables there: Markdown, LaTeX, JSON and CSV", converters.folder, metavar="FOLDER"
+    )
+    predict: bool = option(False, "predict every published row for the GPU that it was measured on", switch)
+    plot: Path | None = option(None, "draw the ratios as .png, .svg or .pdf", converters.folder, metavar="FILE")
+
+    def check(self) -> None:
+        if self.predict and (self.folders or self.plot):
+            rule = f"leave out folders and {named('plot')}"
+            raise UsageError(f"{named('predict')} is for the published rows alone: {rule}")
+
+
+@request(**TABLES)
+class Report(Detailed):
+    """Prints tables, scaling and accounting of result folders, and writes a page for a browser.
+
+    memcheck report results/
+    memcheck report results/ --html page.html
+    memcheck report results/ --pivot forward_ms,saved_bytes --format markdown
+    """
+
+    folders: list[Path] = option(
+        None, "folders of results", converters.folders, positional=True, nargs="+", metavar="DIR"
+    )
+    output: Path | None = option(
+        None, "also write the tables there: Markdown, LaTeX, JSON and CSV", converters.folder, metavar="FOLDER"
+    )
+    units: bool = option(False, "bytes also in U, the bytes of one main tensor, and per query and key", switch)
+    case: str | None = option(
+        None, "only these rows, such as operator=softplus,seq-len=512,dim=64", metavar="NAME=VALUE[,..]"
+    )
+    pivot: list[str] | None = option(
+        None,
+        "a table by length and dimension for each field, such as forward_ms or saved_bytes; repeatable",
+        names,
+        repeatable=True,
+    )
+    scaling: bool = option(False, "factors per doubling, and fitted exponents", switch)
+    accounting: bool = option(False, "each case's memory by tensor: prediction beside measurement", switch)
+    cs336: bool = option(False, "every row in the columns of cs336's published table", switch)
+    html: Path | None = option(None, "write one self-contained page", converters.folder, metavar="FILE")
+
+
+@request()
+class Run(Request):
+    """Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time.
+
+    memcheck run train.py --epochs 1
+    memcheck run --memory-limit 8GiB --output results/train train.py
+    memcheck run -m package.train
+    """
+
+    script: list[str] | None = option(None, "as for python", positional=True, nargs="...", metavar="SCRIPT ARGS")
+    module: list[str] | None = option(
+        None, "a module, as for python -m", flags=("-m",), nargs="...", metavar="MODULE ARGS"
+    )
+    device: str | None = option(
+        None, "whose memory: cpu, cuda, cuda:1; default: cuda if there is a GPU", metavar="NAME"
+    )
+    memory_limit: int | None = of_place(
+        "memory_limit", help="OutOfMemoryError above this; units: B, KiB, MiB, GiB, KB, MB, GB"
+    )
+    output: Path = option(Path("results"), "folder of run.html, run.png, run.json; default: results", converters.folder)
+
+
+# Groups of a sweep's flags.
+GRID, MEASURING, RUNNING, PREDICTING = "grid", "measuring", "running", "predicting"
+OPTIONAL: dict[str, Any] = {"default": None, "only_on": True}
+
+
+@request(
+    **{
+        name: {"group": GRID}
+        for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "lengths", "packed", "padded")
+    },
+    **{name: {"group": GRID} for name in ("core_dim", "factor", "causal")},
+    attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; repeatable", "group": GRID},
+    dtype={"convert": converters.dtype_names, "more": "on a GPU bf16", "group": GRID},
+    mode={"default": None, "convert": names, "choices": None, "metavar": "NAME[,NAME]", "group": GRID},
+    device={"help": "cpu, cuda or cuda:1; default: cuda if there is a GPU; with --predict-only a GPU by name or size"},
+    memory_limit={"help": "out of memory above this; units: B, KiB, MiB, GiB, KB, MB, GB", "group": MEASURING},
+    passes={"group": MEASURING},
+    no_time={**OPTIONAL, "group": MEASURING},
+    plugin={"group": RUNNING},
+    device_from_this_gpu={"group": PREDICTING},
+)
+class Sweep(Operators, Timed, Predicting):
+    """Runs a grid of cases, with tables and plots. The same command again continues where the last one stopped.
+
+    memcheck sweep
+    memcheck sweep --preset memcheck-pyt --memory-limit 40GiB --output results/memcheck-pyt
+    memcheck sweep --attention-type naive,softplus --bsz 8 --seq-len 256:16384:x2 --dim 16,32,64,128 --dry-run
+    memcheck sweep --attention-type softmax,softplus --lengths 2048,2048 --lengths 2048,512,512 --dim 128,256
+    """
+
+    groups: ClassVar[dict[str, str]] = {GRID: "every combination is a case; N: 8 or 16,32 or 256:16384:x2"}
+
+    words: list[str] | None = None  # The command, as it was typed.
+    # All defaults are None, so that what is given can be told from values of presets and TOML files.
+    preset: str | None = option(None, "a known grid; default: quick, if no flag names a case", choices=PRESETS)
+    config: Path | None = option(
+        None, "flags as TOML keys; [[grid]] tables are added up", converters.file, metavar="FILE.toml"
+    )
+    compile: bool | None = option(None, "run under torch.compile", switch, group=GRID)
+    max_seconds_per_case: float | None = option(
+        None,
+        "no timed pass of a case begins after S seconds; 0: no limit; default: 60 on a CPU, else 0; a case that takes "
+        "longer is ended",
+        converters.seconds,
+        group=MEASURING,
+    )
+    isolate: bool | None = option(None, "a new process for each case", switch, only_on=True, group=RUNNING)
+    retry: bool | None = option(
+        None, "run rows again that ended as error, killed, timeout or skipped", switch, only_on=True, group=RUNNING
+    )
+    dry_run: bool | None = option(None, "list the cases, run none", switch, only_on=True, group=RUNNING)
+    workers: int | None = option(None, "cases at the same time; default: 1", count, group=RUNNING)
+    devices: list[str] | None = option(None, "CUDA devices, with a worker on each", names, metavar="0,1", group=RUNNING)
+    dask: str | None = option(None, "a dask scheduler whose workers run the cases", metavar="ADDRESS", group=RUNNING)
+    output: Path | None = option(None, "folder of the results; default: results", converters.folder, group=RUNNING)
+    all_pictures: bool | None = option(
+        None,
+        "also each panel of an overview as a picture of its own, as memcheck plot draws them",
+        switch,
+        only_on=True,
+        group=RUNNING,
+    )
+    format: str | None = option(None, "format of stdout; default: table", choices=("table", "json"), group=RUNNING)
+    predict_only: bool | None = option(
+        None, "run nothing: a predicted row for every case", switch, only_on=True, group=PREDICTING
+    )
+    predict: bool | None = option(
+        None, "a predicted row beside every measured one", switch, only_on=True, group=PREDICTING
+    )
+
+
+COMMANDS: dict[str, type[Request]] = {
+    "calibrate": Calibrate,
+    "compare": Compare,
+    "completion": Completion,
+    "fit": Fit,
+    "gradcheck": Gradcheck,
+    "info": Info,
+    "mixed-precision": MixedPrecision,
+    "plot": Plot,
+    "predict": Predict,
+    "profile-attention": ProfileAttention,
+    "profile-combinator": ProfileCombinator,
+    "profile-model": ProfileModel,
+    "published": Published,
+    "report": Report,
+    "run": Run,
+    "sweep": Sweep,
+}
