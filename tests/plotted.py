@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from memcheck.core.record import Record
-from memcheck.report.plots import Style, named_lines
+from memcheck.core.style import Style
+from memcheck.report.plots.lines import named_lines
 
 STYLES = {"naive": Style("#D55E00", "s", "--"), "softplus": Style("#009E73", "o", "-")}
 MIB = 2**20

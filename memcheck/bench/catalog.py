@@ -434,3 +434,7 @@ def unused_style() -> Style:
         next((marker for marker in SPARE_MARKERS if marker not in markers), "x"),
         next(dash for length in itertools.count(10) if (dash := (0, (length, 3))) not in dashes),
     )
+
+
+def styles_of_contenders() -> dict[str, Style]:
+    return {name: contender.style for name, contender in CONTENDERS.items()}

@@ -20,9 +20,9 @@ from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.units import counted, format_bytes
 from memcheck.predict.replay import Prediction
-from memcheck.report import render, terms_table
+from memcheck.report.predictions import terms_table
 from memcheck.report.rows import MIB
-from memcheck.report.tables import THREE_DIGITS, Cell, Column, Table
+from memcheck.report.tables import THREE_DIGITS, Cell, Column, Table, render
 
 
 def of_case(request: Predict, case: Case) -> CachedModel:

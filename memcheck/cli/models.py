@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 from memcheck.bench.api import predict_memory
 from memcheck.bench.plugins import import_file
 from memcheck.bench.probe import CarriedProbe
-from memcheck.cli.cases import progress_bar
 from memcheck.cli.options import ModelStep
+from memcheck.cli.output import progress_bar
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.failures import failure
 from memcheck.core.options import named

@@ -42,7 +42,7 @@ def arranged(model: Any, checkpointing: bool, training: bool | None) -> Iterator
 
 
 def arrange(model: Any, checkpointing: bool, training: bool | None) -> Callable[[], object]:
-    """Turns on the checkpoints of the called module, and sets its mode. Returns what makes the checkpoints as they were.
+    """Turns on the checkpoints of the called module, and sets its mode. Returns what undoes the checkpoints.
 
     UsageError: it has no switch for checkpoints and no list of layers.
     """

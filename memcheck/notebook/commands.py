@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memcheck.bench.profile import profile_step
-from memcheck.cli.cases import profile_all
 from memcheck.cli.commands import sweep as sweep_command
 from memcheck.cli.commands.profile_attention import cases_of
-from memcheck.cli.requests import ProfileAttention, Sweep
+from memcheck.cli.run_requests import ProfileAttention, Sweep
+from memcheck.cli.running import profile_all
 from memcheck.core.arguments import renamed
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.options import Request, options_of

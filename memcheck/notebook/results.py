@@ -10,29 +10,22 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import Store, read_results
-from memcheck.cli.cases import styles_of_contenders
 from memcheck.cli.commands.plot import make_request
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record, write_csv
-from memcheck.report import (
-    Comparison,
-    accounting_table,
-    compare,
-    cs336_tables,
-    main_tables,
-    pivot_tables,
-    prediction_table,
-    scaling_table,
-    select,
-    summary,
-)
-from memcheck.report.cases import case_and_place
+from memcheck.report.accounting import accounting_table
+from memcheck.report.cases import case_and_place, select
+from memcheck.report.comparison import Comparison, compare
 from memcheck.report.plots.pictures import Picture, Request, choose_pictures, main_picture
 from memcheck.report.plots.style import in_house_style
-from memcheck.report.records import PIVOT_FIELDS
+from memcheck.report.predictions import prediction_table
+from memcheck.report.records import PIVOT_FIELDS, cs336_tables, main_tables, pivot_tables
+from memcheck.report.scaling import scaling_table
+from memcheck.report.summary import summary
 from memcheck.report.tables import Sentences, Tables, to_html
 
 if TYPE_CHECKING:

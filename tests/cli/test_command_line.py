@@ -24,7 +24,7 @@ from memcheck.bench.catalog import attention_types, combinator_types
 from memcheck.bench.models.case import MODES as MODEL_MODES
 from memcheck.bench.models.case import SIZES
 from memcheck.bench.sweep.grid import PRESETS
-from memcheck.cli import options, requests
+from memcheck.cli import options, run_requests
 from memcheck.cli.commands import info
 from memcheck.cli.commands.plot import AXES
 from memcheck.cli.flags import parser_of, split_help
@@ -128,7 +128,7 @@ def test_help_lists_the_names_that_there_are() -> None:
     assert (*options.ATTENTION_TYPES,) == (*attention_types(),)
     assert (*options.COMBINATOR_TYPES,) == (*combinator_types(),)
     assert options.MODES == MODES
-    assert list(requests.PRESETS) == list(PRESETS)
+    assert list(run_requests.PRESETS) == list(PRESETS)
     texts = {name: " ".join(parser_of(name, COMMANDS[name]).format_help().split()) for name in COMMANDS}
     for name, known in {
         "fit": known_axes(),

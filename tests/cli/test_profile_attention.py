@@ -19,7 +19,8 @@ from memcheck.core.record import Record
 from memcheck.core.units import format_bytes, parse_bytes
 from memcheck.measure.measurement import machine_facts
 from memcheck.measure.tracker import track
-from memcheck.report import LiveRows, pair, unit_bytes
+from memcheck.report.cases import pair
+from memcheck.report.rows import LiveRows, unit_bytes
 
 pytestmark = pytest.mark.extension
 
@@ -30,7 +31,7 @@ SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.cli.cases.plot_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.running.plot_memory", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-attention", "--output", str(tmp_path), "--format", "json", *flags])

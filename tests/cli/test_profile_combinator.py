@@ -10,7 +10,7 @@ from forked import run_python
 from memcheck.__main__ import main
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.record import Record
-from memcheck.report.plots import plot_memory
+from memcheck.report.plots.pictures import plot_memory
 
 pytestmark = pytest.mark.extension
 
@@ -20,7 +20,7 @@ SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.cli.cases.plot_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.running.plot_memory", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-combinator", "--output", str(tmp_path), "--format", "json", *flags])

@@ -23,7 +23,7 @@ from memcheck.bench.sweep.store import FILE, Store, read_records
 from memcheck.core.devices import device_named
 from memcheck.core.place import Place
 from memcheck.core.record import Record
-from memcheck.report import pair
+from memcheck.report.cases import pair
 
 SMALL = ["--attention-type", "naive,softplus", "--seq-len", "8:16:x2", "--dim", "16", "--heads", "2"]
 SMALL += ["--no-time", "--device", "cpu"]
@@ -255,7 +255,7 @@ def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys
 
 
 def test_the_header_names_the_defaults_of_a_gpu(tmp_path, capsys, no_files, monkeypatch) -> None:
-    monkeypatch.setattr("memcheck.cli.requests.Sweep.place", lambda options: Place(device_named("A100-40GB")))
+    monkeypatch.setattr("memcheck.cli.run_requests.Sweep.place", lambda options: Place(device_named("A100-40GB")))
     sizes = ["--attention-type", "softplus", "--seq-len", "64", "--dim", "64"]
     assert main(["sweep", *sizes, "--predict-only", "--output", str(tmp_path)]) == 0
     first, *_ = capsys.readouterr().out.splitlines()

@@ -426,7 +426,9 @@ def test_the_first_five_minutes_are_what_a_terminal_shows(tmp_path, capsys, monk
 
 def test_the_table_of_the_documentation_holds_the_committed_records():
     from memcheck.bench.sweep.store import read_records
-    from memcheck.report import LiveRows, Screen, answer
+    from memcheck.report.rows import LiveRows
+    from memcheck.report.summary import answer
+    from memcheck.report.tables import Screen
 
     records = read_records(ROOT / "benchmarks/results/quick")
     assert len(records) == 25
@@ -441,8 +443,8 @@ def test_the_table_of_the_documentation_holds_the_committed_records():
 
 def test_the_table_of_models_holds_the_committed_records():
     from memcheck.core.model_record import ModelRecord
-    from memcheck.report import Screen, to_text
     from memcheck.report.models import ModelRows, parts_table
+    from memcheck.report.tables import Screen, to_text
 
     text = documentation()
     lines = (ROOT / "benchmarks/results/model/models.jsonl").read_text().splitlines()
@@ -488,7 +490,10 @@ def test_the_page_of_commands_has_every_flag_and_example(pages):
     sections = re.split(r"^## memcheck (.*)$", pages["command_page"](), flags=re.MULTILINE)[1:]
     assert sections[::2] == list(COMMANDS)
     for name, text in zip(sections[::2], sections[1::2], strict=True):
-        flags = {flag for action in parser_of(name, COMMANDS[name])._actions for flag in action.option_strings} - {"-h", "--help"}
+        flags = {flag for action in parser_of(name, COMMANDS[name])._actions for flag in action.option_strings} - {
+            "-h",
+            "--help",
+        }
         assert set(re.findall(r"(?<=`)--?[\w-]+", text)) == flags
         assert re.findall(r"^\$ (.*)$", text, re.MULTILINE) == split_help(COMMANDS[name])[1]
         assert "|  |" not in text
@@ -503,7 +508,9 @@ def test_the_page_of_records_explains_every_field(pages):
     assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Record)]
 
 
-@pytest.mark.parametrize(("name", "function"), [("commands", "command_page"), ("options", "option_page"), ("records", "record_page")])
+@pytest.mark.parametrize(
+    ("name", "function"), [("commands", "command_page"), ("options", "option_page"), ("records", "record_page")]
+)
 def test_the_committed_reference_pages_are_current(pages, name, function):
     committed = (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8")
     assert committed == pages[function](), "python docs/conf.py writes the pages again"

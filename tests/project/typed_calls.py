@@ -23,7 +23,7 @@ from memcheck.integrations.transformers import StateCache, register
 from memcheck.measure.timeline import Timeline, record_timeline
 from memcheck.ops import gradcheck
 from memcheck.predict.replay import Peak, Prediction
-from memcheck.report import Comparison
+from memcheck.report.comparison import Comparison
 
 Sums = tuple[Tensor, Tensor]
 SumsAndRests = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -15,8 +15,14 @@ from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.core.units import Growth, parse_growth
 from memcheck.measure import timing
-from memcheck.report import compare, comparison_table, comparison_words, environment_changes
-from memcheck.report.comparison import byte_change, time_change
+from memcheck.report.comparison import (
+    byte_change,
+    compare,
+    comparison_table,
+    comparison_words,
+    environment_changes,
+    time_change,
+)
 from memcheck.report.tables import data_rows
 
 BASE = Record(

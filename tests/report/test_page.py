@@ -14,7 +14,7 @@ from json_lines import write_json_lines
 
 from memcheck.__main__ import main
 from memcheck.core.record import Record
-from memcheck.report import html_page
+from memcheck.report.page import html_page
 
 HOSTILE = '</td></table><script>alert("x")</script><img src=x onerror=alert(1)> & "quoted"'
 VOID = {"meta", "br", "img", "link", "input", "hr"}

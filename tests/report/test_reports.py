@@ -19,34 +19,23 @@ from memcheck.bench.profile import profile_case
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.record import Record
 from memcheck.core.units import format_time, three_digits
-from memcheck.report import (
-    LiveRows,
-    Screen,
-    accounting_table,
-    answer,
+from memcheck.report.accounting import accounting_table
+from memcheck.report.cases import pair, parse_wanted, select
+from memcheck.report.page import html_page
+from memcheck.report.predictions import prediction_table
+from memcheck.report.records import (
     cs336_tables,
     decode_table,
-    doubt_details,
-    doubt_lines,
-    html_page,
-    next_step,
-    pair,
-    parse_wanted,
     pivot_tables,
-    prediction_table,
     records_table,
-    render,
-    scaling_table,
-    select,
+    stacked_pivot,
     standard_tables,
-    summary,
-    to_text,
     write_tables,
 )
-from memcheck.report.records import stacked_pivot
-from memcheck.report.scaling import factors_per_doubling, fit_exponent
-from memcheck.report.summary import padded_against_packed
-from memcheck.report.tables import BOLD, RED, Table, data_rows
+from memcheck.report.rows import LiveRows
+from memcheck.report.scaling import factors_per_doubling, fit_exponent, scaling_table
+from memcheck.report.summary import answer, doubt_details, doubt_lines, next_step, padded_against_packed, summary
+from memcheck.report.tables import BOLD, RED, Screen, Table, data_rows, render, to_text
 
 MIB = 2**20
 HOSTILE = 'a|b\n<script>alert("x")</script> & 100 % _of_ {it} \\ `code`'

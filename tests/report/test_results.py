@@ -18,10 +18,10 @@ from memcheck.__main__ import main
 from memcheck.bench.sweep.store import Store, read_records, read_results
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
-from memcheck.report import summary
 from memcheck.report.cases import case_and_place
 from memcheck.report.models import models_table
-from memcheck.report.plots import choose_pictures
+from memcheck.report.plots.pictures import choose_pictures
+from memcheck.report.summary import summary
 from memcheck.report.tables import data_rows
 
 ROOT = Path(__file__).parents[2]

@@ -8,13 +8,13 @@ import sys
 import torch
 
 from memcheck.bench.probe import CpuProbe, Table, environment
-from memcheck.cli.cases import make_room
 from memcheck.cli.models import ModelPredictor
+from memcheck.cli.output import make_room
 from memcheck.cli.requests import Calibrate
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
-from memcheck.report import Screen
 from memcheck.report.model_prediction import certainty, verdict
+from memcheck.report.tables import Screen
 
 
 def run(request: Calibrate) -> int:

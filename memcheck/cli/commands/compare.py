@@ -9,9 +9,16 @@ from memcheck.bench.sweep.store import read_results
 from memcheck.cli.requests import Compare
 from memcheck.core.errors import UsageError
 from memcheck.core.units import Growth
-from memcheck.report import compare, comparison_table, comparison_words, environment_changes, render
 from memcheck.report.cases import CASE_FIELDS, describe
-from memcheck.report.comparison import Comparison, growth_words
+from memcheck.report.comparison import (
+    Comparison,
+    compare,
+    comparison_table,
+    comparison_words,
+    environment_changes,
+    growth_words,
+)
+from memcheck.report.tables import render
 
 
 def run(request: Compare) -> int:

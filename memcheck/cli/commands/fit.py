@@ -12,20 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.bench.capacity import Capacity, Search, capacity_curve, capacity_object, check_has_limit, find_capacity
-from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
-from memcheck.cli.cases import (
-    DOES_NOT_FIT,
-    attention_fields_of,
-    batches_of,
-    check_picture,
-    make_any_case,
-    make_room,
-    progress_bar,
-    styles_of_contenders,
-)
+from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_TYPES
+from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress_bar
 from memcheck.cli.requests import Fit
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.failures import failure
@@ -34,7 +26,6 @@ from memcheck.core.place import Place
 from memcheck.core.record import sequence_words
 from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.replay import Prediction
-from memcheck.report import Screen, render
 from memcheck.report.capacity import capacity_table, room_words, shared_words, size_words
 from memcheck.report.model_prediction import (
     SIZE_WORDS,
@@ -45,6 +36,7 @@ from memcheck.report.model_prediction import (
     need_of,
 )
 from memcheck.report.plots.capacity import Limit, plot_capacity
+from memcheck.report.tables import Screen, render
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 # The axis of the picture if no size has several values, and the factors of the given value.

@@ -10,7 +10,7 @@ import torch
 
 from memcheck.bench.profile import find_device
 from memcheck.cli.requests import MixedPrecision
-from memcheck.report import render
+from memcheck.report.tables import render
 from memcheck.studies.accumulation import accumulate, library_sums, underflows
 from memcheck.studies.autocast_stages import StagesRun, run_stages
 from memcheck.studies.mixed_precision_report import (

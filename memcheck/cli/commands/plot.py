@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
-from memcheck.cli.cases import styles_of_contenders, watch
+from memcheck.cli.output import watch
 from memcheck.cli.requests import Plot
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.record import Record
-from memcheck.report.plots import Request, write_plots
-from memcheck.report.plots.pictures import KINDS
+from memcheck.report.plots.pictures import KINDS, Request, write_plots
 from memcheck.report.plots.series import quantity_of
 from memcheck.report.plots.style import check_formats
 

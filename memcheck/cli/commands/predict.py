@@ -9,14 +9,14 @@ from typing import Any
 
 from memcheck.bench.changes import single_changes
 from memcheck.bench.predict import predict_case, predicted_or_skipped
-from memcheck.cli.cases import DOES_NOT_FIT, attention_fields_of, batches_of, make_any_case, note_unused_options
+from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case, note_unused_options
 from memcheck.cli.decoding import of_case, of_configuration, predict_decoding
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
 from memcheck.cli.options import DEFAULT_SIZES
+from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.requests import Predict
 from memcheck.core.case import Case
 from memcheck.predict.replay import Prediction
-from memcheck.report import render, terms_table
 from memcheck.report.cases import need
 from memcheck.report.model_prediction import (
     SettingChange,
@@ -27,8 +27,9 @@ from memcheck.report.model_prediction import (
     need_of,
     verdict,
 )
+from memcheck.report.predictions import terms_table
 from memcheck.report.summary import padded_against_packed
-from memcheck.report.tables import Screen, Table
+from memcheck.report.tables import Screen, Table, render
 
 
 def run(request: Predict) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from memcheck.bench.catalog import Case, make_case
 from memcheck.bench.profile import find_device
-from memcheck.cli.cases import batches_of, gpu_words, run_cases
+from memcheck.cli.cases import batches_of, gpu_words
 from memcheck.cli.options import (
     DEFAULT_SIZES,
     DEFAULT_TYPES,
@@ -15,7 +15,8 @@ from memcheck.cli.options import (
     GPU_LENGTHS,
     GPU_SIZES,
 )
-from memcheck.cli.requests import ProfileAttention
+from memcheck.cli.run_requests import ProfileAttention
+from memcheck.cli.running import run_cases
 
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memcheck.bench.catalog import make_combinator_case
 from memcheck.bench.profile import find_device
-from memcheck.cli.cases import run_cases
-from memcheck.cli.requests import ProfileCombinator
+from memcheck.cli.run_requests import ProfileCombinator
+from memcheck.cli.running import run_cases
 
 
 def run(request: ProfileCombinator) -> int:

@@ -18,23 +18,18 @@ from memcheck.bench.models.predict import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.store import Store
-from memcheck.cli.cases import (
-    exit_code,
-    make_room,
-    print_answer,
-    print_doubts,
-    progress_bar,
-)
-from memcheck.cli.requests import ProfileModel
+from memcheck.cli.output import make_room, print_answer, print_doubts, progress_bar
+from memcheck.cli.run_requests import ProfileModel
+from memcheck.cli.running import exit_code
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
 from memcheck.measure.export import format_shares, nvtx_ranges
-from memcheck.report import Screen, to_text
 from memcheck.report.cases import case_and_place
 from memcheck.report.models import LETTERS, ModelRows, model_title, parts_table
 from memcheck.report.plots.models import plot_models
 from memcheck.report.summary import model_answer, next_model_step
+from memcheck.report.tables import Screen, to_text
 
 
 def run(request: ProfileModel) -> int:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from memcheck._extension import extension
-from memcheck.bench.catalog import Case, make_case, make_combinator_case
+from memcheck.bench.catalog import Case, make_case, make_combinator_case, styles_of_contenders
 from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import make_room, styles_of_contenders, watch
 from memcheck.cli.commands.report import write_output
+from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Published
 from memcheck.core.errors import ExtensionError, MemcheckError, UsageError
 from memcheck.core.record import Record
-from memcheck.report import render
+from memcheck.report.tables import render
 from memcheck.studies.published import published_rows, published_table, published_tables
 from memcheck.studies.published_plot import plot_published
 from memcheck.studies.published_predictions import cs336_predictions, memcheck_pyt_predictions

@@ -8,32 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
-from memcheck.cli.cases import make_room, styles_of_contenders, watch
+from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Report
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
-from memcheck.report import (
-    Screen,
-    Table,
-    accounting_table,
-    check_pivot,
-    cs336_tables,
-    doubt_details,
-    html_page,
-    main_tables,
-    parse_wanted,
-    pivot_tables,
-    render,
-    scaling_table,
-    select,
-    standard_tables,
-    summary,
-    write_files,
-)
-from memcheck.report.cases import has_sizes, is_model
+from memcheck.report.accounting import accounting_table
+from memcheck.report.cases import has_sizes, is_model, parse_wanted, select
 from memcheck.report.models import parts_table
+from memcheck.report.page import html_page
+from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
+from memcheck.report.scaling import scaling_table
+from memcheck.report.summary import doubt_details, summary
+from memcheck.report.tables import Screen, Table, render, write_files
 from memcheck.studies.published import published_rows, published_tables
 
 
@@ -90,7 +79,7 @@ def accounting_of(record: Record) -> Table:
 
 
 def write_page(records: Sequence[Record], folders: Sequence[Path], path: Path) -> Path:
-    from memcheck.report.plots import svg_plots
+    from memcheck.report.plots.pictures import svg_plots
     from memcheck.studies.published_plot import published_picture
 
     make_room("html", path)

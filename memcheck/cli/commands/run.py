@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memcheck.cli.cases import make_room
+from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.cli.streams import patient_streams
 from memcheck.core.errors import UsageError

@@ -17,25 +17,29 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, find_done, run_sweep, settings_given, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import LENGTHS, batches_of, gpu_words, print_answer, progress_bar, styles_of_contenders, watch
+from memcheck.cli.cases import LENGTHS, batches_of, gpu_words
 from memcheck.cli.flags import words_of
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS
-from memcheck.cli.requests import Sweep
+from memcheck.cli.output import print_answer, progress_bar, watch
+from memcheck.cli.run_requests import Sweep
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.options import convert_some, named, options_of
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes, format_time
-from memcheck.report import Screen, failure_note, is_predicted, summary, write_tables
-from memcheck.report.plots import write_plots
+from memcheck.report.cases import failure_note, is_predicted
+from memcheck.report.plots.pictures import write_plots
+from memcheck.report.records import write_tables
+from memcheck.report.summary import summary
+from memcheck.report.tables import Screen
 
 GRID = {
     *LENGTHS,

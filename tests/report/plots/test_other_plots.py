@@ -11,13 +11,12 @@ from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, reco
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
-from memcheck.report.plots import plot_timeline
 from memcheck.report.plots.lines import time_lines
 from memcheck.report.plots.models import model_bars
 from memcheck.report.plots.predictions import prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
-from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of
+from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of, plot_timeline
 from memcheck.studies.published_plot import plot_published
 
 GIB = 2**30

@@ -14,7 +14,7 @@ from plotted import MIB, STYLES, grid, marks, points, prediction, record
 
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.report.plots import Request, choose_pictures, svg_plots, write_plots
+from memcheck.report.plots.pictures import Request, choose_pictures, svg_plots, write_plots
 from memcheck.report.plots.series import quantity_of
 from memcheck.studies.published_plot import published_picture
 
@@ -235,7 +235,7 @@ import sys, tempfile, matplotlib
 from pathlib import Path
 matplotlib.rcParams["lines.linewidth"] = 7.0
 before = matplotlib.rcParams.copy()
-from memcheck.report.plots import svg_plots, write_plots
+from memcheck.report.plots.pictures import svg_plots, write_plots
 from plotted import STYLES, grid
 records = grid({"naive": 40, "softplus": 4}, [256, 512], [64])
 write_plots(records, Path(tempfile.mkdtemp()), styles=STYLES, title="")

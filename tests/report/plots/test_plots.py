@@ -10,9 +10,10 @@ from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, reco
 
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.report.plots import named_lines, plot_memory, x_ticks
-from memcheck.report.plots.lines import spread_apart
+from memcheck.report.plots.lines import named_lines, spread_apart
 from memcheck.report.plots.memory import memory_lines
+from memcheck.report.plots.pictures import plot_memory
+from memcheck.report.plots.scales import x_ticks
 from memcheck.report.plots.series import views_along
 from memcheck.report.plots.style import distinct_styles
 

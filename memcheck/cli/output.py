@@ -1,0 +1,71 @@
+"""What commands print and write: bars, answers, and files that can be written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from tqdm import tqdm
+
+from memcheck.core.errors import UsageError
+from memcheck.core.options import named
+from memcheck.core.record import Record
+from memcheck.report.summary import doubt_details, doubt_lines
+from memcheck.report.tables import Screen
+
+R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+DOES_NOT_FIT = 3  # The exit code of --fail-on-oom.
+PICTURES = ("png", "svg", "pdf")
+
+
+def progress_bar(total: float, title: str = "") -> tqdm[Any]:
+    """A bar on stderr with the estimated time left, on a terminal. Rows are printed above it by tqdm.write."""
+    words = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+    hidden = not sys.stderr.isatty()
+    tqdm.monitor_interval = 0  # No thread of tqdm beside a measurement.
+    return tqdm(desc=title, total=total, file=sys.stderr, disable=hidden, bar_format=words, leave=False)
+
+
+def watch(items: Sequence[T], title: str = "plots") -> Iterator[T]:
+    """The items one by one, beside a bar."""
+    with progress_bar(len(items), title) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+def print_doubts(records: list[R], in_detail: bool, screen: Screen, out: TextIO) -> None:
+    """Prints a line for the doubts about the records, or each doubt."""
+    lines = doubt_lines(records)
+    hint = [] if in_detail or not lines else ["--doubts lists each of them."]
+    for line in [*lines, *hint, *(doubt_details(records) if in_detail else [])]:
+        print(screen.fill(line), file=out)
+
+
+def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
+    """Prints the sentences that end a command. The lines of a next step are kept as they are."""
+    *answers, step = sentences
+    print("", *map(screen.fill, answers), step, sep="\n", file=out)
+
+
+def make_room(name: str, path: Path) -> None:
+    """Creates the folder of an output file. name: the option that gives the path.
+
+    UsageError: that fails, or the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{named(name)} {path} cannot be written to: {error.strerror}") from None
+
+
+def check_picture(name: str, path: Path) -> None:
+    if path.suffix.removeprefix(".") not in PICTURES:
+        raise UsageError(f"{named(name)} {path} must end in one of .{', .'.join(PICTURES)}")

@@ -1,0 +1,205 @@
+"""Recorders of the events of a script: of the CPU's allocator, and of CUDA's memory history."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from memcheck._extension import extension
+from memcheck.core.script_record import KINDS, Line
+from memcheck.measure.allocation_events import (
+    NODE,
+    cuda_memory_history,
+    restart_cuda_memory_history,
+    stack_of,
+)
+
+# Smaller allocations are counted, but the line of Python is not looked up for each of them.
+LEAST_BYTES = 4096
+PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE = range(1, len(KINDS))
+MEMCHECK, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+WATCHING = "watching the memory of a script"
+
+
+class Mark(NamedTuple):
+    """What the block at an address holds. The module is a number, or that of the block at the address `like`."""
+
+    address: int
+    kind: int
+    module: int | None = None
+    like: int | None = None
+
+
+class Recorder(Protocol):
+    """Fills a ledger from its construction to close()."""
+
+    ledger: Any  # A _C.PeakLedger.
+
+    def set_module(self, module: int) -> int: ...  # The number of the module whose forward runs; returns the last one.
+    def begin_step(self) -> None: ...
+    def end_step(self) -> None: ...
+    def mark(self, marks: Iterable[Mark]) -> None: ...
+    def stacks(self) -> Sequence[tuple[str, ...]]: ...  # Operators of each path.
+    def lines(self) -> Sequence[Line | None]: ...
+    def close(self) -> None: ...
+
+
+class CpuRecorder:
+    """Records the tracking allocator, which must be installed."""
+
+    def __init__(self) -> None:
+        skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", "<", *inductor_folders()]
+        self._extension = extension(WATCHING)
+        self._extension.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
+        self.ledger = self._extension.PeakLedger()
+        self._timeline = self._extension.AllocationTimeline(self.ledger, LEAST_BYTES)
+        self.set_module = self._timeline.set_module
+        self.begin_step = self._timeline.begin_step
+        self.end_step = self._timeline.end_step
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            if mark.like is None:
+                self._timeline.set_kind(mark.address, mark.kind, mark.module)
+            else:
+                self._timeline.set_kind_like(mark.address, mark.kind, mark.like)
+
+    def stacks(self) -> list[tuple[str, ...]]:
+        stacks: list[tuple[str, ...]] = [()]
+        for outer, name in self._timeline.paths()[1:]:
+            stacks.append((*stacks[outer], name))
+        return stacks
+
+    def lines(self) -> list[Line | None]:
+        return [None, *(Line(*line) for line in self._extension.python_lines()[1:])]
+
+    def close(self) -> None:
+        self._timeline.close()
+
+
+def inductor_folders() -> list[str]:
+    """Where torch.compile writes the code that it generates."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return [os.path.join(tempfile.gettempdir(), "torchinductor_"), *([named] if named else [])]
+
+
+class Interner:
+    """Things in the order of their first use. Number 0 is `nothing`."""
+
+    def __init__(self, nothing: Any) -> None:
+        self.things = [nothing]
+        self._numbers: dict[Hashable, int] = {}
+
+    def of(self, thing: Hashable) -> int:
+        number = self._numbers.setdefault(thing, len(self.things))
+        if number == len(self.things):
+            self.things.append(thing)
+        return number
+
+
+class CudaRecorder:
+    """Records torch's CUDA caching allocator, in requested bytes: folds its history into the ledger at every step.
+
+    A block's module is known where a forward allocated it, as the history has no forward lines of autograd nodes. It
+    ends a recording of the user's.
+    """
+
+    # Modules that are entered before the history is folded, in a script without optimizer steps.
+    MOST_MODULES = 10_000
+
+    def __init__(self, device: int) -> None:
+        self.ledger = extension(WATCHING).PeakLedger()
+        self._device = device
+        self._paths, self._lines = Interner(()), Interner(None)
+        self._own = threading.local()  # Like torch's metadata.
+        self._entered = 0
+        self._start: float | None = None
+        self._history = ExitStack()
+        self._history.enter_context(cuda_memory_history())
+
+    def set_module(self, module: int) -> int:
+        outer = int(getattr(self._own, "module", 0))
+        self._own.module = module
+        self._tell()
+        self._entered += 1
+        if self._entered > self.MOST_MODULES:
+            self.fold()
+        return outer
+
+    def begin_step(self) -> None:
+        self._own.in_step = True
+        self._tell()
+
+    def end_step(self) -> None:
+        self._own.in_step = False
+        self._tell()
+        self.fold()
+        self.ledger.end_step()
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        self.fold()
+        for mark in marks:
+            if mark.like is None:
+                self.ledger.set_kind(mark.address, mark.kind, mark.module)
+            else:
+                self.ledger.set_kind_like(mark.address, mark.kind, mark.like)
+
+    def stacks(self) -> Sequence[tuple[str, ...]]:
+        return self._paths.things
+
+    def lines(self) -> Sequence[Line | None]:
+        return self._lines.things
+
+    def close(self) -> None:
+        with self._history:  # torch discards the history when the recording ends.
+            torch.cuda.memory._set_memory_metadata("")
+            self.fold()
+
+    def fold(self) -> None:
+        """Moves the history into the ledger, and begins it anew."""
+        self._entered = 0
+        entries = torch.cuda.memory._snapshot()["device_traces"][self._device]
+        restart_cuda_memory_history()
+        for entry in entries:
+            self._note(entry)
+
+    def _tell(self) -> None:
+        """Attaches the module to the allocations that follow."""
+        module, in_step = getattr(self._own, "module", 0), getattr(self._own, "in_step", False)
+        torch.cuda.memory._set_memory_metadata(f"memcheck {module} {int(in_step)}")
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        microseconds = entry.get("time_us", 0)
+        self._start = microseconds if self._start is None else self._start
+        self.ledger.set_seconds((microseconds - self._start) / 1e6)
+        if entry["action"] == "free_completed":
+            self.ledger.release(entry["addr"], entry["size"])
+        elif entry["action"] in ("alloc", "oom"):
+            frames = entry.get("frames", ())
+            stack = stack_of(frames)
+            told = re.match(r"memcheck (\d+) (\d)", entry.get("user_metadata") or "")
+            module, in_step = map(int, told.groups()) if told else (0, 0)
+            kind = GRADIENT if any("AccumulateGrad" in name for name in stack) else 0
+            phase = 2 if any(name.startswith(NODE) for name in stack) else 1 if module else 3 * in_step
+            place = (self._paths.of(stack), self._lines.of(line_among(frames)), module, phase, kind)
+            if entry["action"] == "oom":
+                self.ledger.refuse(entry["size"], *place)
+            else:
+                self.ledger.allocate(entry["addr"], entry["size"], *place)
+
+
+def line_among(frames: Iterable[dict[str, Any]]) -> Line | None:
+    """The innermost line of Python that is neither torch's nor memcheck's."""
+    for frame in frames:
+        file = str(frame["filename"])
+        if file.endswith(".py") and not file.startswith((str(TORCH), str(MEMCHECK))):
+            return Line(file, frame["line"], frame["name"])
+    return None
