@@ -26,8 +26,8 @@ from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_
 from memcheck.bench.predict import predict_case, traced
 from memcheck.bench.sweep.predict import predict_sweep
 from memcheck.core.devices import DEVICES, Device
-from memcheck.report.records import write_tables
 from memcheck.report.plots.pictures import write_plots
+from memcheck.report.records import write_tables
 
 OPERATORS = (
     *("naive", "softmax", "softmax/math", "softplus", "linear-causal", "linear-cumsum", "compressed"),

@@ -42,7 +42,7 @@ def arranged(model: Any, checkpointing: bool, training: bool | None) -> Iterator
 
 
 def arrange(model: Any, checkpointing: bool, training: bool | None) -> Callable[[], object]:
-    """Turns on the checkpoints of the called module, and sets its mode. Returns what undoes the checkpoints.
+    """Turns on the checkpoints of the called module, and sets its mode. Returns what puts the checkpoints back.
 
     UsageError: it has no switch for checkpoints and no list of layers.
     """
@@ -57,7 +57,7 @@ def arrange(model: Any, checkpointing: bool, training: bool | None) -> Callable[
 
 
 def turned_on(model: torch.nn.Module | None) -> Callable[[], object] | None:
-    """Turns on the model's activation checkpoints, and returns what makes them as they were. None: it has none.
+    """Turns on the model's activation checkpoints, and returns what puts them back. None: it has none.
 
     The model's own switch does it, else torch.utils.checkpoint around each layer of its longest lists of equal layers.
     """

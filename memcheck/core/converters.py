@@ -180,7 +180,7 @@ def autocast_name(value: Any) -> str:
     given = str(value).removeprefix("torch.")
     found = SHORT_DTYPES.get(given, given)
     if found not in ("bfloat16", "float16"):
-        similar = did_you_mean(given, SHORT_DTYPES)
+        similar = did_you_mean(given, ("bf16", "fp16"))
         raise ValueError(f"must be bf16 or fp16, as a text or a torch.dtype, got {value!r}{similar}")
     return found
 

@@ -109,7 +109,7 @@ def test_a_case_takes_what_it_does_not_say_itself(name: str) -> None:
         predicted(CASE, **{name: None})
     assert predicted(CASE, "T4", memory_limit="1GiB", threads=2, torch_version="2.13", dense_grad=True).status == "ok"
     for inputs, options in ((("cpu", 3), {}), (("cpu",), {"device": "T4"})):
-        with pytest.raises(TypeError, match="predict_memory takes one place, got 'cpu', (3|device)"):
+        with pytest.raises(TypeError, match=r"predict_memory takes one place, got 'cpu', (3|device)"):
             predicted(CASE, *inputs, **options)
 
 

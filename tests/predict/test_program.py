@@ -42,9 +42,7 @@ def looped(model: nn.Module, steps: list[Step], outputs_stay: bool) -> list[list
     inputs: set[Tensor] = set()
     found: list[list[int]] = []
     with memcheck.track(saved=False) as memory:
-        for step, counts in (
-            (step, counts) for step in steps for counts in ([False, True] if step is first else [True])
-        ):
+        for step, counts in ((it, counts) for it in steps for counts in ([False, True] if it is first else [True])):
             (x,) = step.inputs
             inputs.add(x)
             model.train(step.training is not False)
@@ -160,7 +158,7 @@ def test_what_a_program_refuses(steps: Any, words: str) -> None:
 
 def test_only_a_prediction_takes_a_program() -> None:
     program = Program([Step(torch.sin, REST)])
-    with pytest.raises(TypeError, match="measure_memory takes a Step; memcheck.predict_memory takes a Program"):
+    with pytest.raises(TypeError, match=r"measure_memory takes a Step; memcheck\.predict_memory takes a Program"):
         memcheck.measure_memory(program)
     with pytest.raises(TypeError, match="predict_memory of a Program takes no backward: the Step says it"):
         memcheck.predict_memory(program, backward=False)

@@ -227,10 +227,8 @@ def test_out_of_memory_is_predicted(operator: str) -> None:
     last = max(enough.forward_peak_bytes, enough.backward_peak_bytes)
     fields = ("status", "oom_phase", "oom_requested_bytes", "oom_in_use_bytes", "forward_peak_bytes", "saved_bytes")
     for limit_bytes in (*range(first, last, (last - first) // 9), last - 1, last):
-        predicted, found = (
-            predict_memory(case, memory_limit=limit_bytes).record,
-            measured(case, limit_bytes=limit_bytes),
-        )
+        predicted = predict_memory(case, memory_limit=limit_bytes).record
+        found = measured(case, limit_bytes=limit_bytes)
         for field in fields:
             assert getattr(predicted, field) == getattr(found, field), (limit_bytes, field)
     assert predicted.status == "ok"

@@ -72,8 +72,8 @@ MISTAKES = [
     Mistake(
         "outputs-die-after-the-forward",
         "memcheck/core/outputs.py",
-        "return Outputs((output, loss), named, roots, words)",
-        "return Outputs(roots, named, roots, words)",
+        "return Outputs(Left(output, loss), named, roots, words)",
+        "return Outputs(Left(None, roots), named, roots, words)",
         ("tests/predict/test_outputs.py", "-k", "loop"),
     ),
     Mistake(

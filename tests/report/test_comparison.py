@@ -188,7 +188,7 @@ def test_growth_may_be_let_pass_up_to_a_size(run) -> None:
     for given in ("5", "1%,5"):
         code, out, err = run([BASE], grown, "--fail-on-growth", given)
         assert (code, out) == (2, "")
-        assert "--fail-on-growth: 5: 5 what? write 5%, 5KiB or 5B" in err
+        assert "--fail-on-growth 5: 5 what? write 5%, 5KiB or 5B" in err
     assert run([BASE], grown, "--fail-on-growth", "0")[0] == 1
 
 

@@ -400,8 +400,8 @@ def test_the_table_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--dtype", "fp8"], "--dtype fp8 is unknown; known: bf16, fp16, bfloat16, float16"),
-        (["--dtype", "fp32"], "--dtype fp32 is unknown; known: bf16, fp16, bfloat16, float16"),
+        (["--dtype", "fp8"], "--dtype must be bf16 or fp16, as a text or a torch.dtype, got 'fp8'"),
+        (["--dtype", "fp32"], "--dtype must be bf16 or fp16, as a text or a torch.dtype, got 'fp32'"),
         (["--device", "abacus"], "--device abacus is no device of this machine"),
         (["--device", "meta"], "--device must be cpu or cuda, got meta"),
         (["--device", "cuda:99"], "--device cuda:99 is absent"),

@@ -89,20 +89,20 @@ def test_parts_are_added_up_and_combinators_join_in() -> None:
 def test_a_combination_that_fits_nothing_stays_to_be_told() -> None:
     fits, other = multiply_out([grid("naive", heads=[4, 5])], "cpu")
     assert refusal(fits) is None
-    assert refusal(other) == "--dim must be divisible by --heads for naive, got --dim 16 --heads 5"
+    assert refusal(other) == "dim must be divisible by heads for naive, got dim 16 heads 5"
 
 
 def test_an_operator_that_nothing_fits_is_a_mistake() -> None:
-    with pytest.raises(UsageError, match="--dim must be divisible by --heads for naive, got --dim 16 --heads 5"):
+    with pytest.raises(UsageError, match="dim must be divisible by heads for naive, got dim 16 heads 5"):
         multiply_out([grid("softplus naive", heads=[5])], "cpu")
 
 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"operators": ["soft"]}, "--attention-type soft is unknown; known: naive"),
-        ({"dtype": ["int8"]}, "--dtype int8 is unknown; known: fp32"),
-        ({"mode": ["test"]}, "--mode test is unknown; known: train, inference"),
+        ({"operators": ["soft"]}, "attention_type soft is unknown; known: naive"),
+        ({"dtype": ["int8"]}, "dtype int8 is unknown; known: fp32"),
+        ({"mode": ["test"]}, "mode test is unknown; known: train, inference"),
     ],
 )
 def test_names_are_known(axes: dict[str, object], message: str) -> None:

@@ -248,7 +248,7 @@ def test_a_wrong_case_is_a_row(tmp_path) -> None:
     answers = Answers()
     record, _ = run_sweep([wrong, case()], tmp_path, executor=answers)
     assert (record.status, record.heads) == ("skipped", 3)
-    assert record.reason == "--dim must be divisible by --heads for softmax, got --dim 16 --heads 3"
+    assert record.reason == "dim must be divisible by heads for softmax, got dim 16 heads 3"
     assert answers.asked == [case()]
 
 
@@ -325,7 +325,7 @@ def test_devices_are_those_that_this_process_sees(monkeypatch, tmp_path) -> None
     pool = LocalProcesses(3, ["0", "1"], isolate=False)
     assert [process.environment["CUDA_VISIBLE_DEVICES"] for process in pool.processes] == ["4", "6", "4"]
     pool.close()
-    with pytest.raises(UsageError, match="--devices is for processes of this machine"):
+    with pytest.raises(UsageError, match="devices is for processes of this machine"):
         run_sweep([case(device="cuda:0")], tmp_path / "unused", executor=Answers(), devices=["0"])
     assert not (tmp_path / "unused").exists()
 

@@ -159,7 +159,7 @@ def test_files_of_each_format(tmp_path) -> None:
     assert [path.name for path in paths] == ["memory.png", "memory.svg", "memory.pdf"]
     assert starts == [b"\x89PNG\r", b"<?xml", b"%PDF-"]
     assert all(ElementTree.parse(path) for path in paths[1:2])
-    with pytest.raises(UsageError, match="--format gif is unknown; known: png, svg, pdf"):
+    with pytest.raises(UsageError, match="format gif is unknown; known: png, svg, pdf"):
         write_plots(records, tmp_path, styles=STYLES, title="One", formats=["gif"])
 
 
