@@ -67,8 +67,8 @@ def command_page() -> str:
 def option_page() -> str:
     """The options of a step, a place and split models, as the functions, the flags and the notebook take them."""
     intro = (
-        "Fields of `memcheck.Step`, `memcheck.Place` and `memcheck.Ranks`. Functions take them as keywords, too, and commands as flags: "
-        "`memory_limit` is `--memory-limit`. This page is generated from the fields."
+        "Fields of `memcheck.Step`, `memcheck.Place` and `memcheck.Ranks`. Functions take them as keywords, too, and "
+        "commands as flags: `memory_limit` is `--memory-limit`. This page is generated from the fields."
     )
     parts = ["# Options of a step and a place", intro]
     for kind in (Step, Place, Ranks):

@@ -207,7 +207,12 @@ class Plot(Request):
 
 
 @request(
-    **{**OF_DEFAULT_SIZES, "seq_len": "default: 1024"},
+    **{
+        name: {"more": words, "metavar": "N"}
+        for name, words in {**OF_DEFAULT_SIZES, "seq_len": "default: 1024"}.items()
+    },
+    **{name: {"metavar": "N"} for name in ("query_len", "kv_len", "core_dim", "factor")},
+    lengths="here once",
     attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; default: naive", "metavar": "NAME"},
     dtype=f"of models: {DTYPE_OF_MODELS}",
 )

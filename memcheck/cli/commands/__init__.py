@@ -1,1 +1,1 @@
-"""One module per command with `run(args) -> exit code`. Flags and help are in memcheck.cli.parsers."""
+"""One module per command, with run(request) -> exit code. The requests are in memcheck.cli.requests."""
