@@ -547,16 +547,16 @@ def test_a_case_holds_only_the_sizes_its_operator_has() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bsz": 0}, "--bsz must be at least 1, got 0"),
-        ({"dim": 13}, "--dim must be divisible by --heads for naive, got --dim 13 --heads 3"),
-        ({"query_len": 10}, "--query-len must not exceed --kv-len when causal, got 10 and 9"),
-        ({"mode": "decode"}, "--query-len must be 1 in --mode decode, a step takes one token, got 9"),
-        ({"mode": "dream"}, "--mode must be one of train, inference, decode, got dream"),
-        ({"dtype": "int8"}, "--dtype int8 is unknown; known: fp32"),
-        ({"operator": "hard"}, "--attention-type hard is unknown; known: naive, naive-compiled, softmax"),
+        ({"bsz": 0}, "bsz must be at least 1, got 0"),
+        ({"dim": 13}, "dim must be divisible by heads for naive, got dim 13 heads 3"),
+        ({"query_len": 10}, "query_len must not exceed kv_len when causal, got 10 and 9"),
+        ({"mode": "decode"}, "query_len must be 1 in mode decode, a step takes one token, got 9"),
+        ({"mode": "dream"}, "mode must be one of train, inference, decode, got dream"),
+        ({"dtype": "int8"}, "dtype int8 is unknown; known: fp32"),
+        ({"operator": "hard"}, "attention_type hard is unknown; known: naive, naive-compiled, softmax"),
     ],
 )
-def test_wrong_cases_name_flag_rule_and_value(fields: dict[str, object], message: str) -> None:
+def test_wrong_cases_name_argument_rule_and_value(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_case(dataclasses.replace(case_of("naive"), **fields))
 
@@ -585,7 +585,7 @@ def test_lengths_belong_to_their_batch() -> None:
     assert (case.layout, case.bsz, case.kv_len) == ("padded", 2, 5)
     assert Case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case
     assert hash(case) != hash(dataclasses.replace(case, lengths=(5, 4)))
-    with pytest.raises(UsageError, match=r"--lengths 5,3 needs batch and length to be \(2, 5\) padded or \(1, 8\)"):
+    with pytest.raises(UsageError, match=r"lengths 5,3 needs batch and length to be \(2, 5\) padded or \(1, 8\)"):
         check_case(dataclasses.replace(case, bsz=3))
 
 
