@@ -121,6 +121,13 @@ class Step:
                 f"{named('steps')} {self.steps} needs an optimizer: without one, a later step is like the first"
             )
 
+    def check_inference_mode(self) -> None:
+        """UsageError: it has a backward, and torch.inference_mode() is on."""
+        import torch
+
+        if self.backward and torch.is_inference_mode_enabled():
+            raise UsageError(f"{named('backward')} must be False under torch.inference_mode(), got True")
+
     @property
     def has_optimizer(self) -> bool:
         return self.optimizer is not None or self.optimizer_step is not None

@@ -47,8 +47,7 @@ class MeasuredCall:
 
     def __init__(self, step: Step, device: Device | torch.device | str | None = None) -> None:
         fn, inputs, kwargs = step.model, step.inputs, step.kwargs
-        if step.backward and torch.is_inference_mode_enabled():
-            raise ValueError("backward must be False under torch.inference_mode(), got True")
+        step.check_inference_mode()
         self.step = step
         self._function = functools.partial(fn, *inputs, **kwargs)
         self.forward_options = ForwardOptions(step.loss, step.autocast, step.keep_outputs)

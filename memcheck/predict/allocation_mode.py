@@ -59,6 +59,7 @@ from memcheck.predict.scratch import (
     is_view,
 )
 
+COMPOSITE = "CompositeImplicitAutograd"
 PACK = torch.ops.aten._pack_padded_sequence.default
 GROUPED = torch.ops.aten._grouped_mm.default
 # What a node's code writes into its first operand, except when a mode such as AllocationMode is active.
@@ -100,6 +101,7 @@ class AllocationMode(TorchDispatchMode):
         self.numbers = KeptNumbers(self.storages)
         self.copies = MetaCopies(self.contents, self.storages.stand)
         self.follows_calls = False
+        self.infers = False  # The model runs in inference mode.
         self.saw_transforms = False  # Of torch.func.
         self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
         self.unknown: dict[str, dict[str, None]] = {}
@@ -128,9 +130,9 @@ class AllocationMode(TorchDispatchMode):
             return NotImplemented  # It calls the operators of its local tensor, which come here again.
         if any(kind.__name__ == "NestedTensor" for kind in types):
             raise NotImplementedError(NESTED)
-        if func.namespace == "memcheck" and func._can_decompose():
-            with self:  # In inference mode. Elsewhere autograd has called the operators that it consists of.
-                return func.decompose(*args, **(kwargs or {}))
+        if torch.is_inference_mode_enabled() and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE):
+            with self:  # Outside of inference mode autograd has called the operators that it consists of.
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
         # A function mode must not take operators that are called from here for calls of the model.
         with torch._C.DisableTorchFunction():
             self.numbers.note()

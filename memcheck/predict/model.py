@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,11 +41,6 @@ def predict_step(step: Step, place: Place, probe: Probe | None = None) -> Predic
 
     A model that cannot be traced without data is "skipped", and the reason says why.
     """
-    if step.optimizer_step is not None or step.has_parameters:
-        name = "optimizer_step" if step.optimizer_step is not None else "parameters"
-        raise UsageError(
-            f"{named(name)} is for measurements: a prediction takes an optimizer, and a module's parameters"
-        )
     return predict_last(Program([step], outputs_stay=False), place, probe)
 
 
@@ -63,8 +59,28 @@ def highest_bytes(prediction: Prediction) -> int:
     return max(getattr(prediction.record, f"{phase}_peak_bytes") or 0 for phase in PHASES)
 
 
+def check_predictable(step: Step) -> None:
+    """UsageError: the step has what only a measurement takes, or a backward under torch.inference_mode()."""
+    if step.optimizer_step is not None or step.has_parameters:
+        name = "optimizer_step" if step.optimizer_step is not None else "parameters"
+        raise UsageError(
+            f"{named(name)} is for measurements: a prediction takes an optimizer, and a module's parameters"
+        )
+    step.check_inference_mode()
+
+
 def predict_last(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
     """The prediction of the program's last step, after the others."""
+    for step in program.steps:
+        check_predictable(step)
+    # The model runs in inference mode; what is prepared for it, and autograd's own checks, do not.
+    infers = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if infers else nullcontext():  # It would turn gradients on, too.
+        return predict_prepared(program, place, probe, infers)
+
+
+def predict_prepared(program: Program, place: Place, probe: Probe | None, infers: bool) -> Prediction:
+    """The prediction of the program's last step. infers: the model runs in inference mode."""
     step, target = program.steps[-1], target_at(place)
     record = blank_record(Record, place, target)
     record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
@@ -73,7 +89,7 @@ def predict_last(program: Program, place: Place, probe: Probe | None = None) -> 
         "drop_workspaces": place.drop_workspaces,
         "contents": KnownContents(),
     }
-    how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None}
+    how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None, "infers": infers}
     given = [(step.loss, step.optimizer, step.inputs, step.kwargs) for step in program.steps]
     with nothing_left_behind(step.model, *itertools.chain.from_iterable(given)) as left:
         run = TraceRunner(target, **how)
@@ -148,7 +164,8 @@ def workload_of(
             for part, training in modes.items():
                 part.training = training if step.training is None else step.training
             *positional, named = given
-            return model(*positional, **named)
+            with torch.inference_mode() if mode.infers else nullcontext():
+                return model(*positional, **named)
 
         stepping = optimizer is not None and step.optimizer is not None
         return Workload(

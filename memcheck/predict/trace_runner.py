@@ -35,6 +35,7 @@ class TraceRunner:
     probe: runs operators without a rule.
     checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
     is_split: the model is one rank's part of a split one.
+    infers: the model runs in inference mode.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class TraceRunner:
         probe: Probe | None = None,
         checks: bool = False,
         is_split: bool = False,
+        infers: bool = False,
     ) -> None:
         counts_of_the_last()  # Collected before a mode is active that would record the search.
         self.mode = AllocationMode(AllocationLog(), target, contents, probe)
@@ -54,6 +56,7 @@ class TraceRunner:
         self.mode.follows_calls = checks and target.kind == "cpu"  # On others, nothing is claimed to be exact.
         self.drop_workspaces = drop_workspaces
         self.is_split = is_split
+        self.mode.infers = infers
         self.result = Trace(self.mode.log)
 
     def trace(self, workload: Workload) -> Trace:

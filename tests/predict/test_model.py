@@ -495,3 +495,32 @@ def test_what_is_not_predicted_says_what_to_do(words: str) -> None:
     record = memcheck.predict_memory(model, torch.ones(4, requires_grad=True), device=device).record
     assert record.status == "skipped"
     assert words in str(record.reason)
+
+
+class Inferring(nn.Module):
+    """A model whose forward turns inference mode on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    @torch.inference_mode()
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("make", [mlp, convolutions, encoder])
+def test_inference_mode_is_predicted_as_it_is_measured(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
+    """Around the call, where autograd does not take operators apart, and inside of the model."""
+    model, x = make()
+    with torch.inference_mode():
+        found = [memcheck.predict_memory(model, x, backward=False), memcheck.measure_memory(model, x, backward=False)]
+        with pytest.raises(UsageError, match=r"backward must be False under torch.inference_mode\(\), got True"):
+            memcheck.predict_memory(model, x)
+    inside = Inferring(model)
+    pairs = [found, [find(inside, x, backward=False) for find in (memcheck.predict_memory, memcheck.measure_memory)]]
+    for predicted, measured in pairs:
+        assert predicted.exact
+        for name in ("forward_peak_bytes", "output_bytes", "saved_bytes", "workspace_bytes"):
+            assert getattr(predicted.record, name) == getattr(measured, name)
