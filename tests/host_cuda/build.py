@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
+# A compiler that outlives a killed build writes a file of its own.
 RULES = """\
 rule compile
-  command = $compiler $flags -MD -MT $out -MF $out.d -c $in -o $out.part && mv $out.part $out
+  command = $compiler $flags -MD -MT $out -MF $out.d -c $in -o $out.$$$$.part && mv $out.$$$$.part $out
   depfile = $out.d
   deps = gcc
   description = compile $in
 rule link
-  command = $compiler $in $flags -o $out.part && mv $out.part $out
+  command = $compiler $in $flags -o $out.$$$$.part && mv $out.$$$$.part $out
   description = link $out
 """
 
