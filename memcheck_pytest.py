@@ -46,8 +46,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     marker = item.get_closest_marker("memcheck_limit")
     if marker is None:
         return (yield)
-    from memcheck.measure.script import ScriptWatch
-    from memcheck.report.script import limit_report
+    from memcheck.measure.script_watch import ScriptWatch
+    from memcheck.report.script_tables import limit_report
 
     with ExitStack() as stack:
         try:

@@ -39,7 +39,7 @@ from memcheck.bench.models.case import (
     make_model_case,
     optimizer_state,
 )
-from memcheck.bench.models.predict import held_bytes, predict_model
+from memcheck.bench.models.model_predictions import held_bytes, predict_model
 from memcheck.core.workload import Workload
 from memcheck.nn.decoder import ATTENTIONS
 

@@ -18,7 +18,7 @@ from typing import Any
 from harness import write_result
 
 from memcheck.bench.models.case import ModelCase, make_model_case
-from memcheck.bench.models.predict import predict_model
+from memcheck.bench.models.model_predictions import predict_model
 from memcheck.core.devices import device_named
 from memcheck.core.model_record import FIGURES
 from memcheck.core.units import format_bytes

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from harness import figures, write_result
 
+from memcheck.bench.case_predictions import predict_case, traced
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
-from memcheck.bench.predict import predict_case, traced
-from memcheck.bench.sweep.predict import predict_sweep
+from memcheck.bench.sweep.predicted_sweep import predict_sweep
 from memcheck.core.devices import DEVICES, Device
 from memcheck.report.plots.pictures import write_plots
 from memcheck.report.records import write_tables

@@ -18,7 +18,7 @@ from harness import Run, compare, print_rows, take_turns, write_result
 from torch import Tensor
 from tracking_passes import SHAPES, models, processor_time
 
-from memcheck.measure.script import ScriptWatch
+from memcheck.measure.script_watch import ScriptWatch
 
 
 def training_step(model: torch.nn.Module, x: Tensor) -> Run:

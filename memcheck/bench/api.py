@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memcheck._extension import MISSING
-from memcheck.bench.predict import predict_case
+from memcheck.bench.case_predictions import predict_case
 from memcheck.core.arguments import argument, place_of, renamed, takes_step
 from memcheck.core.case import Case
 from memcheck.core.converters import count

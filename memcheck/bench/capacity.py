@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from memcheck.bench.case_predictions import predicted_or_skipped
 from memcheck.bench.catalog import Case, batch_of, check_case
-from memcheck.bench.predict import predicted_or_skipped
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count
 from memcheck.core.devices import Device

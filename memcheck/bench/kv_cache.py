@@ -7,9 +7,9 @@ import functools
 from dataclasses import dataclass
 
 from memcheck.bench.capacity import Search
+from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.decode import Decoding, cached, grouped, in_place, one_token
-from memcheck.bench.predict import predict_case
 from memcheck.core.case import Case
 from memcheck.core.devices import Device
 from memcheck.core.errors import UnsupportedError, UsageError

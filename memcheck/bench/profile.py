@@ -14,8 +14,8 @@ import torch
 
 from memcheck._extension import extension
 from memcheck.bench.api import predict_memory
+from memcheck.bench.case_predictions import closed_bytes, closed_terms
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
-from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.workloads import prepare
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, size_in_bytes

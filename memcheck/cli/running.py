@@ -16,7 +16,7 @@ from memcheck.bench.catalog import (
     styles_of_contenders,
 )
 from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
-from memcheck.bench.sweep.predict import predicted_record
+from memcheck.bench.sweep.predicted_sweep import predicted_record
 from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import note_unused_options

@@ -7,7 +7,7 @@ import sys
 
 from memcheck.compat import install
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.script import prepare
+from memcheck.core.python_command import prepare
 
 USAGE = """usage: python -m memcheck.compat SCRIPT [ARGS]
        python -m memcheck.compat -m MODULE [ARGS]

@@ -12,7 +12,7 @@ from memcheck.core.devices import Device
 from memcheck.core.record import Record
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.predictions import BASES
-from memcheck.report.script import by_size, size_cells, unit_of
+from memcheck.report.script_tables import by_size, size_cells, unit_of
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:

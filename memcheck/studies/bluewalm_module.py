@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case, make_combinator_case
-from memcheck.bench.predict import predict_case
 from memcheck.core.case import Case
 from memcheck.core.devices import Device
 from memcheck.core.place import Place

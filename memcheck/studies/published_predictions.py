@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case
-from memcheck.bench.predict import predict_case
 from memcheck.core.place import Place
 from memcheck.predict.allocation_log import WORKSPACE
 from memcheck.predict.replay import Prediction

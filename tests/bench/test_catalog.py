@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from memcheck.bench.case_predictions import closed_bytes, closed_terms, predict_case, terms_of
 from memcheck.bench.catalog import (
     CONTENDERS,
     DTYPES,
@@ -27,7 +28,6 @@ from memcheck.bench.catalog import (
     register,
 )
 from memcheck.bench.decode import one_token
-from memcheck.bench.predict import closed_bytes, closed_terms, predict_case, terms_of
 from memcheck.bench.profile import profile_case
 from memcheck.bench.workloads import prepare
 from memcheck.core.errors import UnsupportedError, UsageError

@@ -13,8 +13,8 @@ from plotted import labelled, points, texts
 from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.capacity import Capacity, Search, capacity_curve, find_capacity, resized
+from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
-from memcheck.bench.predict import predict_case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place

@@ -17,7 +17,7 @@ import memcheck
 from memcheck.__main__ import main
 from memcheck.bench.models.case import MODES, SIZES, ModelCase, build_decoder, make_model_case
 from memcheck.bench.models.formulas import evaluate, held_formulas, is_of_backend, kept_formulas
-from memcheck.bench.models.predict import predict_model, traced_model
+from memcheck.bench.models.model_predictions import predict_model, traced_model
 from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError

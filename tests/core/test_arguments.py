@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import memcheck
 from memcheck import Place
 from memcheck.bench.capacity import find_capacity
+from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case
-from memcheck.bench.predict import predict_case
-from memcheck.bench.sweep.predict import predict_sweep
+from memcheck.bench.sweep.predicted_sweep import predict_sweep
 from memcheck.bench.sweep.run import run_sweep
 from memcheck.core.converters import OPTIMIZERS
 from memcheck.core.record import Record

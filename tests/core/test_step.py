@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memcheck
 from memcheck import Place, Program, Ranks, Step
 from memcheck.bench.catalog import make_case
-from memcheck.bench.sweep.predict import key
+from memcheck.bench.sweep.predicted_sweep import key
 from memcheck.core.errors import UsageError
 from memcheck.core.options import options_of, spoken_as_flags
 from memcheck.core.place import HERE

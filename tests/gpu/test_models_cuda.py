@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memcheck.bench.models.case import make_model_case, prepare_model
-from memcheck.bench.models.predict import kept_by_path
+from memcheck.bench.models.model_predictions import kept_by_path
 from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.model_record import FIGURES, by_layer, components_of
 from memcheck.nn.decoder import ATTENTIONS

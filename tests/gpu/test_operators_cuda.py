@@ -15,8 +15,8 @@ from ops.test_all_operators import OPERATORS, Operator
 from torch import Tensor
 
 import memcheck
+from memcheck.bench.case_predictions import closed_bytes
 from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
-from memcheck.bench.predict import closed_bytes
 from memcheck.bench.workloads import bind
 from memcheck.measure.measurement import measure_memory
 

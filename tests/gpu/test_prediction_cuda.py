@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 
+from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import CONTENDERS, Case, combinator_types, make_case, make_combinator_case
-from memcheck.bench.predict import predict_case
 from memcheck.bench.workloads import prepare
 from memcheck.core.devices import this_gpu
 from memcheck.core.record import Record

@@ -8,7 +8,7 @@ from memcheck.core.script_record import Line
 from memcheck.measure import machine as machines
 from memcheck.measure import measurement
 from memcheck.measure import tracker as tracking
-from memcheck.measure.script import ScriptWatch
+from memcheck.measure.script_watch import ScriptWatch
 from memcheck.measure.timeline import record_timeline
 
 

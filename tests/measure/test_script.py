@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memcheck._extension import _C
 from memcheck.core.script_record import LAYERS, Line
-from memcheck.measure.script import LEAST_BYTES, ScriptWatch
+from memcheck.measure.script_watch import LEAST_BYTES, ScriptWatch
 
 CPU = torch.device("cpu")
 ROWS = 512

@@ -15,8 +15,8 @@ import torch._dynamo  # predictions load it; loaded here, conftest.py freezes it
 
 import memcheck
 from memcheck import predict_memory
+from memcheck.bench.case_predictions import closed_bytes, traced
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
-from memcheck.bench.predict import closed_bytes, traced
 from memcheck.bench.workloads import prepare
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError

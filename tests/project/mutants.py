@@ -99,7 +99,7 @@ MISTAKES = [
     ),
     Mistake(
         "prediction-of-another-dtype",
-        "memcheck/bench/sweep/predict.py",
+        "memcheck/bench/sweep/predicted_sweep.py",
         '{**case.fields(), "device": None}',
         '{**case.fields(), "device": None, "dtype": None}',
         (RUN, "-k", "another_prediction"),

@@ -14,8 +14,8 @@ import pytest
 
 import memcheck
 from memcheck import ops
+from memcheck.bench.case_predictions import closed_terms
 from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
-from memcheck.bench.predict import closed_terms
 from memcheck.ops import gradcheck as gradchecking
 
 ROOT = Path(__file__).parents[2]

@@ -636,8 +636,8 @@ def test_accounting_of_a_peak_before_the_output_is_there() -> None:
 @pytest.mark.extension
 def test_accounting_agrees_with_a_measurement() -> None:
     """Of naive attention, the predicted parts are the record's, each to the byte."""
+    from memcheck.bench.case_predictions import closed_terms
     from memcheck.bench.catalog import make_case
-    from memcheck.bench.predict import closed_terms
     from memcheck.bench.profile import profile_case
 
     case = make_case("naive", heads=2, core_dim=None, factor=None, bsz=2, query_len=32, kv_len=48, dim=16)

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
-from memcheck.bench.models.predict import describe_model, held_bytes, kept_by_path, predict_model, predicted_figures
+from memcheck.bench.models.model_predictions import (
+    describe_model,
+    held_bytes,
+    kept_by_path,
+    predict_model,
+    predicted_figures,
+)
 from memcheck.bench.profile import check_can_measure
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, size_in_bytes

@@ -26,9 +26,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from memcheck.bench.case_predictions import closed_bytes, closed_terms
 from memcheck.bench.catalog import BUILT_IN, DTYPES, Case
 from memcheck.bench.plugins import load_plugin
-from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import MANIFEST, Store

@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
+from memcheck.bench.case_predictions import predict_case, predicted_or_skipped
 from memcheck.bench.changes import single_changes
-from memcheck.bench.predict import predict_case, predicted_or_skipped
 from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case, note_unused_options
 from memcheck.cli.decoding import of_case, of_configuration, predict_decoding
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of

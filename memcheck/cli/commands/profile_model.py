@@ -14,7 +14,7 @@ from typing import TextIO, cast
 from tqdm import tqdm
 
 from memcheck.bench.models.case import SIZES, ModelCase, make_model_case
-from memcheck.bench.models.predict import predict_model
+from memcheck.bench.models.model_predictions import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.store import Store

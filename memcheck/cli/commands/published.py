@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memcheck._extension import extension
+from memcheck.bench.case_predictions import closed_terms
 from memcheck.bench.catalog import Case, make_case, make_combinator_case, styles_of_contenders
-from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
 from memcheck.cli.commands.report import write_output
 from memcheck.cli.output import make_room, watch

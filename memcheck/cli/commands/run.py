@@ -13,13 +13,13 @@ from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.cli.streams import patient_streams
 from memcheck.core.errors import UsageError
-from memcheck.core.script import prepare
+from memcheck.core.python_command import prepare
 from memcheck.core.script_record import ScriptRecord
 from memcheck.core.tensors import resolve_device
-from memcheck.measure.script import run_script
-from memcheck.report.plots.script import plot_script, script_figure
+from memcheck.measure.script_watch import run_script
+from memcheck.report.plots.script_plot import plot_script, script_figure
 from memcheck.report.plots.style import inline_svg
-from memcheck.report.script import script_page, script_report, script_title
+from memcheck.report.script_tables import script_page, script_report, script_title
 from memcheck.report.tables import Screen
 
 FILES = ("run.html", "run.png", "run.json")

@@ -21,7 +21,7 @@ from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
-from memcheck.bench.sweep.predict import find_predicted, predict_sweep
+from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, find_done, run_sweep, settings_given, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import LENGTHS, batches_of, gpu_words

@@ -284,8 +284,8 @@ class _Naming:
 def run_script(
     call: Callable[[], object], command: Sequence[str], *, device: torch.device, limit_bytes: int | None = None
 ) -> ScriptRecord:
-    """Calls what core.script prepared, under a tracker, as Python runs a script: a traceback of the script alone goes
-    to stderr, and threads are waited for. The record has the exit code that Python would have given.
+    """Calls what core.python_command prepared, under a tracker, as Python runs a script: a traceback of the script
+    alone goes to stderr, and threads are waited for. The record has the exit code that Python would have given.
     """
     owner = os.getpid()
     with ScriptWatch(device, limit_bytes) as watch:

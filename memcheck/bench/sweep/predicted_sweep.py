@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from memcheck.bench.case_predictions import predicted_or_skipped
 from memcheck.bench.catalog import Case
-from memcheck.bench.predict import predicted_or_skipped
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, code_of, digest, load_plugins, write_manifest
 from memcheck.bench.sweep.store import Store
