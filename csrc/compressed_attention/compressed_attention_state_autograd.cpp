@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/ScalarOps.h>
+#include <ATen/TensorOperators.h>
 
 #include <numeric>
 

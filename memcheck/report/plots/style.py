@@ -7,7 +7,8 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -98,14 +99,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Applies matplotlib's defaults and our settings inside the block, whatever the user's style is."""
+    from matplotlib import style
+
+    with style.context(["default", RC]):
+        yield
+
+
 def in_house_style(draw: Callable[P, T]) -> Callable[P, T]:
-    """The function, which then draws with matplotlib's defaults and our settings, whatever the user's style is."""
+    """The function, which then draws in the house style."""
 
     @functools.wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> T:
-        from matplotlib import style
-
-        with style.context(["default", RC]):
+        with house_style():
             return draw(*args, **kwargs)
 
     return styled
