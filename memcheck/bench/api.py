@@ -23,7 +23,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.options import options_of
 from memcheck.core.place import Place
 from memcheck.core.record import Record
-from memcheck.core.step import Program, Step
+from memcheck.core.step import MEASURED_ONLY, Program, Step
 from memcheck.core.torch_versions import running
 from memcheck.predict.probed import Probe
 from memcheck.predict.replay import Prediction, target_at
@@ -43,7 +43,7 @@ def predicted_of_case(
     return predict_case(case, place_of("predict_memory", places, options), dense_grad=dense_grad)
 
 
-@takes_step(instead={Case: predicted_of_case}, programs=True)
+@takes_step(without=MEASURED_ONLY, instead={Case: predicted_of_case}, programs=True)
 def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = True) -> Prediction:
     """The record that measuring the step at the place would give. Nothing of its size is allocated.
 
@@ -97,7 +97,7 @@ def default_probe() -> CpuProbe:
     return PROBES.setdefault(str(path), CpuProbe(Table(path)))
 
 
-@takes_step(places=())
+@takes_step(without=MEASURED_ONLY, places=())
 def calibrate(step: Step, place: Place, *, path: Path | str) -> Prediction:
     """Probes the operators of a step on this machine's CPU and adds them to the table at `path`.
 
@@ -154,7 +154,8 @@ def largest(
     model, options: as of predict_memory. device: also a Place, alone or as place=.
     step: sizes are its multiples. up_to: the largest size that is tried. start: the first size that is tried.
 
-    UsageError: the place has no limit; step, up_to or start is below 1, or up_to is below step.
+    UsageError: the place has no limit; step, up_to or start is below 1, or up_to is below step. TypeError: make returns
+    a Step, and a model is given, too.
     """
     options = renamed(options)
     up_to = options.pop("up_to", up_to)
@@ -171,6 +172,8 @@ def largest(
         with torch.device("meta"):
             made = make(size)
         if isinstance(made, Step | Program):
+            if model is not None:
+                raise TypeError("largest takes a model or a function that makes Steps, got both")
             return predict_memory(made, place, **options)
         keywords = {**(options.get("kwargs") or {}), **made} if isinstance(made, dict) else options.get("kwargs")
         inputs = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)

@@ -87,7 +87,16 @@ class Plugins(Request):
 
 
 @request()
-class Operators(Plugins):
+class Modes(Request):
+    mode: Any = option(
+        "train",
+        "train: forward and backward; inference: forward; decode: one step from a state; default: train",
+        choices=MODES,
+    )
+
+
+@request()
+class Operators(Plugins, Modes):
     """A request for cases of operators of the catalog. Each option may have several values."""
 
     attention_type: list[str] | None = option(
@@ -97,10 +106,6 @@ class Operators(Plugins):
     dim: list[int] | None = option(None, "token dimension E", sizes)
     heads: list[int] | None = option(None, "number of heads H, for operators that have heads", sizes)
     seq_len: list[int] | None = option(None, "both lengths, S and T", sizes)
-    query_len: list[int] | None = option(None, "number of queries S; default: --kv-len", sizes)
-    kv_len: list[int] | None = option(
-        None, "number of keys T, or tokens of the state in --mode decode; default: --query-len", sizes
-    )
     lengths: list[list[int]] | None = option(
         None,
         "sequences of these lengths, as a padded and as a packed batch, in place of --bsz and lengths; repeatable",
@@ -127,11 +132,6 @@ class Operators(Plugins):
         None, "each query sees only the keys up to its own position; default: --causal", switch
     )
     dtype: Any = option(None, "fp32, bf16, fp16, fp64, or torch's names; default: fp32", converters.dtype_name)
-    mode: Any = option(
-        "train",
-        "train: forward and backward; inference: forward; decode: one step from a state; default: train",
-        choices=MODES,
-    )
 
     def single(self, name: str, whose: str) -> int | None:
         """The option's only value. UsageError: it has several. whose: what takes only one."""
@@ -139,6 +139,16 @@ class Operators(Plugins):
         if given is not None and len(given) > 1:
             raise UsageError(f"{named(name)} must be a single value {whose}, got {len(given)}")
         return given[0] if given else None
+
+
+@request()
+class OfTwoLengths(Operators):
+    """A request for cases whose numbers of queries and keys may differ."""
+
+    query_len: list[int] | None = option(None, "number of queries S; default: --kv-len", sizes)
+    kv_len: list[int] | None = option(
+        None, "number of keys T, or tokens of the state in --mode decode; default: --query-len", sizes
+    )
 
 
 @request()
@@ -268,11 +278,6 @@ class ModelStep(Request):
         """How the model is split over processes."""
         over = {name: size for name in KINDS if (size := getattr(self, name))}
         return Ranks(**over, rank=self.rank or 0) if over else None
-
-    def given(self, name: str) -> bool:
-        """Whether the option is there, and has another value than its default."""
-        field = options_of(self).get(name)
-        return field is not None and getattr(self, name) != field.default
 
     def check(self) -> None:
         for name in ("model", "loss"):

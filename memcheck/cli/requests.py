@@ -17,6 +17,7 @@ from memcheck.cli.options import (
     REPORT_FORMATS,
     Detailed,
     ModelStep,
+    OfTwoLengths,
     Operators,
     PredictedModel,
     Printed,
@@ -128,8 +129,6 @@ class Fit(PredictedModel, Operators):
             raise UsageError(f"{named('find')} {self.find} searches for this size: {rule}")
         for name in ("heads", "core_dim", "factor"):
             self.single(name, "here")
-        if self.axis == "seq_len" and (wrong := next(filter(self.given, ("query_len", "kv_len")), None)):
-            raise UsageError(f"{named('find')} seq-len sets both lengths: leave out {named(wrong)}")
 
 
 @request()
@@ -216,7 +215,7 @@ class Plot(Request):
     attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; default: naive", "metavar": "NAME"},
     dtype=f"of models: {DTYPE_OF_MODELS}",
 )
-class Predict(PredictedModel, Operators):
+class Predict(PredictedModel, OfTwoLengths):
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB

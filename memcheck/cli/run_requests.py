@@ -12,9 +12,10 @@ from memcheck.cli.options import (
     DEFAULT_TYPES,
     GPU_LENGTHS,
     GPU_SIZES,
-    MODES,
     Detailed,
-    Operators,
+    Modes,
+    OfTwoLengths,
+    Plugins,
     Predicting,
     Timed,
     of_place,
@@ -32,14 +33,9 @@ FOLDER = "folder of the results; records of the same cases are replaced, others 
 
 
 @request()
-class Cases(Timed, Detailed):
+class Cases(Timed, Detailed, Plugins, Modes):
     """The options of the commands that run operators case by case."""
 
-    mode: str = option(
-        "train",
-        "train: forward and backward; inference: forward; decode: one step from a state; default: train",
-        choices=MODES,
-    )
     max_seconds_per_case: float | None = option(
         None,
         "no timed pass of a case begins after S seconds; 0: no limit; default: 60 on a CPU, else 0",
@@ -70,12 +66,17 @@ class Cases(Timed, Detailed):
 
 
 @request(
-    **{name: f"default: {size}, on a GPU {GPU_SIZES[name]}" for name, size in DEFAULT_SIZES.items()},
+    **{
+        name: {"more": f"default: {size}, on a GPU {GPU_SIZES[name]}", "metavar": "N"}
+        for name, size in DEFAULT_SIZES.items()
+    },
+    core_dim={"metavar": "N"},
+    factor={"metavar": "N"},
     attention_type=f"repeatable; default: {','.join(DEFAULT_TYPES)}",
     seq_len=f"default: 256 to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}",
     dtype="on a GPU bf16",
 )
-class ProfileAttention(Cases, Operators):
+class ProfileAttention(Cases, OfTwoLengths):
     """Measures memory and time of attention operators: a table, records and a plot.
 
     memcheck profile-attention
@@ -85,6 +86,10 @@ class ProfileAttention(Cases, Operators):
     """
 
     preset: str = option("quick", "values of flags not given; default: quick", choices=PRESETS[:1])
+
+    def check(self) -> None:
+        for name in (*DEFAULT_SIZES, "core_dim", "factor"):
+            self.single(name, "here, as memcheck sweep takes several")
 
 
 @request()
@@ -189,7 +194,7 @@ OPTIONAL: dict[str, Any] = {"default": None, "only_on": True}
     plugin={"group": RUNNING},
     device_from_this_gpu={"group": PREDICTING},
 )
-class Sweep(Operators, Timed, Predicting):
+class Sweep(OfTwoLengths, Timed, Predicting):
     """Runs a grid of cases, with tables and plots. The same command again continues where the last one stopped.
 
     memcheck sweep

@@ -35,7 +35,7 @@ def argument(name: str, value: Any, convert: Convert) -> Any:
 
 
 def takes_step(
-    steps: Iterable[str] | None = None,
+    without: Iterable[str] = (),
     places: Iterable[str] | None = None,
     instead: Mapping[type, Callable[..., Any]] | None = None,
     programs: bool = False,
@@ -48,12 +48,12 @@ def takes_step(
     Keywords that belong neither to the step, the place nor the function are inputs of the model. Signature and
     documentation list the options.
 
-    steps, places: the options that the function takes; None: all. instead: functions for first arguments that are no
-    model, by their class. programs: the function takes a Program, too.
+    without: options of a step that the function does not take. places: those of a place that it takes; None: all.
+    instead: functions for first arguments that are no model, by their class. programs: it takes a Program, too.
 
     TypeError: a keyword belongs to the function and to the model, or to neither. The model's own go into kwargs.
     """
-    of_step = {name: field for name, field in options_of(Step).items() if steps is None or name in steps}
+    of_step = {name: field for name, field in options_of(Step).items() if name not in without}
     of_place = {name: field for name, field in options_of(Place).items() if places is None or name in places}
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
@@ -141,7 +141,7 @@ def signature_of(
 def documented(text: str, groups: Mapping[str, Mapping[str, dataclasses.Field[Any]]]) -> str:
     """The docstring, and the options of each group with their help."""
     parts = [inspect.cleandoc(text)]
-    for title, fields in groups.items():
+    for title, fields in ((title, fields) for title, fields in groups.items() if fields):
         lines = [f"{name}: {field.metadata['help']}." for name, field in fields.items()]
         filled = (textwrap.fill(line, 116, initial_indent="    ", subsequent_indent=" " * 8) for line in lines)
         parts.append("\n".join([f"Options of the {title}:", "", *filled]))
@@ -149,17 +149,17 @@ def documented(text: str, groups: Mapping[str, Mapping[str, dataclasses.Field[An
 
 
 def check_keywords(
-    caller: str, own: Iterable[str], model: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]
+    caller: str, own: Iterable[str], model: Any, inputs: tuple[Any, ...], given: Mapping[str, Any]
 ) -> None:
     """TypeError: a keyword that is given belongs to the caller and to the model, or to neither.
 
     own: the caller's keywords.
     """
-    own, apart, title = list(own), named.get("kwargs"), title_of(model)
+    own, apart, title = list(own), given.get("kwargs"), title_of(model)
     if apart is not None and not (isinstance(apart, dict) and all(isinstance(name, str) for name in apart)):
         raise TypeError(f"kwargs must be a dict of the model's keyword inputs, got {apart!r}")
     known, open_ones = keywords_of(model, inputs)
-    for name in named:
+    for name in given:
         if name in own:
             if name in open_ones and name != "kwargs" and apart is None:
                 raise TypeError(

@@ -59,7 +59,7 @@ def arrange(model: Any, checkpointing: bool, training: bool | None) -> Callable[
 def turned_on(model: torch.nn.Module | None) -> Callable[[], object] | None:
     """Turns on the model's activation checkpoints, and returns what puts them back. None: it has none.
 
-    The model's own switch does it, else torch.utils.checkpoint around each layer of its longest lists of equal layers.
+    The model's own switch does it, else torch.utils.checkpoint around each layer of its lists of equal layers.
     """
     if model is None:
         return None

@@ -97,6 +97,11 @@ class Request:
     def check(self) -> None:
         """UsageError: the options do not fit together."""
 
+    def given(self, name: str) -> bool:
+        """Whether the request has the option, with another value than its default."""
+        field = options_of(self).get(name)
+        return field is not None and getattr(self, name) != field.default
+
 
 def convert_options(values: Any) -> None:
     """Replaces the options of a frozen dataclass by their converted values. For its __post_init__.

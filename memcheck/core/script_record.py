@@ -21,7 +21,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Place:
+class Origin:
     """Where memory was allocated, and what it holds."""
 
     operator: str  # The operator or autograd node.
@@ -39,7 +39,7 @@ class Place:
 class Alive:
     """The blocks of one place that were alive at a moment."""
 
-    place: Place
+    place: Origin
     bytes: int
     blocks: int
 
@@ -52,7 +52,7 @@ class Moment:
     event: int  # Counted from 1.
     seconds: float  # Since the script began.
     step: int  # The optimizer step that it belongs to, from 1.
-    place: Place
+    place: Origin
 
 
 @dataclass(frozen=True)

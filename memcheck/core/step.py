@@ -79,7 +79,6 @@ class Step:
         "the gradient of each output is a full tensor, instead of one element expanded",
         converters.switch,
     )
-
     parameters: Any = option(
         (),
         "of a measurement: tensors, modules, optimizers (their parameters and state) or containers of these that the "
@@ -168,6 +167,8 @@ class Step:
         return None
 
 
+# Options that only a measurement takes.
+MEASURED_ONLY = ("parameters", "optimizer_step")
 NEED_BACKWARD = ("optimizer", "optimizer_step", "accumulate", "keep_outputs", "checkpointing", "dense_grad")
 
 

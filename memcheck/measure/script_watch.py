@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Moment, Place, Refusal, ScriptRecord
+from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Moment, Origin, Refusal, ScriptRecord
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
 from memcheck.measure.allocation_events import (
@@ -261,8 +261,8 @@ class _Naming:
         self._lines = recorder.lines()
         self._modules = modules
 
-    def place(self, path: int, line: int, module: int, phase: int, kind: int) -> Place:
-        return Place(self._operators[path], PHASES[phase], KINDS[kind], self._modules[module], self._lines[line])
+    def place(self, path: int, line: int, module: int, phase: int, kind: int) -> Origin:
+        return Origin(self._operators[path], PHASES[phase], KINDS[kind], self._modules[module], self._lines[line])
 
     def moment(self, moment: tuple[Any, ...]) -> Moment:
         size, event, seconds, step, site = moment
@@ -270,7 +270,7 @@ class _Naming:
 
     def alive(self, rows: Iterable[tuple[Any, ...]]) -> list[Alive]:
         """Largest first; sites whose names are the same are one."""
-        sums: dict[Place, tuple[int, int]] = {}
+        sums: dict[Origin, tuple[int, int]] = {}
         for site, size, blocks in rows:
             place = self.place(*site)
             before = sums.get(place, (0, 0))

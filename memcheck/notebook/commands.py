@@ -28,6 +28,7 @@ R = TypeVar("R", bound=Request)
 # Flags of output that a notebook does not need, and of files that are written for each case.
 PRINTED = ("format", "units", "doubts", "output")
 FILES = ("timeline", "snapshot", "trace", "nvtx")
+OF_STEPS = ("device", "memory_limit", "passes", "no_time", "predict", "explain")
 
 
 def takes_options(
@@ -39,6 +40,7 @@ def takes_options(
     memory_limit. Signature and docstring list the options. without: options that make no sense in a function.
     """
     fields = {name: field for name, field in options_of(kind).items() if name not in without}
+    fields = {"attention_type": fields.pop("attention_type"), **fields}
 
     def decorate(function: Callable[[R, list[Step]], Results]) -> Callable[..., Results]:
         def public(
@@ -58,9 +60,10 @@ def takes_options(
             steps = [step for step in first or () if isinstance(step, Step)]
             return function(kind(**options, **({} if steps else {"attention_type": first})), steps)
 
-        order = ["attention_type", *(name for name in fields if name != "attention_type"), "place"]
         parameter, kinds = inspect.Parameter, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = [parameter(name, kinds[bool(index)], default=None) for index, name in enumerate(order)]
+        parameters = [
+            parameter(name, kinds[bool(index)], default=None) for index, name in enumerate([*fields, "place"])
+        ]
         public.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
         helps = {name: in_python(field.metadata["help"]) for name, field in fields.items()}
         helps["place"] = "a memcheck.Place, in place of device and memory_limit"
@@ -96,13 +99,15 @@ def profile(request: ProfileAttention, steps: list[Step]) -> Results:
         memcheck.profile(["naive", "softplus"], seq_len=[256, 1024], dim=256)
         memcheck.profile(memcheck.Step(model, x, optimizer="adamw"), predict=True)
 
-    The first argument may be a Step, or several, in place of operators: then only device, memory_limit, passes,
-    no_time, predict and explain apply. The other keywords are the flags of `memcheck profile-attention`. explain=True
+    The first argument may be a Step, or several, in place of operators: then device, memory_limit, passes, no_time,
+    predict and explain are the only keywords. The others are the flags of `memcheck profile-attention`. explain=True
     adds the tensors alive at each peak to the records; predict=True adds predicted records.
 
     UsageError: a keyword or a value is wrong.
     """
     if steps:
+        if wrong := [name for name in options_of(request) if name not in OF_STEPS and request.given(name)]:
+            raise UsageError(f"profile: {wrong[0]} is for operators, not for Steps")
         place = Place(request.device, request.memory_limit)
         how: dict[str, Any] = {
             "passes": request.passes,

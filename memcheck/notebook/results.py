@@ -20,7 +20,7 @@ from memcheck.core.record import Record, write_csv
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import case_and_place, select
 from memcheck.report.comparison import Comparison, compare
-from memcheck.report.plots.pictures import Picture, Request, choose_pictures, main_picture
+from memcheck.report.plots.pictures import Picture, PictureRequest, choose_pictures, main_picture
 from memcheck.report.plots.style import in_house_style
 from memcheck.report.predictions import prediction_table
 from memcheck.report.records import PIVOT_FIELDS, cs336_tables, main_tables, pivot_tables
@@ -75,7 +75,7 @@ class Results(Sequence[Record]):
         tables = main_tables(self.records)
         for table in tables:
             table.notes = [note for note in table.notes if note not in sentences]
-        pictures = self.pictures(Request())
+        pictures = self.pictures(PictureRequest())
         shown = [inline_png(main_picture(pictures))] if pictures else []
         return html.fragment(html.listed(sentences), *shown, *map(to_html, tables))
 
@@ -144,7 +144,7 @@ class Results(Sequence[Record]):
             raise MemcheckError(f"there is nothing to draw in these {len(self)} records")
         return shown(main_picture(pictures).draw())
 
-    def pictures(self, request: Request, title: str = "") -> list[Picture]:
+    def pictures(self, request: PictureRequest, title: str = "") -> list[Picture]:
         """Every picture that the records allow."""
         return choose_pictures(self.records, styles=styles_of_contenders(), title=title, request=request)
 

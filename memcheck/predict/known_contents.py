@@ -38,7 +38,7 @@ class Contents:
 
     __slots__ = ("__weakref__", "bytes", "real", "small", "step")
 
-    def __init__(self, bytes: int, real: torch.UntypedStorage | None, step: Step | None, small: bool) -> None:
+    def __init__(self, bytes: int, real: torch.UntypedStorage | None, step: NotedOperator | None, small: bool) -> None:
         self.bytes = bytes
         self.real = real
         self.step = step
@@ -69,7 +69,7 @@ class View:
 
 
 @dataclass(eq=False)
-class Step:
+class NotedOperator:
     """An operator that was noted. Views stand for the tensors of its arguments.
 
     results: the results that lie in new storages, by position.
@@ -207,7 +207,7 @@ class KnownContents:
         def part(thing: Any) -> Any:
             return parts[id(thing)] if isinstance(thing, Tensor) else thing
 
-        step = Step(func, mapped(part, args), mapped(part, kwargs), [], [])
+        step = NotedOperator(func, mapped(part, args), mapped(part, kwargs), [], [])
         for position, tensor in new:
             self._note_result(step, position, tensor, small)
         for tensor in written:
@@ -271,7 +271,7 @@ class KnownContents:
             parts[id(tensor)] = View.of(tensor, contents)
         return True
 
-    def _note_result(self, step: Step, position: int, tensor: Tensor, small: bool) -> None:
+    def _note_result(self, step: NotedOperator, position: int, tensor: Tensor, small: bool) -> None:
         storage = tensor.untyped_storage()
         noted = Contents(storage.nbytes(), None, step, small and may_be_known(tensor))
         step.results.append((position, weakref.ref(noted), View.of(tensor, EMPTY)))

@@ -1,4 +1,4 @@
-"""Predicts a call of any model: its forward, its backward and its optimizer's step, from shapes alone."""
+"""Predicts steps of any model: a forward, its backward and the optimizer's step, from shapes alone."""
 
 from __future__ import annotations
 
@@ -62,10 +62,8 @@ def highest_bytes(prediction: Prediction) -> int:
 def check_predictable(step: Step) -> None:
     """UsageError: the step has what only a measurement takes, or a backward under torch.inference_mode()."""
     if step.optimizer_step is not None or step.has_parameters:
-        name = "optimizer_step" if step.optimizer_step is not None else "parameters"
-        raise UsageError(
-            f"{named(name)} is for measurements: a prediction takes an optimizer, and a module's parameters"
-        )
+        name = named("optimizer_step" if step.optimizer_step is not None else "parameters")
+        raise UsageError(f"{name} is for measurements: a prediction takes an optimizer, and a module's parameters")
     step.check_inference_mode()
 
 
@@ -73,9 +71,10 @@ def predict_last(program: Program, place: Place, probe: Probe | None = None) -> 
     """The prediction of the program's last step, after the others."""
     for step in program.steps:
         check_predictable(step)
-    # The model runs in inference mode; what is prepared for it, and autograd's own checks, do not.
+    # Only the model runs in the caller's inference mode: copies of its tensors cannot be made in it.
     infers = torch.is_inference_mode_enabled()
-    with torch.inference_mode(False) if infers else nullcontext():  # It would turn gradients on, too.
+    # inference_mode(False) also turns gradients on, so it is not entered without need.
+    with torch.inference_mode(False) if infers else nullcontext():
         return predict_prepared(program, place, probe, infers)
 
 
@@ -157,7 +156,9 @@ def workload_of(
         if target.kind == "cpu":
             move_settings(optimizers_in(optimizer), mode)
 
-    modes = {} if module is None else {part: part.training for part in module.modules()}
+    # Set before each forward if a step asks for a mode. Else they are those that the forwards themselves leave.
+    asked = any(step.training is not None for step in program.steps)
+    modes = {part: part.training for part in module.modules()} if module is not None and asked else {}
 
     def work(step: Step, inputs: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Workload:
         def run(*given: Any) -> Any:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
-from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Place, ScriptRecord
+from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Origin, ScriptRecord
 from memcheck.core.units import UNITS, counted, format_bytes
 from memcheck.report.page import render_page
 from memcheck.report.tables import Cell, Column, Screen, Table, to_text
@@ -190,7 +190,7 @@ def size_cells(
 
 
 def group_table(
-    alive: Sequence[Alive], name: str, title: str, heading: str, key: Callable[[Place], str], unit: str, most: int
+    alive: Sequence[Alive], name: str, title: str, heading: str, key: Callable[[Origin], str], unit: str, most: int
 ) -> Table:
     """What is alive by the key, largest first, and the rest combined; the rows add up to the whole."""
     groups: dict[str, list[Alive]] = defaultdict(list)
@@ -213,12 +213,12 @@ def size_of(alive: Iterable[Alive]) -> int:
     return sum(each.bytes for each in alive)
 
 
-def operator_and_line(place: Place) -> str:
+def operator_and_line(place: Origin) -> str:
     name = f"{place.kind} ({place.operator})" if place.kind else place.operator
     return f"{name}, {line_of(place)}"
 
 
-def line_of(place: Place) -> str:
+def line_of(place: Origin) -> str:
     return shown_line(place.line) if place.line else NO_LINE
 
 

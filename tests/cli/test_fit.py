@@ -362,7 +362,7 @@ def test_modes_and_dtypes(fit) -> None:
         ("--device T4 --memory-limit lots", "--memory-limit must look like 40GiB"),
         ("--device T4 --device-from-this-gpu", "--device T4 and --device-from-this-gpu exclude each other"),
         ("--device T4 --format yaml", "--format"),
-        ("--device T4 --query-len 4", "--find seq-len sets both lengths: leave out --query-len"),
+        ("--device T4 --query-len 4", "unrecognized arguments: --query-len 4"),
         ("--device T4 --packed", "--packed needs --lengths, the positions of each sequence"),
         ("--device T4 --lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
         ("--device T4 --lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),

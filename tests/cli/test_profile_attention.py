@@ -225,6 +225,7 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--timeline picture.gif", "--timeline picture.gif must end in one of .png, .svg, .pdf"),
         ("--max-seconds-per-case -1", "--max-seconds-per-case must be a number of seconds, 0 or more, got '-1'"),
         ("--max-seconds-per-case nan", "--max-seconds-per-case must be a number of seconds, 0 or more, got 'nan'"),
+        ("--bsz 1,2", "--bsz must be a single value here, as memcheck sweep takes several, got 2"),
         ("--plugin nowhere.py", "--plugin nowhere.py: there is no such file"),
         ("--plugin no_such_module", "--plugin no_such_module cannot be imported: ModuleNotFoundError"),
         ("--preset huge", "--preset"),

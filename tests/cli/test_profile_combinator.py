@@ -134,3 +134,11 @@ def test_predictions_stand_beside(profile) -> None:
     assert (predicted.source, predicted.operator, predicted.exact) == ("predicted", "combinator", True)
     assert predicted.forward_peak_bytes == measured.forward_peak_bytes
     assert predicted.backward_peak_bytes == measured.backward_peak_bytes
+
+
+def test_a_plugin_is_loaded(profile, tmp_path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("from pathlib import Path\nPath(__file__).with_name('loaded').touch()\n")
+    code, (record,) = profile(*SMALL, "--plugin", str(plugin))
+    assert (code, record.status) == (0, "ok")
+    assert (tmp_path / "loaded").exists()

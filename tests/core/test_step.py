@@ -21,6 +21,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.options import options_of, spoken_as_flags
 from memcheck.core.place import HERE
 from memcheck.core.record import Record
+from memcheck.core.step import MEASURED_ONLY
 from memcheck.measure.timeline import record_timeline
 from memcheck.nn import Decoder
 
@@ -143,6 +144,8 @@ def test_the_largest_of_a_step_is_that_of_the_keywords() -> None:
     assert 0 < found[0].size < 2**12
     with pytest.raises(TypeError, match="predict_memory of a Step takes no optimizer: the Step says it"):
         memcheck.largest(step, None, "64KiB", optimizer="sgd", **more)
+    with pytest.raises(TypeError, match="largest takes a model or a function that makes Steps, got both"):
+        memcheck.largest(step, LINEAR, "64KiB", **more)
 
 
 def test_a_step_says_its_options_itself() -> None:
@@ -231,6 +234,11 @@ def test_an_earlier_name_is_taken_with_one_warning() -> None:
 
 def test_signature_and_documentation_list_every_option() -> None:
     every = {**options_of(Step), **options_of(Place)}
+    for name in MEASURED_ONLY:
+        del every[name]
+        assert name not in inspect.signature(memcheck.predict_memory).parameters
+        with pytest.raises(TypeError, match=f"{name} is no argument of predict_memory or of Linear.forward"):
+            memcheck.predict_memory(LINEAR, x(), **{name: ()})
     signature, text = inspect.signature(memcheck.predict_memory), memcheck.predict_memory.__doc__ or ""
     assert {name: signature.parameters[name].default for name in every} == {n: f.default for n, f in every.items()}
     assert list(signature.parameters)[:3] == ["model", "inputs", "kwargs"]
@@ -238,6 +246,8 @@ def test_signature_and_documentation_list_every_option() -> None:
     measured = inspect.signature(memcheck.measure_memory).parameters
     assert {name for name in options_of(Place) if name in measured} == set(HERE)
     assert measured.keys() >= {*options_of(Step), "details", "place"}
+    assert "Options of the place" in text
+    assert "Options of the place" not in (memcheck.calibrate.__doc__ or "")
 
 
 # What a step arranges.

@@ -282,3 +282,40 @@ def test_sequences_are_a_list_of_lists() -> None:
     assert {record.lengths for record in swept} == {(8, 8), (8, 2)}
     with pytest.raises(UsageError, match="lengths has the number and lengths of sequences: leave out bsz"):
         memcheck.sweep("softplus", lengths=[8, 2], bsz=2, **how)
+
+
+def test_steps_are_profiled() -> None:
+    """Memory, times and a prediction of each, as measure_memory and predict_memory give them."""
+    model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    steps = [memcheck.Step(model, x, optimizer="adamw"), memcheck.Step(model, x, backward=False)]
+    found = memcheck.profile(steps, predict=True, passes=2, device="cpu")
+    assert [(record.operator, record.source) for record in found] == [
+        *[("Linear", "measured")] * 2,
+        *[("Linear", "predicted")] * 2,
+    ]
+    for record, step in zip(found[:2], steps, strict=True):
+        assert record.forward_peak_bytes == memcheck.measure_memory(step).forward_peak_bytes
+        assert record.passes == 2
+        assert record.forward_ms is not None
+    assert [record.backward_peak_bytes for record in found[2:]] == [found[0].backward_peak_bytes, None]
+    (limited,) = memcheck.profile(steps[1], place=memcheck.Place("cpu", memory_limit="1KiB"), no_time=True)
+    assert (limited.forward_ms, limited.oom_phase) == (None, None)
+    with pytest.raises(UsageError, match="profile: seq_len is for operators, not for Steps"):
+        memcheck.profile(steps[0], seq_len=8)
+    with pytest.raises(UsageError, match="sweep takes operators of the catalog; profile takes Steps"):
+        memcheck.sweep(steps)
+
+
+def test_a_place_stands_for_its_options() -> None:
+    place = memcheck.Place("cpu", memory_limit="1GiB")
+    given, spoken = (
+        memcheck.profile("naive", place=place, **SMALL),
+        memcheck.profile("naive", device="cpu", memory_limit="1GiB", **SMALL),
+    )
+    assert [record.backward_peak_bytes for record in given] == [record.backward_peak_bytes for record in spoken]
+    predicted = memcheck.sweep("naive", seq_len=16, dim=8, heads=2, place=memcheck.Place("T4"), predict_only=True)
+    assert predicted[0].device_name == "T4"
+    with pytest.raises(UsageError, match="place: device is given twice"):
+        memcheck.profile("naive", place=place, device="cpu", **SMALL)
+    with pytest.raises(UsageError, match="place: threads is for predictions of a Step"):
+        memcheck.profile("naive", place=memcheck.Place("cpu", threads=2), **SMALL)

@@ -162,3 +162,24 @@ def test_only_a_prediction_takes_a_program() -> None:
         memcheck.measure_memory(program)
     with pytest.raises(TypeError, match="predict_memory of a Program takes no backward: the Step says it"):
         memcheck.predict_memory(program, backward=False)
+
+
+class Settling(nn.Module):
+    """A model that leaves the training mode in its first forward, and then has no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        self.eval()
+        return y
+
+
+@pytest.mark.extension
+def test_a_mode_that_a_forward_leaves_holds_in_the_next() -> None:
+    predicted = memcheck.predict_memory(Settling(), torch.randn(4, 8), optimizer="sgd-momentum").record
+    measured = memcheck.measure_memory(Settling(), torch.randn(4, 8), optimizer="sgd-momentum")
+    assert predicted.saved_bytes == measured.saved_bytes
+    assert predicted.backward_peak_bytes == measured.backward_peak_bytes

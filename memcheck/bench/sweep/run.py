@@ -117,7 +117,7 @@ def run_sweep(
     if workers is None:
         workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
     with submission(executor, workers, devices, isolate) as submit, Store(folder).owned() as store:
-        sweep = Sweep(settings, submit, workers, store, progress)
+        sweep = SweepRun(settings, submit, workers, store, progress)
         sweep.look_up(cases, store.records, retry)
         manifest = write_manifest(store.folder, command, sweep.machines)
         sweep.run([case for case in dict.fromkeys(cases) if case not in sweep.known], total=len(set(cases)))
@@ -143,7 +143,7 @@ def find_done(
         return {}
     settings = settings_given(memory_limit, None, passes, timed, plugins)
     with submission(executor, 1, None, isolate=False) as submit:
-        sweep = Sweep(settings, submit, 1)
+        sweep = SweepRun(settings, submit, 1)
         sweep.look_up(cases, store.read(), retry)
     return sweep.known
 
@@ -181,7 +181,7 @@ def digest(value: list[Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Sweep:
+class SweepRun:
     """One sweep in progress: what is known, what is left, and how jobs are sent to workers."""
 
     def __init__(

@@ -13,7 +13,7 @@ from memcheck.cli.requests import Plot
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.record import Record
-from memcheck.report.plots.pictures import KINDS, Request, write_plots
+from memcheck.report.plots.pictures import KINDS, PictureRequest, write_plots
 from memcheck.report.plots.series import quantity_of
 from memcheck.report.plots.style import check_formats
 
@@ -36,7 +36,7 @@ def run(request: Plot) -> int:
     return 0
 
 
-def make_request(kinds: Sequence[str] | None, x: str | None, y: str | None, log: bool | None) -> Request:
+def make_request(kinds: Sequence[str] | None, x: str | None, y: str | None, log: bool | None) -> PictureRequest:
     for kind in kinds or ():
         if kind not in KINDS:
             raise unknown_name(named("kind"), kind, KINDS)
@@ -49,7 +49,7 @@ def make_request(kinds: Sequence[str] | None, x: str | None, y: str | None, log:
     fields = [field.name for field in dataclasses.fields(Record) if field.name.endswith(("_bytes", "_ms"))]
     if y and field not in fields:
         raise unknown_name(named("y"), y, fields)
-    return Request(kinds, axis, quantity_of(field) if field else None, log)
+    return PictureRequest(kinds, axis, quantity_of(field) if field else None, log)
 
 
 def chosen(records: list[Record], names: list[str]) -> list[Record]:

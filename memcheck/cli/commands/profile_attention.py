@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from memcheck.bench.catalog import Case, make_case
@@ -35,7 +34,7 @@ def cases_of(request: ProfileAttention) -> list[Case]:
     device = find_device(request.device)
     on_gpu = device != "cpu"
     defaults: dict[str, Any] = {**(GPU_SIZES if on_gpu else DEFAULT_SIZES), "core_dim": None, "factor": None}
-    sizes = [getattr(request, name) or [default] for name, default in defaults.items()]
+    sizes = {name: (getattr(request, name) or [default])[0] for name, default in defaults.items()}
     same: dict[str, Any] = {
         "dtype": request.dtype or (GPU_DTYPE if on_gpu else "float32"),
         "causal": request.causal is not False,
@@ -45,7 +44,4 @@ def cases_of(request: ProfileAttention) -> list[Case]:
     }
     batches = batches_of(vars(request), GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS)
     names = dict.fromkeys(request.attention_type or DEFAULT_TYPES)
-    return [
-        make_case(name, **{**dict(zip(defaults, values, strict=True)), **batch}, **same)
-        for values, batch, name in itertools.product(itertools.product(*sizes), list(batches), names)
-    ]
+    return [make_case(name, **{**sizes, **batch}, **same) for batch in batches for name in names]

@@ -28,7 +28,7 @@ class OperatorFacts:
     operands: those for which the CPU's rule holds: "plain"; "one dtype", also of results, masks excepted; "contiguous".
     source: the files that have the kernels, in torch's aten/src/ATen/native, or from the root of torch or memcheck.
     measured_in: the test that compares the rule for the CPU with measurements.
-    versions: the oldest and the newest release of torch that the facts were tried with.
+    versions: the oldest and the newest release of torch that tests of predictions ran with.
     on_a100: published float32 rows, measured on an A100, have it; tests/predict/test_replay.py predicts all their
         figures.
     sparse: "nothing": it takes nothing besides its outputs if operands are sparse; "on meta": such a kernel exists for

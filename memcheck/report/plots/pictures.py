@@ -59,7 +59,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Request:
+class PictureRequest:
     """What to draw of the records; None means everything that the records allow."""
 
     kinds: Sequence[str] | None = None
@@ -77,7 +77,7 @@ def plot_memory(
     """Draws the main picture of memory of records that may share one, and writes it to `path`."""
     records = on_measured_devices(records)
     refuse_mixed(records)  # Among several views as well.
-    group = RecordGroup(records, styles, title, "", Request(["memory", "decode"]))
+    group = RecordGroup(records, styles, title, "", PictureRequest(["memory", "decode"]))
     figure = main_picture([*group.pictures()]).draw(title=title, subtitle=subtitle)
     save(figure, path)
     return figure
@@ -95,7 +95,7 @@ def write_plots(
     styles: Mapping[str, Style],
     title: str,
     formats: Sequence[str] = ("png", "svg"),
-    request: Request | None = None,
+    request: PictureRequest | None = None,
     more: Sequence[Picture] = (),
     every: bool = True,
     watch: Watch = iter,
@@ -137,7 +137,7 @@ def choose_pictures(
     *,
     styles: Mapping[str, Style],
     title: str,
-    request: Request | None = None,
+    request: PictureRequest | None = None,
     more: Sequence[Picture] = (),
 ) -> list[Picture]:
     """Chooses the pictures. Records of different dtypes, modes, devices or batch sizes go into separate pictures."""
@@ -145,11 +145,11 @@ def choose_pictures(
     for setting, group in split_settings(operators_among(records)):
         words = setting_words(setting)
         topic = ", ".join(filter(None, (title, words)))
-        pictures += RecordGroup(group, styles, topic, slug(words), request or Request()).pictures()
-    return [*pictures, *model_pictures(models_among(records), title, request or Request()), *more]
+        pictures += RecordGroup(group, styles, topic, slug(words), request or PictureRequest()).pictures()
+    return [*pictures, *model_pictures(models_among(records), title, request or PictureRequest()), *more]
 
 
-def model_pictures(models: Sequence[ModelRecord], title: str, request: Request) -> Iterator[Picture]:
+def model_pictures(models: Sequence[ModelRecord], title: str, request: PictureRequest) -> Iterator[Picture]:
     """Whole models as bars, if no field or axis was requested."""
     wanted = request.kinds is None or "models" in request.kinds
     if models and wanted and request.quantity is None and request.x is None:
@@ -169,7 +169,7 @@ class RecordGroup:
     styles: Mapping[str, Style]
     title: str
     suffix: str
-    request: Request
+    request: PictureRequest
 
     def pictures(self) -> Iterator[Picture]:
         if self.request.quantity is not None:

@@ -24,7 +24,7 @@ from memcheck.bench.sweep.run import (
     LocalProcesses,
     Progress,
     Settings,
-    Sweep,
+    SweepRun,
     find_done,
     is_above,
     run_sweep,
@@ -156,7 +156,7 @@ OTHER_FIELDS = {
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Case)])
 def test_each_field_makes_another_case(name: str) -> None:
     one, other = case(), dataclasses.replace(case(), **{name: OTHER_FIELDS[name]})
-    sweep = Sweep(Settings(), Answers().submit, workers=1)
+    sweep = SweepRun(Settings(), Answers().submit, workers=1)
     sweep.machines = {device: Record(device=device) for device in ("cpu", "cuda")}
     assert sweep.key(other) != sweep.key(one)
     assert sweep.key(case()) == sweep.key(one)

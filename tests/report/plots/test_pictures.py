@@ -14,7 +14,7 @@ from plotted import MIB, STYLES, grid, marks, points, prediction, record
 
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.report.plots.pictures import Request, choose_pictures, svg_plots, write_plots
+from memcheck.report.plots.pictures import PictureRequest, choose_pictures, svg_plots, write_plots
 from memcheck.report.plots.series import quantity_of
 from memcheck.studies.published_plot import published_picture
 
@@ -22,7 +22,7 @@ OPERATORS = {"naive": 40, "softplus": 4}
 
 
 def chosen(records: list[Record], **request: object) -> dict[str, bool]:
-    pictures = choose_pictures(records, styles=STYLES, title="Attention", request=Request(**request))
+    pictures = choose_pictures(records, styles=STYLES, title="Attention", request=PictureRequest(**request))
     assert len({picture.name for picture in pictures}) == len(pictures)
     return {picture.name: picture.main for picture in pictures}
 
@@ -188,7 +188,7 @@ def test_overviews_alone(tmp_path) -> None:
 
 def test_the_same_records_are_the_same_file(tmp_path) -> None:
     def drawn() -> bytes:
-        records, request = grid(OPERATORS, [256, 512], [64]), Request(kinds=["memory"], log=True)
+        records, request = grid(OPERATORS, [256, 512], [64]), PictureRequest(kinds=["memory"], log=True)
         (path,) = write_plots(records, tmp_path, styles=STYLES, title="", formats=["svg"], request=request)
         return path.read_bytes()
 
