@@ -22,7 +22,8 @@ PYTEST := $(BIN)/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dis
 DURATIONS := build/tests
 # Each worker and each isolated test loads tests again, so their bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
-CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+CPP_FILES = $(shell find $(1) -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+CSRC := $(call CPP_FILES,csrc)
 # Stamps are in the environment that they describe, so that removing it removes them.
 ENVIRONMENT := $(VENV)/.torch-installed
 BUILD := $(VENV)/.memcheck-built
@@ -84,7 +85,7 @@ lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; chang
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(call CPP_FILES,tests)
 
 docs: $(BUILD) $(DEVELOPMENT)  ## Build the documentation as a site in build/docs; warnings are errors
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs

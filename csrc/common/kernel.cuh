@@ -12,7 +12,7 @@
 #include "common/macros.h"
 
 // What every CUDA kernel uses: launches, shared memory and number types. The kernels' files are also compiled for the
-// host, with the stand-in for the CUDA language in host_cuda/. So kernels use launch and shared, not <<<>>> and
+// host, with the stand-in for the CUDA language in tests/host_cuda. So kernels use launch and shared, not <<<>>> and
 // extern __shared__, and no thread returns before the last barrier of its block: it only skips work.
 
 namespace memcheck {

@@ -5,8 +5,8 @@
 
 #include "common/kernel.cuh"
 
-// PTX instructions that C++ has no syntax for. Each also has a body for the host (host_cuda/); on a GPU the tests first
-// compare the host bodies with the hardware. For mma and ldmatrix every lane of a warp must call.
+// PTX instructions that C++ has no syntax for. Each also has a body for the host (tests/host_cuda); on a GPU the tests
+// first compare the host bodies with the hardware. For mma and ldmatrix every lane of a warp must call.
 
 namespace memcheck {
 

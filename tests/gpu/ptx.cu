@@ -1,6 +1,6 @@
 // Every instruction of common/ptx.cuh on the same numbers, and a chain of blocks that pass numbers on by
-// common/exchange.cuh, for test_ptx_cuda.py: compiled by nvcc it runs on the GPU, by a C++ compiler under host_cuda/ on
-// the CPU. It prints a line of results each, as 32-bit words: NAME WORD WORD ...
+// common/exchange.cuh, for test_ptx_cuda.py: compiled by nvcc it runs on the GPU, by a C++ compiler under
+// tests/host_cuda/ on the CPU. It prints a line of results each, as 32-bit words: NAME WORD WORD ...
 
 #include <cstdint>
 #include <cstdio>

@@ -1,7 +1,7 @@
 """The instructions of common/ptx.cuh, and numbers that blocks pass on by common/exchange.cuh: those of the GPU do what
 their host bodies do, which all other tests rely on.
 
-One program, compiled by nvcc and by a C++ compiler under csrc/host_cuda.
+One program, compiled by nvcc and by a C++ compiler under tests/host_cuda/host_cuda.h.
 """
 
 from __future__ import annotations
@@ -39,14 +39,11 @@ def results_of(program: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    include = library.cuda_include()
-    if include is None or shutil.which("g++") is None:
+    if library.cuda_include() is None or shutil.which("g++") is None:
         pytest.skip("needs g++, and cuda_fp16.h")
     program = tmp_path_factory.mktemp("ptx") / "on_host"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-DMEMCHECK_HOST_CUDA", f"-I{CSRC}"]
-    stand_in = ["-isystem", include, "-include", "host_cuda/host_cuda.h"]
-    sources = ["-x", "c++", PROGRAM, *library.HOST_SOURCES]
-    subprocess.run(["g++", *flags, *stand_in, *sources, "-o", program], check=True)
+    flags = [*library.kernel_flags(), "-Werror"]
+    subprocess.run(["g++", *flags, PROGRAM, *library.HOST_SOURCES, "-o", program], check=True)
     return results_of(program)
 
 

@@ -1,4 +1,4 @@
-// Kernels whose counts are known, for a build that counts (csrc/host_cuda/counters.h), and kernels with races.
+// Kernels whose counts are known, for a build that counts (tests/host_cuda/counters.h), and kernels with races.
 //     counted NAME
 // runs one and prints its counts.
 

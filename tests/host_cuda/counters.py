@@ -1,4 +1,4 @@
-"""Counts of the CUDA kernels on the host: what csrc/host_cuda/counters.h writes, as numbers by name.
+"""Counts of the CUDA kernels on the host: what tests/host_cuda/counters.h writes, as numbers by name.
 
 Arithmetic is counted in the machine code of the host: the instructions of each basic block, times its runs.
 """
@@ -23,7 +23,7 @@ Numbers = dict[str, int]
 
 @dataclass(frozen=True)
 class LaunchCounts:
-    """Counts of one launch, by the names of csrc/host_cuda/counters.cpp, and those of every place in its code that
+    """Counts of one launch, by the names of tests/host_cuda/counters.cpp, and those of every place in its code that
     accesses memory. A unit is a sector of 32 bytes in global memory, and a turn of the banks in shared memory."""
 
     kernel: str

@@ -1,6 +1,6 @@
 """CUDA kernels on the host: libraries that replace the CPU's kernels behind the same operators.
 
-One has the .cu files, compiled by a C++ compiler with csrc/host_cuda: plainly, with sanitizers, or with counters. It
+One has the .cu files, compiled by a C++ compiler with host_cuda.h: plainly, with sanitizers, or with counters. It
 exports the operators' tables of kernels. The other one, the operators' glue, registers these tables. After both are
 loaded, the dispatcher calls them for tensors of the CPU, so that every test of an operator tests its CUDA kernels.
 """
@@ -27,7 +27,7 @@ import memcheck  # noqa: F401  (its kernels are registered first, and then repla
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
 # The stand-in for the CUDA language.
-HOST_SOURCES = sorted((CSRC / "host_cuda").glob("*.cpp"))
+HOST_SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 # Bytes of shared memory that a block of threads may have, by compute capability (CUDA programming guide).
 SHARED_BYTES = {
     "7.0": 96 << 10,
@@ -77,7 +77,8 @@ def kernel_flags(kind: str = "") -> list[str]:
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
     common = ["-std=c++17", "-fPIC", *WARNINGS, "-fno-math-errno", "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA"]
-    return [*common, *KINDS[kind], f"-I{CSRC}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h", "-xc++"]
+    includes = [f"-I{CSRC}", f"-I{ROOT / 'tests'}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h"]
+    return [*common, *KINDS[kind], *includes, "-xc++"]
 
 
 def kernels_target(kind: str, folder: Path) -> Target:

@@ -23,7 +23,7 @@ inline cudaStream_t current_stream([[maybe_unused]] c10::Device device) {
 }
 
 // Whether several threads may run kernels on this device at the same time: those of the CPU. In the build for
-// host_cuda/ the kernels of CUDA run on tensors of the CPU.
+// tests/host_cuda the kernels of CUDA run on tensors of the CPU.
 inline bool kernels_run_side_by_side(c10::Device device) {
 #if defined(MEMCHECK_HOST_CUDA)
   return false;

@@ -21,8 +21,8 @@ struct KernelTables {
   const Kernels* cuda;
 };
 
-// The tables op##_cpu and op##_cuda, as far as this build has them. In the build for host_cuda/ the kernels of CUDA run
-// on tensors of the CPU.
+// The tables op##_cpu and op##_cuda, as far as this build has them. In the build for tests/host_cuda the kernels of
+// CUDA run on tensors of the CPU.
 #if defined(MEMCHECK_HOST_CUDA)
 #define MEMCHECK_KERNELS(op)                               \
   KernelTables<std::remove_const_t<decltype(op##_cuda)>> { \
