@@ -103,6 +103,8 @@ def pytest_configure(config):
     if device := config.getoption("device"):
         os.environ["MEMCHECK_TEST_DEVICE"] = device
     torch.set_default_device(os.environ.get("MEMCHECK_TEST_DEVICE"))  # for tensors that are made during collection
+    # Values that kernels of CUDA check are reported in the call itself, as on the CPU.
+    os.environ.setdefault("MEMCHECK_CHECK", "1")
     if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
         load_host_cuda()
     if config.getoption("numprocesses", None):

@@ -21,8 +21,8 @@ struct Places {
   bool packed;
   at::IntArrayRef begins, counts, kv_lens;
 
-  std::vector<Sequence> sequences() const {
-    std::vector<Sequence> sequences;
+  std::vector<SequenceView> sequences() const {
+    std::vector<SequenceView> sequences;
     for (int64_t i = 0; i < static_cast<int64_t>(begins.size()); ++i)
       sequences.push_back({i, packed ? 0 : i, 1, begins[i], counts[i], 0, kv_lens[i]});
     return sequences;
@@ -59,7 +59,7 @@ void check_sequences(const char* op, const at::Tensor& q, at::TensorList kc, at:
   const c10::SymInt rows = places.packed ? c10::SymInt(1) : c10::SymInt(static_cast<int64_t>(count));
   TORCH_CHECK_VALUE(q.sym_size(0) == rows, op, ": q must have B = ", rows, " rows, got ", q.sym_size(0));
   const Sizes all = sizes_of_all(q, kc);
-  for (const Sequence& x : places.sequences()) {
+  for (const SequenceView& x : places.sequences()) {
     TORCH_CHECK_VALUE(x.first_query >= 0 && x.queries >= 0 && x.first_query + x.queries <= q.sym_size(2), op,
                       ": the queries of sequence ", x.index, " must be in 0 to S = ", q.sym_size(2), ", got ",
                       x.queries, " from ", x.first_query, " on");
@@ -77,7 +77,7 @@ Batch batch_of(const at::Tensor& q, at::TensorList kc, const Places& places, con
 }
 
 // The shape of a sequence. It may have no block for the positions after the last whole one.
-CompressedAttentionShape shape_of(const Batch& batch, const Sequence& x, at::TensorList kc) {
+CompressedAttentionShape shape_of(const Batch& batch, const SequenceView& x, at::TensorList kc) {
   CompressedAttentionShape shape = batch.shape(x);
   shape.C = kc[x.index].size(2);
   return shape;
@@ -110,11 +110,11 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   if (!packed) y.zero_();
   const at::Tensor numbers = return_lse ? batch.empty_numbers(q) : at::Tensor();
   SequenceRun run = batch.run(q);
-  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+  run.allocate_scratch(q, [&](const SequenceView& x, int64_t threads) {
     return kernels.plan(shape_of(batch, x, kc), batch.dtype, threads).pooled_forward_scratch_bytes;
   });
   const Strided<4> q_all = reads<4>(q), y_all = writes<4>(y);
-  run.each([&](const Sequence& x, int64_t threads, void* scratch) {
+  run.each([&](const SequenceView& x, int64_t threads, void* scratch) {
     const CompressedAttentionShape shape = shape_of(batch, x, kc);
     const CompressedAttentionForward p{shape,
                                        scale_of(shape, options),
@@ -172,11 +172,11 @@ GradientLists backward(const CompressedAttentionKernels& kernels, const at::Tens
   const auto& [grad_q, grad_kc, grad_vc, grad_sink] = gradients;
   if (!packed && grad_q.defined()) grad_q.zero_();
   const Batch batch = batch_of(q, kc, places, options);
-  const auto its = [](const Tensors& gradients, const Sequence& x) {
+  const auto its = [](const Tensors& gradients, const SequenceView& x) {
     return gradients.empty() ? Strided<4>() : writes<4>(gradients[x.index]);
   };
   run_backward(kernels, batch, {grad_y, q, y, lse, grad_lse, sink, options, grad_q, grad_sink}, output_mask[1],
-               [&, &grad_kc = grad_kc, &grad_vc = grad_vc](const Sequence& x) {
+               [&, &grad_kc = grad_kc, &grad_vc = grad_vc](const SequenceView& x) {
                  const CompressedAttentionShape shape = shape_of(batch, x, kc);
                  return BackwardKeys{
                      shape, reads<4>(kc[x.index]), reads<4>(vc[x.index]), its(grad_kc, x), its(grad_vc, x), 1, shape.C};

@@ -24,7 +24,7 @@ Batch batch_of(const char* op, const SequenceArguments& arguments, const Sizes& 
 }
 
 // A sequence has at most one block more than its share of those of all positions.
-Strided<4> kept_blocks(const Batch& batch, const Strided<4>& x, const Sequence& one) {
+Strided<4> kept_blocks(const Batch& batch, const Strided<4>& x, const SequenceView& one) {
   return starting_at(x, batch.dtype, {one.row, 0, batch.packed ? one.first_key / batch.all.factor + one.index : 0, 0});
 }
 
@@ -76,20 +76,20 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   const at::Tensor lse = empty_lse(n, q, keep || return_lse);
   const at::Tensor numbers = keep || return_lse ? batch.empty_numbers(q) : at::Tensor();
   const at::Tensor kc = empty_compressed(n, q, keep).zero_(), vc = empty_compressed(n, q, keep).zero_();
-  const auto scratch_of = [&](Arena& arena, const Sequence& x, int64_t threads) {
+  const auto scratch_of = [&](Arena& arena, const SequenceView& x, int64_t threads) {
     const CompressedAttentionShape shape = batch.shape(x);
     const int64_t bytes = kernels.plan(shape, batch.dtype, threads).forward_scratch_bytes;
     return ForwardScratch(arena, shape, bytes, keep ? 0 : element_bytes(batch.dtype));
   };
   SequenceRun run = batch.run(q);
-  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+  run.allocate_scratch(q, [&](const SequenceView& x, int64_t threads) {
     Arena arena{nullptr};
     scratch_of(arena, x, threads);
     return arena.bytes;
   });
   const Strided<4> q_all = reads<4>(q), k_all = reads<4>(k), v_all = reads<4>(v), y_all = writes<4>(y);
   const Strided<4> kc_all = writes<4>(kc), vc_all = writes<4>(vc);
-  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+  run.each([&](const SequenceView& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const ForwardScratch scratch = scratch_of(arena, x, threads);
     const CompressedAttentionShape shape = batch.shape(x);
@@ -152,7 +152,7 @@ Gradients backward(const CompressedAttentionKernels& kernels, const at::Tensor& 
   const Strided<4> kc_all = reads<4>(kc), vc_all = reads<4>(defined_or_not(vc));
   const Strided<4> dk_all = writes<4>(grad_k), dv_all = writes<4>(grad_v);
   run_backward(kernels, batch, {grad_y, q, y, lse, grad_lse, sink, options, grad_q, grad_sink}, grad_k.defined(),
-               [&](const Sequence& x) {
+               [&](const SequenceView& x) {
                  return BackwardKeys{batch.shape(x),
                                      kept_blocks(batch, kc_all, x),
                                      kept_blocks(batch, vc_all, x),

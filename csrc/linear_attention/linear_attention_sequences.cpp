@@ -10,7 +10,7 @@
 #include "common/arena.h"
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
-#include "common/torch/sequences.h"
+#include "common/torch/sequence_runs.h"
 #include "linear_attention/linear_attention_checks.h"
 
 // Linear attention on packed and padded batches, from a state and to one, with decays, and not normalized: the kernels
@@ -113,7 +113,7 @@ void check_decay_values(const char* op, const at::Tensor& decay) {
 struct Batch {
   LinearAttentionShape all;
   Dtype dtype, acc;
-  std::vector<Sequence> sequences;
+  std::vector<SequenceView> sequences;
 
   Batch(const Call& x, const at::Tensor& q)
       : all(x.n.shape()),
@@ -126,11 +126,11 @@ struct Batch {
     if (!call.decay.defined()) return;
     const at::Tensor decay = call.decay.detach();
     if (decay.dim() == 1 || !call.sequences.padded()) return check_decay_values(call.op, decay);
-    for (const Sequence& x : sequences)  // padding is not read
+    for (const SequenceView& x : sequences)  // padding is not read
       check_decay_values(call.op, decay.select(0, x.row).narrow(1, x.first_key, x.keys));
   }
 
-  LinearAttentionShape shape(const Sequence& x) const {
+  LinearAttentionShape shape(const SequenceView& x) const {
     LinearAttentionShape one = all;
     one.B = x.rows;
     one.S = x.queries;
@@ -139,21 +139,21 @@ struct Batch {
   }
   // As in useful_threads of the kernels.
   SequenceRun run(const at::Tensor& q) const {
-    return SequenceRun(sequences, q.device(), [this](const Sequence& x) {
+    return SequenceRun(sequences, q.device(), [this](const SequenceView& x) {
       return x.rows * (all.H * x.queries + all.Hkv * x.keys) * all.D * all.Dv;
     });
   }
 
-  Strided<4> queries_of(const Strided<4>& x, const Sequence& one) const {
+  Strided<4> queries_of(const Strided<4>& x, const SequenceView& one) const {
     return starting_at(x, dtype, {one.row, 0, one.first_query, 0});
   }
-  Strided<4> keys_of(const Strided<4>& x, const Sequence& one) const {
+  Strided<4> keys_of(const Strided<4>& x, const SequenceView& one) const {
     return starting_at(x, dtype, {one.row, 0, one.first_key, 0});
   }
-  Strided<3> decays_of(const Strided<3>& x, const Sequence& one) const {
+  Strided<3> decays_of(const Strided<3>& x, const SequenceView& one) const {
     return starting_at(x, acc, {one.row, 0, one.first_key});
   }
-  LinearAttentionState state_of(const LinearAttentionState& x, const Sequence& one) const {
+  LinearAttentionState state_of(const LinearAttentionState& x, const SequenceView& one) const {
     return {starting_at(x.m, acc, {one.index, 0, 0, 0}), starting_at(x.z, acc, {one.index, 0, 0, 0})};
   }
 };
@@ -224,7 +224,7 @@ ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q
   zero_padded_queries(call.sequences, batch.sequences, y, 2);
   const DeviceScope device(q);
   SequenceRun run = batch.run(q);
-  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+  run.allocate_scratch(q, [&](const SequenceView& x, int64_t threads) {
     return scratch_bytes<ForwardScratch>(kernels.plan(batch.shape(x), batch.dtype, threads));
   });
   const Strided<4> q_all = reads<4>(q), k_all = reads<4>(k), v_all = reads<4>(v), y_all = writes<4>(y);
@@ -232,7 +232,7 @@ ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q
   const LinearAttentionState initial = reads_state(call.initial_m, call.initial_z);
   const at::Tensor none;
   const LinearAttentionState last = writes_state(return_state ? m : none, return_state && normalize ? z : none);
-  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+  run.each([&](const SequenceView& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const ForwardScratch scratch(arena, kernels.plan(batch.shape(x), batch.dtype, threads));
     const LinearAttentionForward p{batch.shape(x),
@@ -320,7 +320,7 @@ at::Tensor or_zeros(const MaybeTensor& x, c10::SymIntArrayRef sizes, const at::T
 }
 
 // What sequence x has of the parameters for the whole batch.
-LinearAttentionBackward part_of(const LinearAttentionBackward& all, const Batch& batch, const Sequence& x) {
+LinearAttentionBackward part_of(const LinearAttentionBackward& all, const Batch& batch, const SequenceView& x) {
   LinearAttentionBackward p = all;
   p.shape = batch.shape(x);
   p.grad_y = batch.queries_of(all.grad_y, x);
@@ -344,10 +344,10 @@ void run_backward(const LinearAttentionKernels& kernels, const LinearAttentionBa
                   const at::Tensor& q) {
   const DeviceScope device(q);
   SequenceRun run = batch.run(q);
-  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+  run.allocate_scratch(q, [&](const SequenceView& x, int64_t threads) {
     return scratch_bytes<BackwardScratch>(kernels.plan(batch.shape(x), batch.dtype, threads));
   });
-  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+  run.each([&](const SequenceView& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const BackwardScratch scratch(arena, kernels.plan(batch.shape(x), batch.dtype, threads));
     LinearAttentionBackward p = part_of(all, batch, x);

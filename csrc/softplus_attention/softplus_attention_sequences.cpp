@@ -6,7 +6,7 @@
 #include "common/arena.h"
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
-#include "common/torch/sequences.h"
+#include "common/torch/sequence_runs.h"
 #include "softplus_attention/softplus_attention.h"
 #include "softplus_attention/softplus_attention_checks.h"
 
@@ -25,7 +25,7 @@ constexpr const char* kBackward = "softplus_attention_sequences_backward";
 // The sequences of one call. Each has its carries, (2,rows,carries,R), behind those of the sequence before.
 struct Batch {
   const SequenceArguments& arguments;
-  std::vector<Sequence> sequences;
+  std::vector<SequenceView> sequences;
   std::vector<int64_t> first_carries;  // of each sequence, and the end: elements
   int64_t R;
   bool causal;
@@ -36,29 +36,29 @@ struct Batch {
     const SoftplusAttentionShape shape = n.shape();
     R = shape.R;
     sequences = read_sequences(op, arguments, shape.B, shape.S, shape.T, causal);
-    for (const Sequence& x : sequences) first_carries.push_back(first_carries.back() + carries(x));
+    for (const SequenceView& x : sequences) first_carries.push_back(first_carries.back() + carries(x));
   }
 
-  SoftplusAttentionShape shape(const Sequence& x) const { return {x.rows, x.queries, x.keys, R, causal}; }
-  int64_t carries(const Sequence& x) const { return 2 * x.rows * shape(x).carries() * R; }
+  SoftplusAttentionShape shape(const SequenceView& x) const { return {x.rows, x.queries, x.keys, R, causal}; }
+  int64_t carries(const SequenceView& x) const { return 2 * x.rows * shape(x).carries() * R; }
   // The carries of a sequence among those of all.
-  void* carries_in(const at::Tensor& all, const Sequence& x) const {
+  void* carries_in(const at::Tensor& all, const SequenceView& x) const {
     return static_cast<char*>(all.mutable_data_ptr()) + first_carries[x.index] * acc_bytes(dtype);
   }
   // As in useful_threads of the kernels: a softplus takes as long as some 32 multiplications.
   SequenceRun run(const at::Tensor& q) const {
     return SequenceRun(sequences, q.device(),
-                       [this](const Sequence& x) { return 32 * x.rows * R * (x.queries + 2 * x.keys); });
+                       [this](const SequenceView& x) { return 32 * x.rows * R * (x.queries + 2 * x.keys); });
   }
 
-  Strided<3> queries_of(const Strided<3>& x, const Sequence& one) const {
+  Strided<3> queries_of(const Strided<3>& x, const SequenceView& one) const {
     return starting_at(x, dtype, {one.row, one.first_query, 0});
   }
   // Of the states of all sequences, (2,N,R).
-  Strided<3> state_of(const Strided<3>& x, const Sequence& one) const {
+  Strided<3> state_of(const Strided<3>& x, const SequenceView& one) const {
     return starting_at(x, dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32, {0, one.index, 0});
   }
-  Strided<3> keys_of(const Strided<3>& x, const Sequence& one) const {
+  Strided<3> keys_of(const Strided<3>& x, const SequenceView& one) const {
     return starting_at(x, dtype, {one.row, 0, one.first_key});
   }
 };
@@ -125,13 +125,13 @@ Results forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
   if (keep_carries) carries.flatten().slice(0, batch.first_carries.back()).zero_();  // of no sequence
   zero_padded_queries(arguments, batch.sequences, y, 1);
   const DeviceScope device(q);
-  const auto scratch_of = [&](Arena& arena, const Sequence& x, int64_t threads) {
+  const auto scratch_of = [&](Arena& arena, const SequenceView& x, int64_t threads) {
     const auto plan = kernels.plan(batch.shape(x), batch.dtype, threads);
     const bool in_scratch = !keep_carries && plan.forward_uses_carries;
     return ForwardScratch(arena, plan, in_scratch ? batch.carries(x) * acc_bytes(batch.dtype) : 0);
   };
   SequenceRun run = batch.run(q);
-  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+  run.allocate_scratch(q, [&](const SequenceView& x, int64_t threads) {
     Arena arena{nullptr};
     scratch_of(arena, x, threads);
     return arena.bytes;
@@ -141,7 +141,7 @@ Results forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
   const SoftplusAttentionState states{state ? reads<3>(*state) : none, rest ? reads<3>(*rest) : none,
                                       return_state ? writes<3>(new_state) : none,
                                       return_state ? writes<3>(new_rest) : none};
-  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+  run.each([&](const SequenceView& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const ForwardScratch scratch = scratch_of(arena, x, threads);
     const SoftplusAttentionForward p{batch.shape(x),
@@ -231,7 +231,7 @@ StateGradients backward(const SoftplusAttentionKernels& kernels, const at::Tenso
   const at::Tensor dense_carries = carries.contiguous();
   const DeviceScope device(q);
   SequenceRun run = batch.run(q);
-  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+  run.allocate_scratch(q, [&](const SequenceView& x, int64_t threads) {
     return scratch_bytes<BackwardScratch>(kernels.plan(batch.shape(x), batch.dtype, threads));
   });
   const Strided<3> g_all = reads<3>(grad_y), q_all = reads<3>(q), k_all = reads<3>(k), v_all = reads<3>(v);
@@ -239,7 +239,7 @@ StateGradients backward(const SoftplusAttentionKernels& kernels, const at::Tenso
   const Strided<3> none, before = state ? reads<3>(*state) : none, after = grad_state ? reads<3>(*grad_state) : none,
                          after_rest = grad_rest ? reads<3>(*grad_rest) : none;
   const Strided<3> dbefore_all = writes<3>(grad_before), dbefore_rest_all = writes<3>(grad_before_rest);
-  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+  run.each([&](const SequenceView& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const BackwardScratch scratch(arena, kernels.plan(batch.shape(x), batch.dtype, threads));
     const SoftplusAttentionBackward p{batch.shape(x),

@@ -45,6 +45,9 @@ COMMON = [
     "common/cpu_level.cpp",
     "common/cpu_products.cpp",
     "common/torch/packed_product.cpp",
+    "common/finding.cpp",
+    "common/torch/device.cpp",
+    "common/torch/sequence_runs.cpp",
     "common/torch/sequences.cpp",
 ]
 WARNINGS = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]
@@ -84,7 +87,8 @@ def kernel_flags(kind: str = "") -> list[str]:
 def kernels_target(kind: str, folder: Path) -> Target:
     """The library of kernels, which exports its tables and what tests call, and nothing else."""
     exports = folder / "exports.txt"
-    exports.write_text('{ global: host_cuda_*; extern "C++" { memcheck::*_cuda; }; local: *; };\n')
+    functions = "memcheck::take_finding*; memcheck::wait_for_kernels*;"
+    exports.write_text(f'{{ global: host_cuda_*; extern "C++" {{ memcheck::*_cuda; {functions} }}; local: *; }};\n')
     flags = kernel_flags(kind)
     of_kernels = [*flags, *counters.INSTRUMENTED] if kind == "-counts" else flags
     units = [(path, of_kernels) for path in kernels()] + [(path, [*flags, "-O3"]) for path in HOST_SOURCES]
@@ -115,7 +119,8 @@ def kernels() -> list[Path]:
 
 def glue_sources() -> list[Path]:
     """The glue of every operator that has kernels, and of the projections, which need none."""
-    folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"} | {CSRC / "projection"}
+    kernels = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")}
+    folders = kernels - {CSRC / "cuda_probe", CSRC / "common"} | {CSRC / "projection"}
     sources = [path for folder in sorted(folders) for path in sorted(folder.glob("*.cpp"))]
     return [path for path in sources if "_cpu" not in path.stem and "_autograd" not in path.stem]
 

@@ -22,20 +22,28 @@ inline cudaStream_t current_stream([[maybe_unused]] c10::Device device) {
   return nullptr;
 }
 
-// Whether several threads may run kernels on this device at the same time: those of the CPU. In the build for
-// tests/host_cuda the kernels of CUDA run on tensors of the CPU.
-inline bool kernels_run_side_by_side(c10::Device device) {
+// Whether kernels of CUDA run on tensors of this device. In the build for host_cuda/ they run on those of the CPU.
+inline bool has_cuda_kernels([[maybe_unused]] c10::Device device) {
 #if defined(MEMCHECK_HOST_CUDA)
-  return false;
+  return true;
+#elif defined(MEMCHECK_WITH_CUDA)
+  return device.is_cuda();
 #else
-  return device.is_cpu();
+  return false;
 #endif
 }
+
+// Raises what kernels on a GPU have found wrong since the last call (common/finding.h). Does not wait for them.
+void raise_findings(c10::Device device);
+// The same after waiting for the kernels on the stream, if the environment has MEMCHECK_CHECK=1.
+void raise_findings_at_once(c10::Device device, cudaStream_t stream);
 
 // What kernels need to know of the device of a tensor, which is the current device while this lives.
 struct DeviceScope {
   explicit DeviceScope(const at::Tensor& x)
-      : guard(x.device()), threads(at::get_num_threads()), stream(current_stream(x.device())) {}
+      : guard(x.device()), threads(at::get_num_threads()), stream(current_stream(x.device())) {
+    raise_findings(x.device());
+  }
 
   c10::DeviceGuard guard;
   int64_t threads;  // of the CPU, among which its kernels share their tasks

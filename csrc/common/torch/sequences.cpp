@@ -1,14 +1,13 @@
 #include "common/torch/sequences.h"
 
-#include <algorithm>
-#include <atomic>
-#include <numeric>
+#include <ATen/ops/scalar_tensor.h>
 
-#include "common/integer.h"
-#include "common/parallel.h"
-#include "common/torch/allocate.h"
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "common/finding.h"
 #include "common/torch/checks.h"
-#include "common/torch/device.h"
 
 namespace memcheck {
 namespace {
@@ -26,66 +25,32 @@ void check_cu_seqlens(const char* op, const char* name, const at::Tensor& x, con
                     x.sym_sizes());
 }
 
-std::vector<int64_t> values_of(const at::Tensor& x) {
-  const at::Tensor host = x.to(at::kCPU).contiguous();
-  const int64_t count = host.numel();
-  if (host.scalar_type() == at::kLong) return {host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + count};
-  return {host.const_data_ptr<int32_t>(), host.const_data_ptr<int32_t>() + count};
+// The source of a table, from tensors that the caller keeps alive.
+SequenceSource source_of(const at::Tensor& queries, const at::Tensor& keys, const SequenceArguments& x, int64_t B,
+                         int64_t S, int64_t T, bool causal) {
+  return {queries.defined() ? queries.const_data_ptr() : nullptr,
+          keys.const_data_ptr(),
+          queries.defined() && queries.scalar_type() == at::kLong,
+          keys.scalar_type() == at::kLong,
+          x.packed(),
+          x.left_padded,
+          causal,
+          x.packed() ? queries.size(0) - 1 : B,
+          S,
+          T,
+          {x.packed() ? "cu_seqlens_q" : "", x.packed() ? "cu_seqlens_k" : "lengths"}};
 }
 
-// Where each sequence begins, and the end, which is that of `length` positions.
-std::vector<int64_t> read_cu_seqlens(const char* op, const char* name, const at::Tensor& x, const char* letter,
-                                     int64_t length) {
-  const std::vector<int64_t> values = values_of(x);
-  TORCH_CHECK_VALUE(values.front() == 0, op, ": ", name, " must begin with 0, got ", values.front());
-  for (size_t i = 1; i < values.size(); ++i)
-    TORCH_CHECK_VALUE(values[i - 1] <= values[i], op, ": ", name, " must ascend, got ", values[i], " at index ", i,
-                      " after ", values[i - 1]);
-  TORCH_CHECK_VALUE(values.back() == length, op, ": ", name, " must end with the packed length ", letter, " = ", length,
-                    ", got ", values.back());
-  return values;
+// Values that lie on the CPU, before they are copied to a GPU.
+void check_values(const char* op, const SequenceSource& source) {
+  Finding finding = check_ends(op, source);
+  for (int64_t i = 0; i < source.count && finding.rule == Rule::None; ++i) finding = check_sequence(op, source, i);
+  TORCH_CHECK_VALUE(finding.rule == Rule::None, message_of(finding));
 }
 
-std::vector<Sequence> read_packed(const char* op, const SequenceArguments& arguments, int64_t S, int64_t T,
-                                  bool causal) {
-  const auto queries = read_cu_seqlens(op, "cu_seqlens_q", arguments.cu_seqlens_q, "S", S);
-  const auto keys = read_cu_seqlens(op, "cu_seqlens_k", arguments.cu_seqlens_k, "T", T);
-  std::vector<Sequence> sequences;
-  for (size_t i = 0; i + 1 < queries.size(); ++i) {
-    const Sequence x{static_cast<int64_t>(i), 0, 1, queries[i], queries[i + 1] - queries[i], keys[i],
-                     keys[i + 1] - keys[i]};
-    TORCH_CHECK_VALUE(!causal || x.queries <= x.keys, op, ": causal needs no more queries than keys, got ", x.queries,
-                      " queries and ", x.keys, " keys of sequence ", i);
-    sequences.push_back(x);
-  }
-  return sequences;
-}
-
-// Causal, query s is at position s + T - S, so padding ends or begins for queries where it does for keys. Else queries
-// are padded as keys are if there are as many, and not at all if not.
-std::vector<Sequence> read_padded(const char* op, const SequenceArguments& arguments, int64_t S, int64_t T,
-                                  bool causal) {
-  const std::vector<int64_t> lengths = values_of(arguments.lengths);
-  std::vector<Sequence> sequences;
-  for (size_t i = 0; i < lengths.size(); ++i) {
-    const int64_t keys = lengths[i], row = static_cast<int64_t>(i);
-    TORCH_CHECK_VALUE(0 <= keys && keys <= T, op, ": lengths must be from 0 to T = ", T, ", got ", keys, " at index ",
-                      i);
-    int64_t queries = S;
-    if (causal || S == T) queries = arguments.left_padded ? std::min(S, keys) : std::max<int64_t>(0, keys - (T - S));
-    const int64_t first_query = arguments.left_padded ? S - queries : 0;
-    const int64_t first_key = arguments.left_padded ? T - keys : 0;
-    sequences.push_back({row, row, 1, first_query, queries, first_key, keys});
-  }
-  return sequences;
-}
-
-// Writes zeros to all positions of a row but `count` from `first` on.
-void zero_outside(const at::Tensor& x, int64_t row, int64_t dimension, int64_t first, int64_t count) {
-  const at::Tensor positions = x.select(0, row);
-  const int64_t end = first + count, length = x.size(dimension);
-  if (first > 0) positions.narrow(dimension - 1, 0, first).zero_();
-  if (end < length) positions.narrow(dimension - 1, end, length - end).zero_();
+at::Tensor on_device_of(const at::Tensor& x, const at::Tensor& q) {
+  if (!x.defined()) return x;
+  return x.to(q.device(), x.scalar_type(), /*non_blocking=*/true).contiguous();
 }
 
 }  // namespace
@@ -112,60 +77,64 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
   return x;
 }
 
-std::vector<Sequence> read_sequences(const char* op, const SequenceArguments& arguments, int64_t B, int64_t S,
-                                     int64_t T, bool causal) {
-  if (arguments.packed()) return read_packed(op, arguments, S, T, causal);
-  if (arguments.padded()) return read_padded(op, arguments, S, T, causal);
-  return {{0, 0, B, 0, S, 0, T}};
-}
-
-void zero_padded_queries(const SequenceArguments& arguments, const std::vector<Sequence>& sequences,
-                         const at::Tensor& x, int64_t dimension) {
-  if (!arguments.padded() || !x.defined()) return;
-  for (const Sequence& one : sequences) zero_outside(x, one.row, dimension, one.first_query, one.queries);
-}
-
-void zero_padded_keys(const SequenceArguments& arguments, const std::vector<Sequence>& sequences, const at::Tensor& x,
-                      int64_t dimension) {
-  if (!arguments.padded() || !x.defined()) return;
-  for (const Sequence& one : sequences) zero_outside(x, one.row, dimension, one.first_key, one.keys);
-}
-
-SequenceRun::SequenceRun(const std::vector<Sequence>& sequences, c10::Device device,
-                         const std::function<int64_t(const Sequence&)>& work)
-    : threads_(at::get_num_threads()) {
-  if (!kernels_run_side_by_side(device)) {
-    alone_ = sequences;
-    return;
+Sequences::Sequences(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels,
+                     const at::Tensor& q, int64_t S, int64_t T, bool causal, cudaStream_t stream)
+    : kernels_(kernels), stream_(stream) {
+  if (!arguments.packed() && !arguments.padded()) return;
+  const at::Tensor& given_keys = arguments.packed() ? arguments.cu_seqlens_k : arguments.lengths;
+  const bool on_cpu = given_keys.is_cpu() && (!arguments.packed() || arguments.cu_seqlens_q.is_cpu());
+  if (on_cpu && !q.is_cpu()) {
+    const at::Tensor queries = arguments.packed() ? arguments.cu_seqlens_q.contiguous() : at::Tensor();
+    const at::Tensor keys = given_keys.contiguous();
+    check_values(op, source_of(queries, keys, arguments, q.size(0), S, T, causal));
   }
-  together_ = sequences;
-  std::stable_sort(together_.begin(), together_.end(),
-                   [&](const Sequence& one, const Sequence& other) { return work(one) > work(other); });
-  int64_t rest = std::accumulate(together_.begin(), together_.end(), int64_t{0},
-                                 [&](int64_t sum, const Sequence& one) { return sum + work(one); });
-  workers_ = useful_threads(rest, threads_);
-  auto first = together_.begin();
-  for (; first != together_.end() && work(*first) > rest / workers_; ++first) rest -= work(*first);
-  alone_.assign(together_.begin(), first);
-  together_.erase(together_.begin(), first);
-  workers_ = parallel_workers(static_cast<int64_t>(together_.size()), workers_);
+  const at::Tensor queries = on_device_of(arguments.cu_seqlens_q, q), keys = on_device_of(given_keys, q);
+  const SequenceSource source = source_of(queries, keys, arguments, q.size(0), S, T, causal);
+  const int64_t places = std::max<int64_t>(1, source.count);  // a table without sequences is a table
+  Sequence* memory = nullptr;
+  if (q.is_cpu()) {
+    on_host_.resize(places);
+    memory = on_host_.data();
+  } else {
+    on_gpu_ = Scratch(places * static_cast<int64_t>(sizeof(Sequence)), q);
+    memory = static_cast<Sequence*>(on_gpu_.data());
+  }
+  try {
+    kernels.build({op, source, memory}, Dtype::Float32, stream);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+  raise_findings_at_once(q.device(), stream);
+  table_ = {memory, source.count, arguments.packed()};
 }
 
-void SequenceRun::allocate_scratch(const at::Tensor& x,
-                                   const std::function<int64_t(const Sequence&, int64_t threads)>& bytes) {
-  int64_t most = 0;
-  for (const Sequence& one : alone_) most = std::max(most, bytes(one, threads_));
-  for (const Sequence& one : together_) worker_bytes_ = std::max(worker_bytes_, ceil_div(bytes(one, 1), 64) * 64);
-  scratch_ = Scratch(std::max(most, workers_ * worker_bytes_), x);
+void Sequences::fill_padded_queries(const at::Tensor& x, int64_t dimension, double value) const {
+  fill(x, dimension, value, false);
 }
 
-void SequenceRun::each(const std::function<void(const Sequence&, int64_t threads, void* scratch)>& body) const {
-  auto* const scratch = static_cast<char*>(scratch_.data());
-  for (const Sequence& one : alone_) body(one, threads_, scratch);
-  std::atomic<size_t> next{0};
-  parallel_tasks(workers_, workers_, [&](int64_t, int64_t, int worker) {
-    for (size_t i = next++; i < together_.size(); i = next++) body(together_[i], 1, scratch + worker * worker_bytes_);
-  });
+void Sequences::fill_padded_keys(const at::Tensor& x, int64_t dimension, double value) const {
+  fill(x, dimension, value, true);
+}
+
+void Sequences::fill(const at::Tensor& x, int64_t dimension, double value, bool of_keys) const {
+  if (!x.defined() || !table_ || table_.packed || x.numel() == 0) return;
+  const int64_t rank = x.dim();
+  TORCH_INTERNAL_ASSERT(rank == 3 || rank == 4);
+  Strided<4> all{x.mutable_data_ptr(), {x.stride(0), 0, x.stride(dimension), 0}};
+  PaddingFill p{table_, of_keys, 1, x.size(dimension), 1, all, 0};
+  if (dimension == 2) {
+    p.outer = x.size(1);
+    p.x.stride[1] = x.stride(1);
+  }
+  if (dimension + 1 < rank) {
+    p.inner = x.size(dimension + 1);
+    p.x.stride[3] = x.stride(dimension + 1);
+  }
+  if (value != 0) {
+    const at::Tensor one = at::scalar_tensor(value, at::TensorOptions().dtype(x.scalar_type()));
+    std::memcpy(&p.bits, one.const_data_ptr(), one.nbytes());
+  }
+  kernels_.fill_padding(p, dtype_of(x), stream_);
 }
 
 }  // namespace memcheck

@@ -3,38 +3,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <vector>
 
-#include "common/dtype.h"
-#include "common/strided.h"
+#include "common/sequences.h"
 #include "common/torch/allocate.h"
+#include "common/torch/device.h"
 
-// Packed and padded batches: which positions belong to which sequence, and how a kernel runs once for each of them.
-//
-// A kernel gets a sequence as a view (starting_at) with a batch of 1. So nothing is copied or masked,
-// and a sequence gives the same bits packed, padded and alone.
+// Packed and padded batches: the arguments of operators, and their tables for kernels.
 
 namespace memcheck {
-
-// One sequence. Where a batch is neither packed nor padded, one of these stands for all of it.
-struct Sequence {
-  int64_t index;      // its place in cu_seqlens or lengths
-  int64_t row, rows;  // of the batch: the first, and how many
-  int64_t first_query, queries;
-  int64_t first_key, keys;
-};
-
-// x from the element of this index on; null if x is.
-template <int kRank>
-Strided<kRank> starting_at(Strided<kRank> x, Dtype dtype, const int64_t (&index)[kRank]) {
-  if (!x) return x;
-  int64_t offset = 0;
-  for (int i = 0; i < kRank; ++i) offset += index[i] * x.stride[i];
-  x.data = static_cast<char*>(x.data) + offset * element_bytes(dtype);
-  return x;
-}
 
 // The arguments by which operators take sequences. Packed: both cu_seqlens. Padded: lengths. Neither: all undefined.
 struct SequenceArguments {
@@ -55,40 +33,30 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
                                   const std::optional<at::Tensor>& lengths, bool left_padded, const at::Tensor& q,
                                   const c10::SymInt& B);
 
-// The sequences of a batch of B rows with S queries and T keys each. Checks the values, for which it waits for the
-// device where they lie there.
-std::vector<Sequence> read_sequences(const char* op, const SequenceArguments& arguments, int64_t B, int64_t S,
-                                     int64_t T, bool causal);
-
-// Writes zeros to the positions of padding of a result, which no kernel writes. Dimension 0 of x is the batch, and
-// `dimension` that of its positions. Nothing happens if x is undefined, or if there is no padding.
-void zero_padded_queries(const SequenceArguments& arguments, const std::vector<Sequence>& sequences,
-                         const at::Tensor& x, int64_t dimension);
-void zero_padded_keys(const SequenceArguments& arguments, const std::vector<Sequence>& sequences, const at::Tensor& x,
-                      int64_t dimension);
-
-// Runs a kernel once for each sequence. On the CPU, a sequence of more than a thread's share of the work has all
-// threads, and the others run side by side on one thread each, the longest first. On CUDA they follow each other on the
-// stream.
-class SequenceRun {
+// The sequences of one call, for kernels on the device of q, which is the current one.
+class Sequences {
  public:
-  // work(sequence): in multiplications.
-  SequenceRun(const std::vector<Sequence>& sequences, c10::Device device,
-              const std::function<int64_t(const Sequence&)>& work);
+  // For a batch with S queries and T keys in a row. Values that lie on the CPU are checked, and a broken rule is a
+  // ValueError. Nothing waits for values that lie on a GPU (common/finding.h).
+  Sequences(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels, const at::Tensor& q,
+            int64_t S, int64_t T, bool causal, cudaStream_t stream);
 
-  // Allocates scratch on the device of x, once: of the sequence that needs most, for each that runs at the same time.
-  void allocate_scratch(const at::Tensor& x, const std::function<int64_t(const Sequence&, int64_t threads)>& bytes);
-
-  // Calls body for each sequence, with the threads and the scratch that it may use. Bodies run on several threads.
-  void each(const std::function<void(const Sequence&, int64_t threads, void* scratch)>& body) const;
+  // Without sequences if the batch is neither packed nor padded.
+  const SequenceTable& table() const { return table_; }
+  // Writes a value, by default 0, to the padding of a result, which the operator's kernels do not write. Dimension 0 of
+  // x is the batch, and `dimension` that of its positions. Nothing happens if x is undefined, or if there is no
+  // padding.
+  void fill_padded_queries(const at::Tensor& x, int64_t dimension, double value = 0) const;
+  void fill_padded_keys(const at::Tensor& x, int64_t dimension, double value = 0) const;
 
  private:
-  std::vector<Sequence> alone_;     // one after another, each with all threads
-  std::vector<Sequence> together_;  // side by side, each with one thread
-  int64_t threads_;
-  int64_t workers_ = 1;  // threads that share together_
-  int64_t worker_bytes_ = 0;
-  Scratch scratch_;
+  void fill(const at::Tensor& x, int64_t dimension, double value, bool of_keys) const;
+
+  const SequenceKernels& kernels_;
+  cudaStream_t stream_;
+  std::vector<Sequence> on_host_;
+  Scratch on_gpu_;
+  SequenceTable table_;
 };
 
 }  // namespace memcheck

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "common/parallel.h"
+#include "common/sequences.h"
+
+namespace memcheck {
+
+// How the sequences of a table share the threads of the CPU: one of more than a thread's share of the work has all
+// threads, and the others run side by side on one thread each, the longest first.
+class SequenceTasks {
+ public:
+  // work_of(sequence): in multiplications.
+  template <typename WorkOf>
+  SequenceTasks(const SequenceTable& table, int64_t threads, const WorkOf& work_of)
+      : table_(table), threads_(threads), together_(table.count) {
+    std::vector<int64_t> work(table.count);
+    for (int64_t i = 0; i < table.count; ++i) work[i] = work_of(table.sequences[i]);
+    std::iota(together_.begin(), together_.end(), int64_t{0});
+    std::stable_sort(together_.begin(), together_.end(),
+                     [&](int64_t one, int64_t other) { return work[one] > work[other]; });
+    int64_t rest = std::accumulate(work.begin(), work.end(), int64_t{0});
+    workers_ = useful_threads(rest, threads);
+    auto first = together_.begin();
+    for (; first != together_.end() && work[*first] > rest / workers_; ++first) rest -= work[*first];
+    alone_.assign(together_.begin(), first);
+    together_.erase(together_.begin(), first);
+    workers_ = parallel_workers(static_cast<int64_t>(together_.size()), workers_);
+  }
+
+  // The scratch of a run: of the sequence that needs most, for each that runs at the same time. bytes_of(sequence,
+  // threads): of one.
+  template <typename BytesOf>
+  int64_t scratch_bytes(const BytesOf& bytes_of) const {
+    int64_t most = 0;
+    for (const int64_t i : alone_) most = std::max(most, bytes_of(table_.sequences[i], threads_));
+    return std::max(most, workers_ * worker_bytes(bytes_of));
+  }
+
+  // Calls run(index, sequence, threads, memory) for every sequence, with its part of the scratch. Calls for sequences
+  // of one thread run on several threads.
+  template <typename BytesOf, typename Run>
+  void each(const BytesOf& bytes_of, void* scratch, const Run& run) const {
+    for (const int64_t i : alone_) run(i, table_.sequences[i], threads_, scratch);
+    const int64_t bytes = worker_bytes(bytes_of);
+    std::atomic<size_t> next{0};
+    parallel_tasks(workers_, workers_, [&](int64_t, int64_t, int worker) {
+      for (size_t i = next++; i < together_.size(); i = next++)
+        run(together_[i], table_.sequences[together_[i]], int64_t{1}, static_cast<char*>(scratch) + worker * bytes);
+    });
+  }
+
+ private:
+  template <typename BytesOf>
+  int64_t worker_bytes(const BytesOf& bytes_of) const {
+    int64_t most = 0;
+    for (const int64_t i : together_) most = std::max(most, bytes_of(table_.sequences[i], int64_t{1}));
+    return ceil_div(most, 64) * 64;
+  }
+
+  SequenceTable table_;
+  int64_t threads_;
+  std::vector<int64_t> alone_;     // indices of sequences, one after another, each with all threads
+  std::vector<int64_t> together_;  // side by side, each with one thread
+  int64_t workers_ = 1;            // threads that share together_
+};
+
+}  // namespace memcheck
