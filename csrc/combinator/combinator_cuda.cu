@@ -188,9 +188,9 @@ Tiling tiling_of(int64_t packs) {
   return tiling;
 }
 
-dim3 grid_of(int64_t rows, Tiling tiling) {
+int64_t blocks_of(int64_t rows, Tiling tiling) {
   const int64_t of_block = (kThreads >> tiling.log_across) * kThreadRows;
-  return dim3(static_cast<unsigned>(ceil_div(rows, of_block)));
+  return ceil_div(rows, of_block);
 }
 
 // Calls run(elements of a pack, as a constant, tiling).
@@ -209,7 +209,8 @@ CombinatorRows in_words(CombinatorRows x, int64_t elements) {
 template <typename word_t>
 void copy_rows(const CombinatorCopy& p, cudaStream_t stream) {
   const Tiling tiling = tiling_of(p.E);
-  launch({"combinator_copy", grid_of(p.rows, tiling), dim3(kThreads), 0, stream}, copy_rows_kernel<word_t>, p, tiling);
+  launch({"combinator_copy", blocks_of(p.rows, tiling), dim3(kThreads), 0, stream}, copy_rows_kernel<word_t>, p,
+         tiling);
 }
 
 // element_t is any type of the size of an element.
@@ -217,7 +218,7 @@ template <typename element_t>
 void copy_words(const CombinatorCopy& p, cudaStream_t stream) {
   constexpr int64_t kCount = kPackBytes / sizeof(element_t);
   if (p.from.column_stride != 1 || p.to.column_stride != 1) {
-    const dim3 tiles(static_cast<unsigned>(ceil_div(p.rows, kCopyTile) * ceil_div(p.E, kCopyTile)));
+    const int64_t tiles = ceil_div(p.rows, kCopyTile) * ceil_div(p.E, kCopyTile);
     launch({"combinator_copy", tiles, dim3(kThreads), sizeof(CopyTile<element_t>), stream},
            copy_tiles_kernel<element_t>, p, along_rows(p.from), along_rows(p.to));
     return;
@@ -233,7 +234,7 @@ void combinator_forward_cuda(const CombinatorForward& p, Dtype dtype, cudaStream
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
     with_packs<scalar_t>(is_aligned(p.preactivations) && is_aligned(p.y), p.E, [&](auto count, Tiling tiling) {
-      launch({"combinator_forward", grid_of(p.rows, tiling), dim3(kThreads), 0, stream},
+      launch({"combinator_forward", blocks_of(p.rows, tiling), dim3(kThreads), 0, stream},
              forward_kernel<scalar_t, count.value>, p, tiling);
     });
   });
@@ -245,7 +246,7 @@ void combinator_backward_cuda(const CombinatorBackward& p, Dtype dtype, cudaStre
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
     with_packs<scalar_t>(packed, p.E, [&](auto count, Tiling tiling) {
-      launch({"combinator_backward", grid_of(p.rows, tiling), dim3(kThreads), 0, stream},
+      launch({"combinator_backward", blocks_of(p.rows, tiling), dim3(kThreads), 0, stream},
              backward_kernel<scalar_t, count.value>, p, tiling, grad_packed);
     });
   });

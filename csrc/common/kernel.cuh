@@ -17,9 +17,17 @@
 
 namespace memcheck {
 
+// The blocks of a launch, along the grid's x: y and z end at 65,535.
+struct Blocks {
+  int64_t count;
+
+  Blocks(int64_t count) : count(count) {}
+  Blocks(dim3 grid) : count(grid.x) {}
+};
+
 struct Launch {
   const char* kernel;  // its name in errors
-  dim3 grid;
+  Blocks blocks;
   dim3 block;
   size_t shared_bytes;
   cudaStream_t stream;
@@ -46,6 +54,12 @@ inline bool fits_in_a_block(size_t shared_bytes) {
 
 // ---- launches
 
+constexpr int64_t kMostBlocks = 0x7FFFFFFF;
+
+inline dim3 grid_of(const Launch& with) {
+  return dim3(static_cast<unsigned>(with.blocks.count));
+}
+
 #if defined(MEMCHECK_HOST_CUDA)
 
 // The last parameter of a function that can fail on the host: the line of the call.
@@ -55,8 +69,8 @@ template <typename... Params, typename... Args>
 cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... args) {
   const auto thread = [&] { kernel(args...); };
   // By reference: std::function would copy it to memory that counters take for the GPU's.
-  return host_cuda::run(with.kernel, reinterpret_cast<const void*>(kernel), with.grid, with.block, with.shared_bytes,
-                        std::ref(thread));
+  return host_cuda::run(with.kernel, reinterpret_cast<const void*>(kernel), grid_of(with), with.block,
+                        with.shared_bytes, std::ref(thread));
 }
 
 template <typename Shared>
@@ -78,7 +92,7 @@ cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... 
     if (status != cudaSuccess) return status;
   }
   cudaLaunchConfig_t config = {};
-  config.gridDim = with.grid;
+  config.gridDim = grid_of(with);
   config.blockDim = with.block;
   config.dynamicSmemBytes = with.shared_bytes;
   config.stream = with.stream;
@@ -94,18 +108,15 @@ __device__ __forceinline__ Shared& shared() {
 
 #endif
 
-inline std::string written(dim3 size) {
-  return "(" + std::to_string(size.x) + "," + std::to_string(size.y) + "," + std::to_string(size.z) + ")";
-}
-
 // One line that says why a launch failed.
 inline std::string launch_failure(const Launch& with, cudaError_t status) {
   const int major = gpu_attribute(cudaDevAttrComputeCapabilityMajor);
   if (major > 0 && major < 8)
     return std::string(with.kernel) + ": memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got " +
            std::to_string(major) + "." + std::to_string(gpu_attribute(cudaDevAttrComputeCapabilityMinor));
-  return std::string(with.kernel) + ": CUDA could not launch the kernel: " + cudaGetErrorString(status) + "; grid " +
-         written(with.grid) + ", block " + written(with.block) + ", " + std::to_string(with.shared_bytes) +
+  return std::string(with.kernel) + ": CUDA could not launch the kernel: " + cudaGetErrorString(status) + "; " +
+         std::to_string(with.blocks.count) + " blocks of " +
+         std::to_string(with.block.x * with.block.y * with.block.z) + " threads, " + std::to_string(with.shared_bytes) +
          " bytes of shared memory for a block, of which this GPU gives " +
          std::to_string(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) + " at most";
 }
@@ -119,10 +130,13 @@ inline void check_launch(const Launch& with, cudaError_t status) {
   throw std::runtime_error(failure);
 }
 
-// Queues the kernel on the stream, or does nothing if the grid is empty. Throws if CUDA refuses the launch.
+// Queues the kernel on the stream, or does nothing if there are no blocks. Throws if CUDA refuses the launch.
 template <typename... Params, typename... Args>
 void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
-  if (with.grid.x == 0 || with.grid.y == 0 || with.grid.z == 0) return;
+  if (with.blocks.count == 0) return;
+  if (with.blocks.count > kMostBlocks)
+    throw std::runtime_error(std::string(with.kernel) + ": CUDA launches at most " + std::to_string(kMostBlocks) +
+                             " blocks, and this call needs " + std::to_string(with.blocks.count));
   check_launch(with, queue(with, kernel, args...));
 }
 

@@ -44,7 +44,7 @@ __global__ void gated_sum_backward_kernel(const GatedSumBackward p) {
 
 template <typename Parameters>
 Launch launch_of(const char* kernel, const Parameters& p, cudaStream_t stream) {
-  return {kernel, dim3(static_cast<unsigned>(ceil_div(p.B * p.R, kThreads))), dim3(kThreads), 0, stream};
+  return {kernel, ceil_div(p.B * p.R, kThreads), dim3(kThreads), 0, stream};
 }
 
 void forward(const GatedSumForward& p, Dtype dtype, cudaStream_t stream) {

@@ -217,7 +217,7 @@ void run(const std::string& name, size_t shared_bytes, void (*kernel)(Params...)
   std::vector<uint32_t> results(count);
   uint32_t* to = on_device(results);
   const uint32_t* from = on_device(given);
-  launch({name.c_str(), dim3(kBlocks), dim3(kThreads), shared_bytes, nullptr}, kernel, to, from, args...);
+  launch({name.c_str(), kBlocks, dim3(kThreads), shared_bytes, nullptr}, kernel, to, from, args...);
   copy(results.data(), to, count * sizeof(uint32_t));
   print(name + ".given", given);
   print(name, results);
@@ -271,7 +271,7 @@ void run_exchange(const std::string& name) {
   std::vector<uint32_t> words(kLinks * kWordsOfLink, ~0u);
   uint32_t* passed = on_device(words);
   uint32_t* ticket = on_device(std::vector<uint32_t>{0});
-  launch({name.c_str(), dim3(kLinks), dim3(kThreads), sizeof(uint32_t), nullptr}, exchange_kernel<acc_t>,
+  launch({name.c_str(), kLinks, dim3(kThreads), sizeof(uint32_t), nullptr}, exchange_kernel<acc_t>,
          reinterpret_cast<acc_t*>(passed), ticket);
   copy(words.data(), passed, words.size() * sizeof(uint32_t));
   std::vector<uint32_t> shown;

@@ -186,8 +186,8 @@ __global__ void rounding_kernel(float* to, float d0, float b0) {
 }
 
 template <typename... Params, typename... Args>
-void run(void (*kernel)(Params...), dim3 grid, dim3 block, size_t bytes, Args... args) {
-  launch({"counted", grid, block, bytes, nullptr}, kernel, args...);
+void run(void (*kernel)(Params...), int64_t blocks, dim3 block, size_t bytes, Args... args) {
+  launch({"counted", blocks, block, bytes, nullptr}, kernel, args...);
 }
 
 }  // namespace
@@ -198,38 +198,39 @@ int main(int count, char** words) {
   auto* from = static_cast<float*>(std::aligned_alloc(128, kBytes));
   auto* to = static_cast<float*>(std::aligned_alloc(128, kBytes));
   std::memset(from, 0, kBytes);
-  const dim3 grid(kCount / kThreads), block(kThreads), square(32, 8);
+  const dim3 block(kThreads), square(32, 8);
+  constexpr int64_t kBlocks = kCount / kThreads;
   try {
-    if (name == "copy") run(copy_kernel, grid, block, 0, to, from, 1);
-    if (name == "strided copy") run(copy_kernel, grid, block, 0, to, from, 8);
-    if (name == "copy one number") run(copy_kernel, grid, block, 0, to, from, 0);
-    if (name == "copy packs") run(copy_packs_kernel, grid, block, 0, to, from);
-    if (name == "scale packs") run(scale_packs_kernel, grid, block, 0, to, from);
-    if (name == "shifted copy") run(copy_kernel, grid, block, 0, to, from + 1, 1);
-    if (name == "transpose") run(transpose_kernel<32>, dim3(1), square, 32 * 32 * 4, to, from);
-    if (name == "padded transpose") run(transpose_kernel<33>, dim3(1), square, 32 * 33 * 4, to, from);
-    if (name == "shared race") run(shared_race_kernel, dim3(1), block, sizeof(Numbers), to, from);
-    if (name == "warp race") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, false);
-    if (name == "warp") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, true);
-    if (name == "global race") run(global_race_kernel, dim3(2), block, 0, to);
-    if (name == "block race") run(block_race_kernel, dim3(1), block, 0, to, false);
-    if (name == "block barrier") run(block_race_kernel, dim3(1), block, 0, to, true);
-    if (name == "block read race") run(block_read_race_kernel, dim3(1), block, 0, to, false);
-    if (name == "block read barrier") run(block_read_race_kernel, dim3(1), block, 0, to, true);
-    if (name == "copy race") run(copy_race_kernel, dim3(1), block, sizeof(Numbers), to);
-    if (name == "arithmetic") run(arithmetic_kernel, grid, block, 0, to, from, 5);
-    if (name == "contracted") run(contracted_kernel, grid, block, 0, to, from, 7);
-    if (name == "global read race") run(global_read_race_kernel, grid, block, 0, to);
-    if (name == "triangle") run(triangle_kernel, dim3(12), block, 0, to, from);
+    if (name == "copy") run(copy_kernel, kBlocks, block, 0, to, from, 1);
+    if (name == "strided copy") run(copy_kernel, kBlocks, block, 0, to, from, 8);
+    if (name == "copy one number") run(copy_kernel, kBlocks, block, 0, to, from, 0);
+    if (name == "copy packs") run(copy_packs_kernel, kBlocks, block, 0, to, from);
+    if (name == "scale packs") run(scale_packs_kernel, kBlocks, block, 0, to, from);
+    if (name == "shifted copy") run(copy_kernel, kBlocks, block, 0, to, from + 1, 1);
+    if (name == "transpose") run(transpose_kernel<32>, 1, square, 32 * 32 * 4, to, from);
+    if (name == "padded transpose") run(transpose_kernel<33>, 1, square, 32 * 33 * 4, to, from);
+    if (name == "shared race") run(shared_race_kernel, 1, block, sizeof(Numbers), to, from);
+    if (name == "warp race") run(warp_kernel, 1, block, sizeof(Numbers), to, from, false);
+    if (name == "warp") run(warp_kernel, 1, block, sizeof(Numbers), to, from, true);
+    if (name == "global race") run(global_race_kernel, 2, block, 0, to);
+    if (name == "block race") run(block_race_kernel, 1, block, 0, to, false);
+    if (name == "block barrier") run(block_race_kernel, 1, block, 0, to, true);
+    if (name == "block read race") run(block_read_race_kernel, 1, block, 0, to, false);
+    if (name == "block read barrier") run(block_read_race_kernel, 1, block, 0, to, true);
+    if (name == "copy race") run(copy_race_kernel, 1, block, sizeof(Numbers), to);
+    if (name == "arithmetic") run(arithmetic_kernel, kBlocks, block, 0, to, from, 5);
+    if (name == "contracted") run(contracted_kernel, kBlocks, block, 0, to, from, 7);
+    if (name == "global read race") run(global_read_race_kernel, kBlocks, block, 0, to);
+    if (name == "triangle") run(triangle_kernel, 12, block, 0, to, from);
     if (name == "sampled triangle") {
       host_cuda::sample_blocks(3);
-      run(triangle_kernel, dim3(12), block, 0, to, from);
+      run(triangle_kernel, 12, block, 0, to, from);
     }
-    if (name == "reduction") run(reduction_kernel, grid, block, 0, to, from);
-    if (name == "late pipeline") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, false, true);
-    if (name == "pipeline") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, true, true);
-    if (name == "pipeline race") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, true, false);
-    if (name == "product") run(product_kernel, dim3(1), dim3(32), sizeof(Matrix), to);
+    if (name == "reduction") run(reduction_kernel, kBlocks, block, 0, to, from);
+    if (name == "late pipeline") run(pipeline_kernel, 1, block, sizeof(Stages), to, from, false, true);
+    if (name == "pipeline") run(pipeline_kernel, 1, block, sizeof(Stages), to, from, true, true);
+    if (name == "pipeline race") run(pipeline_kernel, 1, block, sizeof(Stages), to, from, true, false);
+    if (name == "product") run(product_kernel, 1, dim3(32), sizeof(Matrix), to);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
@@ -239,7 +240,7 @@ int main(int count, char** words) {
                                                  {1.0f, 0x1p-24f}, {1.0f, -0x1p-24f}, {-1.0f, 0x1.8p-23f},
                                                  {0.0f, 0x1p-130f}};
     for (const auto& [d, b] : kSums) {
-      run(rounding_kernel, dim3(1), dim3(32), 0, to, d, b);
+      run(rounding_kernel, 1, dim3(32), 0, to, d, b);
       std::printf("%a %a\n", static_cast<double>(to[0]), static_cast<double>(to[127]));
     }
     return 0;

@@ -98,7 +98,7 @@ __global__ void copied_kernel(float* to, const float* from, bool waits) {
 void ask_for(size_t shared_bytes, float* to) {
   host_cuda::stand_for(8, 6, kSharedBytesEverywhere);
   try {
-    launch({"too much asked for", dim3(1), dim3(kThreads), shared_bytes, nullptr}, neighbour_kernel, to, true);
+    launch({"too much asked for", 1, dim3(kThreads), shared_bytes, nullptr}, neighbour_kernel, &to[0], true);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
   }
@@ -107,7 +107,7 @@ void ask_for(size_t shared_bytes, float* to) {
 
 template <typename... Params, typename... Args>
 void launch_one(const char* name, void (*kernel)(Params...), Args... args) {
-  launch({name, dim3(1), dim3(kThreads), sizeof(Row), nullptr}, kernel, args...);
+  launch({name, 1, dim3(kThreads), sizeof(Row), nullptr}, kernel, args...);
 }
 
 }  // namespace
@@ -141,7 +141,10 @@ int main(int count, char** words) {
       host_cuda::stand_for(7, 5, size_t{64} << 10);
       launch_one("an old GPU", neighbour_kernel, to, true);
     }
-    if (name == "too many threads") launch({name.c_str(), dim3(2, 3), dim3(2048), 0, nullptr}, unset_kernel, &to[0]);
+    if (name == "too many threads") launch({name.c_str(), 6, dim3(2048), 0, nullptr}, unset_kernel, &to[0]);
+    if (name == "too many blocks")
+      launch({name.c_str(), (int64_t{1} << 32) + 1, dim3(kThreads), sizeof(Row), nullptr}, neighbour_kernel, &to[0],
+             true);
     if (name == "misaligned copy")
       launch_one("misaligned copy", copied_kernel, to, static_cast<const float*>(from + 1), true);
   } catch (const std::exception& error) {

@@ -110,7 +110,7 @@ def test_a_launch_beyond_the_shared_memory_of_the_gpu_is_refused(plain: Run) -> 
     refused = plain("too much asked for")
     assert values(refused) == [0] * 64
     assert refused.stderr == (
-        "too much asked for: CUDA could not launch the kernel: invalid argument; grid (1,1,1), block (64,1,1), "
+        "too much asked for: CUDA could not launch the kernel: invalid argument; 1 blocks of 64 threads, "
         f"{allowed + 1} bytes of shared memory for a block, of which this GPU gives {allowed} at most\n"
         "left behind: 0\n"
     )
@@ -122,8 +122,9 @@ def test_a_launch_beyond_the_shared_memory_of_the_gpu_is_refused(plain: Run) -> 
         ("an old GPU", "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"),
         (
             "too many threads",
-            "CUDA could not launch the kernel: invalid configuration argument; grid (2,3,1), block (2048",
+            "CUDA could not launch the kernel: invalid configuration argument; 6 blocks of 2048 threads",
         ),
+        ("too many blocks", "CUDA launches at most 2147483647 blocks, and this call needs 4294967297"),
     ],
 )
 def test_a_refused_launch_is_one_line(plain: Run, name: str, words: str) -> None:
