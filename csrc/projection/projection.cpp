@@ -15,6 +15,7 @@
 #include "common/torch/matrix.h"
 #include "common/torch/product.h"
 #include "common/torch/registration.h"
+#include "projection/projection_operators.h"
 
 namespace memcheck::projection_operators {
 namespace {
@@ -99,28 +100,28 @@ void multiply_rows(const ProjectionProducts& products, const at::Tensor& y, cons
   for (int64_t b = 0; b < y.size(0); ++b) multiply(y.select(0, b), x.select(0, b), w, /*adds=*/false);
 }
 
-at::Tensor linear_r_meta(const at::Tensor& x, const at::Tensor& w) {
-  const Sizes n = check_inputs("linear_r", x, w);
-  return empty_result({n.B, n.S, n.R}, x.options());
+LinearR::Results linear_r_meta(const ProjectionArguments& in) {
+  const Sizes n = check_inputs("linear_r", in.x, in.w);
+  return {empty_result({n.B, n.S, n.R}, in.x.options())};
 }
 
-at::Tensor linear_r(const ProjectionProducts& products, const at::Tensor& x, const at::Tensor& w) {
-  const at::Tensor y = linear_r_meta(x, w);
-  const c10::DeviceGuard guard(x.device());
-  multiply_rows(products, y, x, w);
-  return y;
+LinearR::Results linear_r(const ProjectionProducts& products, const ProjectionArguments& in) {
+  const auto [y] = linear_r_meta(in);
+  const c10::DeviceGuard guard(in.x.device());
+  multiply_rows(products, y, in.x, in.w);
+  return {y};
 }
 
-at::Tensor linear_l_meta(const at::Tensor& x, const at::Tensor& w) {
-  const Sizes n = check_inputs("linear_l", x, w);
-  return empty_result({n.B, n.R, n.S}, x.options());
+LinearL::Results linear_l_meta(const ProjectionArguments& in) {
+  const Sizes n = check_inputs("linear_l", in.x, in.w);
+  return {empty_result({n.B, n.R, n.S}, in.x.options())};
 }
 
-at::Tensor linear_l(const ProjectionProducts& products, const at::Tensor& x, const at::Tensor& w) {
-  const at::Tensor y = linear_l_meta(x, w);
-  const c10::DeviceGuard guard(x.device());
-  multiply_rows(products, y.transpose(1, 2), x, w);
-  return y;
+LinearL::Results linear_l(const ProjectionProducts& products, const ProjectionArguments& in) {
+  const auto [y] = linear_l_meta(in);
+  const c10::DeviceGuard guard(in.x.device());
+  multiply_rows(products, y.transpose(1, 2), in.x, in.w);
+  return {y};
 }
 
 using Gradients = std::tuple<at::Tensor, at::Tensor>;
@@ -243,12 +244,15 @@ void backward_in_pieces(const ProjectionProducts& products, const at::Tensor& gr
   weight.finish();
 }
 
+// grad (B,S,R)
+Gradients meta_of(const char* op, const at::Tensor& grad, const ProjectionBackwardArguments& in) {
+  return check_backward(op, grad, in.x.value_or(at::Tensor()), in.w.value_or(at::Tensor()), in.output_mask);
+}
+
 Gradients backward(const ProjectionProducts& products, const char* op, const at::Tensor& grad,
-                   const std::optional<at::Tensor>& x_or_none, const std::optional<at::Tensor>& w_or_none,
-                   const std::array<bool, 2>& wanted) {
-  const at::Tensor x = x_or_none.value_or(at::Tensor());
-  const at::Tensor w = w_or_none.value_or(at::Tensor());
-  const Gradients gradients = check_backward(op, grad, x, w, wanted);
+                   const ProjectionBackwardArguments& in) {
+  const Gradients gradients = meta_of(op, grad, in);
+  const at::Tensor x = in.x.value_or(at::Tensor()), w = in.w.value_or(at::Tensor());
   const c10::DeviceGuard guard(grad.device());
   if (in_float(products, grad)) {
     backward_in_float(grad, x, w, gradients);
@@ -259,41 +263,35 @@ Gradients backward(const ProjectionProducts& products, const char* op, const at:
   return gradients;
 }
 
-Gradients linear_r_backward(const ProjectionProducts& products, const at::Tensor& grad_y,
-                            const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& w,
-                            std::array<bool, 2> output_mask) {
-  return backward(products, "linear_r_backward", grad_y, x, w, output_mask);
+constexpr const char* kBackwardR = "linear_r_backward";
+constexpr const char* kBackwardL = "linear_l_backward";
+
+at::Tensor transposed_gradient(const ProjectionBackwardArguments& in) {
+  check_rank(kBackwardL, "grad_y", in.grad_y, 3, "(B,R,S)");
+  return in.grad_y.transpose(1, 2);
 }
 
-Gradients linear_l_backward(const ProjectionProducts& products, const at::Tensor& grad_y,
-                            const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& w,
-                            std::array<bool, 2> output_mask) {
-  check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
-  return backward(products, "linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
+Gradients linear_r_backward_meta(const ProjectionBackwardArguments& in) {
+  return meta_of(kBackwardR, in.grad_y, in);
 }
 
-Gradients linear_r_backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
-                                 const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-  return check_backward("linear_r_backward", grad_y, x.value_or(at::Tensor()), w.value_or(at::Tensor()), output_mask);
+Gradients linear_r_backward(const ProjectionProducts& products, const ProjectionBackwardArguments& in) {
+  return backward(products, kBackwardR, in.grad_y, in);
 }
 
-Gradients linear_l_backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
-                                 const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-  check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
-  return check_backward("linear_l_backward", grad_y.transpose(1, 2), x.value_or(at::Tensor()), w.value_or(at::Tensor()),
-                        output_mask);
+Gradients linear_l_backward_meta(const ProjectionBackwardArguments& in) {
+  return meta_of(kBackwardL, transposed_gradient(in), in);
 }
 
-const Registration registration(
-    tables_of_torch(projection_cpu, projection_cuda),
-    OperatorRow{"linear_r(Tensor x, Tensor w) -> Tensor", linear_r_meta, linear_r, /*cast_inputs=*/2},
-    OperatorRow{"linear_l(Tensor x, Tensor w) -> Tensor", linear_l_meta, linear_l, /*cast_inputs=*/2},
-    OperatorRow{"linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
-                " -> (Tensor grad_x, Tensor grad_w)",
-                linear_r_backward_meta, linear_r_backward},
-    OperatorRow{"linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
-                " -> (Tensor grad_x, Tensor grad_w)",
-                linear_l_backward_meta, linear_l_backward});
+Gradients linear_l_backward(const ProjectionProducts& products, const ProjectionBackwardArguments& in) {
+  return backward(products, kBackwardL, transposed_gradient(in), in);
+}
+
+const Registration registration(tables_of_torch(projection_cpu, projection_cuda),
+                                kernels_of<LinearR>(linear_r_meta, linear_r, /*cast_inputs=*/2),
+                                kernels_of<LinearL>(linear_l_meta, linear_l, /*cast_inputs=*/2),
+                                kernels_of<LinearRBackward>(linear_r_backward_meta, linear_r_backward),
+                                kernels_of<LinearLBackward>(linear_l_backward_meta, linear_l_backward));
 
 }  // namespace
 }  // namespace memcheck::projection_operators

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/torch/arguments.h"
 #include "common/torch/checks.h"
 
 // What autograd runs in place of an operator. An operator is named by a type:
@@ -27,7 +28,6 @@
 
 namespace memcheck {
 
-using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
@@ -151,6 +151,15 @@ inline void check_tensors(const char* op, const c10::FunctionSchema& schema, con
   }
 }
 
+inline void check_arguments(const char* op, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
+  const auto tensor_at = [&](size_t i) { return values[i].isNone() ? Tensor() : values[i].toTensor(); };
+  for (size_t i = 0; i < values.size() && schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType; ++i) {
+    const char* name = schema.arguments()[i].name().c_str();
+    check_tensor(op, name, tensor_at(i));
+    check_device(op, name, tensor_at(i), tensor_at(0), schema.arguments()[0].name().c_str());
+  }
+}
+
 inline bool wants_gradient(const variable_list& inputs) {
   if (!at::GradMode::is_enabled()) return false;
   for (const Tensor& x : inputs)
@@ -252,26 +261,30 @@ struct DoubleBackward : Function<DoubleBackward> {
 
 // The gradients that a backward operator computed from these arguments. They can be differentiated if a tensor among
 // the arguments requires a gradient.
-template <typename... Args>
-variable_list differentiable_gradients(const std::string& name, const char* shown, variable_list gradients,
-                                       const Args&... args) {
-  if (!wants_gradient(tensors_among(args...))) return gradients;
-  refuse_torch_func(shown);
-  std::vector<c10::IValue> arguments = c10::impl::boxArgs(args...);
+inline variable_list gradients_to_differentiate(const std::string& name, const char* shown, variable_list gradients,
+                                                std::vector<c10::IValue> arguments) {
   std::vector<int64_t> positions;
   variable_list inputs;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (!arguments[i].isTensor()) continue;
+    if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
     positions.push_back(static_cast<int64_t>(i));
     inputs.push_back(arguments[i].toTensor());
-    arguments[i] = c10::IValue();
   }
+  if (!wants_gradient(inputs)) return gradients;
+  refuse_torch_func(shown);
+  for (const int64_t i : positions) arguments[i] = c10::IValue();
   const auto results =
       DoubleBackward::apply(name, std::string(shown), gradients, arguments, positions, at::TensorList(inputs));
   size_t next = 0;
   for (Tensor& x : gradients)
     if (x.defined()) x = results[next++];
   return gradients;
+}
+
+template <typename... Args>
+variable_list differentiable_gradients(const std::string& name, const char* shown, variable_list gradients,
+                                       const Args&... args) {
+  return gradients_to_differentiate(name, shown, std::move(gradients), c10::impl::boxArgs(args...));
 }
 
 // In a backward that may be differentiated: stands for an input of its forward, counted among its tensors. A gradient
@@ -352,6 +365,156 @@ void register_backward(torch::Library& m) {
 template <typename Op>
 void register_without_gradient(torch::Library& m) {
   m.impl(Op::name, AutogradKernels<Op>::without_gradient);
+}
+
+// ---- operators that arguments.h describes
+
+// The tensors among arguments, each with its position. A list has as many positions as tensors.
+struct Inputs {
+  variable_list tensors;
+  std::vector<int64_t> positions;
+
+  explicit Inputs(c10::ArrayRef<c10::IValue> arguments) {
+    int64_t position = 0;
+    for (const c10::IValue& x : arguments) {
+      if (x.isTensorList()) {
+        for (const Tensor& one : x.toTensorVector()) add(one, position++);
+      } else {
+        if (x.isTensor() && x.toTensor().defined()) add(x.toTensor(), position);
+        ++position;
+      }
+    }
+  }
+
+ private:
+  void add(const Tensor& x, int64_t position) {
+    tensors.push_back(x);
+    positions.push_back(position);
+  }
+};
+
+// What autograd runs in place of an operator if an argument requires a gradient. A node derives from it:
+//
+//     struct Node : Differentiable<Node, Op> {
+//       // Calls the operator below autograd, and saves what the backward reads.
+//       static variable_list run(AutogradContext* ctx, const Arguments& x);
+//       // Gradients of the first arguments, undefined where there is none.
+//       static variable_list differentiate(const Saved& saved, const variable_list& grads);
+//     };
+template <typename Node, typename Op>
+struct Differentiable : Function<Node> {
+  using Arguments = typename Op::Arguments;
+
+  struct Saved {
+    variable_list tensors;
+    Arguments options;         // arguments, of which the tensors are left out
+    std::vector<bool> wanted;  // which gradients, by the positions of Inputs
+  };
+
+  static variable_list forward(AutogradContext* ctx, Arguments x, const std::vector<int64_t>& positions,
+                               at::TensorList /*inputs*/) {
+    torch::jit::Stack options = stack_of(x.fields());
+    for (c10::IValue& value : options)
+      if (value.isTensor() || value.isTensorList()) value = c10::IValue();
+    ctx->saved_data["options"] = c10::ivalue::Tuple::create(std::move(options));
+    ctx->saved_data["positions"] = positions;
+    ctx->set_materialize_grads(false);
+    return Node::run(ctx, x);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const std::vector<int64_t> positions = ctx->saved_data["positions"].toIntVector();
+    constexpr size_t kOthers = 2;  // the arguments of forward before `inputs` have no gradients
+    variable_list results(kOthers + positions.size());
+    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); })) return results;
+    torch::jit::Stack options = ctx->saved_data["options"].toTupleRef().elements().vec();
+    const int64_t count = positions.empty() ? 0 : positions.back() + 1;
+    Saved saved{ctx->get_saved_variables(), take_arguments<Arguments>(options), std::vector<bool>(count)};
+    for (size_t i = 0; i < positions.size(); ++i) saved.wanted[positions[i]] = ctx->needs_input_grad(i);
+    const variable_list gradients = Node::differentiate(saved, grads);
+    for (size_t i = 0; i < positions.size(); ++i)
+      if (positions[i] < static_cast<int64_t>(gradients.size())) results[kOthers + i] = gradients[positions[i]];
+    return results;
+  }
+};
+
+// The results of an operator's kernel of the device.
+template <typename Op>
+typename Op::Results call_below(typename Op::Arguments x) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return call<Op>(std::move(x));
+}
+
+// Kernels of the Autograd key for an operator.
+template <typename Op>
+struct AutogradOf {
+  using Stack = torch::jit::Stack;
+
+  // Runs Node if an input requires a gradient.
+  template <typename Node>
+  static void differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    const Inputs inputs = checked_inputs(op, *stack);
+    if (!wants_gradient(inputs.tensors)) return below(op, stack);
+    refuse_torch_func(shown_name());
+    auto arguments = take_arguments<typename Op::Arguments>(*stack);
+    for (Tensor& x : Node::apply(std::move(arguments), inputs.positions, at::TensorList(inputs.tensors)))
+      stack->emplace_back(std::move(x));
+  }
+
+  static void backward(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    std::vector<c10::IValue> arguments = torch::jit::last(*stack, op.schema().arguments().size()).vec();
+    refuse_forward_mode(shown_name(), Inputs(arguments).tensors);
+    below(op, stack);
+    static const std::string all = operator_name(Op::schema), name = all.substr(0, all.rfind("_backward"));
+    constexpr size_t kResults = std::tuple_size_v<typename Op::Results>;
+    variable_list gradients;
+    for (const c10::IValue& x : torch::jit::last(*stack, kResults)) gradients.push_back(x.toTensor());
+    gradients = gradients_to_differentiate(name, shown_name(), std::move(gradients), std::move(arguments));
+    torch::jit::drop(*stack, kResults);
+    for (Tensor& x : gradients) stack->emplace_back(std::move(x));
+  }
+
+  static void without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+    refuse_gradient(shown_name(), checked_inputs(op, *stack).tensors);
+    below(op, stack);
+  }
+
+ private:
+  static void below(const c10::OperatorHandle& op, Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op.callBoxed(stack);
+  }
+
+  // As messages have it.
+  static const char* shown_name() {
+    static const std::string name = function_name(operator_name(Op::schema));
+    return name.c_str();
+  }
+
+  static Inputs checked_inputs(const c10::OperatorHandle& op, const Stack& stack) {
+    const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+    check_arguments(shown_name(), op.schema(), arguments);
+    Inputs inputs(arguments);
+    refuse_forward_mode(shown_name(), inputs.tensors);
+    return inputs;
+  }
+};
+
+template <typename Op, typename Node>
+void register_node(torch::Library& m) {
+  m.impl(operator_name(Op::schema).c_str(),
+         torch::CppFunction::makeFromBoxedFunction<&AutogradOf<Op>::template differentiable<Node>>());
+}
+
+template <typename Op>
+void register_gradients(torch::Library& m) {
+  m.impl(operator_name(Op::schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&AutogradOf<Op>::backward>());
+}
+
+template <typename Op>
+void register_no_gradient(torch::Library& m) {
+  m.impl(operator_name(Op::schema).c_str(),
+         torch::CppFunction::makeFromBoxedFunction<&AutogradOf<Op>::without_gradient>());
 }
 
 }  // namespace memcheck

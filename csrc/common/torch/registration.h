@@ -3,10 +3,12 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
 
+#include "common/torch/arguments.h"
 #include "common/torch/autocast.h"
 
 // How operators are made known to torch: a row for each, of which Registration registers the schema, the kernels of
@@ -61,6 +63,19 @@ struct OperatorRow {
 template <typename Meta, typename Run>
 OperatorRow(const char*, Meta*, Run*, size_t = 0) -> OperatorRow<Meta, Run>;
 
+// An operator that arguments.h describes.
+template <typename Op, typename Run>
+struct OperatorKernels {
+  typename Op::Results (*meta)(const typename Op::Arguments& x);  // checks arguments and allocates results
+  Run* run;                // run(kernels, arguments) does the same and fills the results
+  size_t cast_inputs = 0;  // under autocast the first so many arguments, all tensors, are cast to its dtype
+};
+template <typename Op, typename Run>
+OperatorKernels<Op, Run> kernels_of(typename Op::Results (*meta)(const typename Op::Arguments&), Run* run,
+                                    size_t cast_inputs = 0) {
+  return {meta, run, cast_inputs};
+}
+
 // Registers its rows with the dispatcher as long as it lives: for that of the program.
 class Registration {
  public:
@@ -70,6 +85,40 @@ class Registration {
   }
 
  private:
+  template <typename Kernels, typename Op, typename Run>
+  void add(const KernelTables<Kernels>& tables, const OperatorKernels<Op, Run>& op) {
+    using Arguments = typename Op::Arguments;
+    const std::string name = operator_name(Op::schema);
+#ifndef MEMCHECK_HOST_CUDA
+    // The host's CUDA replaces kernels of operators that are registered already.
+    schemas_.def(Op::schema, {at::Tag::pt2_compliant_tag});
+    meta_.impl(name.c_str(), boxed<Arguments>(op.meta));
+    if (op.cast_inputs > 0) {
+      autocast_cpu_.impl(name.c_str(), autocast_kernel(c10::kCPU, op.cast_inputs));
+      autocast_cuda_.impl(name.c_str(), autocast_kernel(c10::kCUDA, op.cast_inputs));
+    }
+#endif
+    for (const auto& [kernels, library] : {std::pair{tables.cpu, &cpu_}, std::pair{tables.cuda, &cuda_}}) {
+      if (kernels == nullptr) continue;
+      library->impl(name.c_str(),
+                    boxed<Arguments>([table = kernels, run = op.run](const Arguments& x) { return run(*table, x); }));
+    }
+  }
+
+  // A kernel that takes its arguments from the dispatcher's stack.
+  template <typename Arguments, typename Run>
+  static torch::CppFunction boxed(Run run) {
+    struct Kernel : c10::OperatorKernel {
+      explicit Kernel(Run run) : run(std::move(run)) {}
+      void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+        auto results = run(take_arguments<Arguments>(*stack));
+        push_results(*stack, std::move(results));
+      }
+      Run run;
+    };
+    return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(run)));
+  }
+
   template <typename Kernels, typename Result, typename... Args>
   void add(const KernelTables<Kernels>& tables,
            const OperatorRow<Result(Args...), Result(const Kernels&, Args...)>& row) {

@@ -1,0 +1,51 @@
+#pragma once
+
+#include "common/torch/arguments.h"
+
+namespace memcheck {
+
+struct ProjectionArguments {
+  Tensor x;  // (B,S,E)
+  Tensor w;  // (E,R)
+
+  auto fields() { return std::tie(x, w); }
+};
+
+struct ProjectionBackwardArguments {
+  Tensor grad_y;                    // linear_r (B,S,R), linear_l (B,R,S)
+  MaybeTensor x;                    // (B,S,E), for the gradient of w
+  MaybeTensor w;                    // (E,R), for the gradient of x
+  std::array<bool, 2> output_mask;  // of x and w
+
+  auto fields() { return std::tie(grad_y, x, w, output_mask); }
+};
+
+// y = x w.
+struct LinearR {
+  static constexpr const char* schema = "linear_r(Tensor x, Tensor w) -> Tensor";
+  using Arguments = ProjectionArguments;
+  using Results = std::tuple<Tensor>;
+};
+struct LinearRBackward {
+  static constexpr const char* schema =
+      "linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
+      " -> (Tensor grad_x, Tensor grad_w)";
+  using Arguments = ProjectionBackwardArguments;
+  using Results = std::tuple<Tensor, Tensor>;
+};
+
+// The same with y (B,R,S).
+struct LinearL {
+  static constexpr const char* schema = "linear_l(Tensor x, Tensor w) -> Tensor";
+  using Arguments = ProjectionArguments;
+  using Results = std::tuple<Tensor>;
+};
+struct LinearLBackward {
+  static constexpr const char* schema =
+      "linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
+      " -> (Tensor grad_x, Tensor grad_w)";
+  using Arguments = ProjectionBackwardArguments;
+  using Results = std::tuple<Tensor, Tensor>;
+};
+
+}  // namespace memcheck
