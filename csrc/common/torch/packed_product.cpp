@@ -53,23 +53,37 @@ bool has_products() {
   return works;
 }
 
-// The columns [column, column + width) of kK rows of x from `row` on, packed: each number of `to` is the pair of rows
-// 2i and 2i + 1 of a column, at c * column_step + i * pair_step. Where x has no more rows or columns they are 0.
-template <int64_t width, int64_t column_step, int64_t pair_step>
-void pack_tile(const at::Tensor& x, int64_t row, int64_t column, uint32_t* to) {
+// pairs (kK/2,width) = the columns [column, column + width) of kK rows of x from `row` on: each number is a pair of
+// rows of a column. Where x has no more rows or columns they are 0.
+template <int64_t width>
+void pair_rows(const at::Tensor& x, int64_t row, int64_t column, uint32_t* pairs) {
   const int64_t rows = std::min(kK, x.size(0) - row), columns = std::min(width, x.size(1) - column);
   const int64_t down = x.stride(0), right = x.stride(1);
-  const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr()) + row * down + column * right;
-  if (rows < kK || columns < width) std::fill_n(to, width * kK / 2, 0U);
-  for (int64_t i = 0; i < rows / 2; ++i) {
-    const uint16_t* first = from + 2 * i * down;
+  const uint16_t* first = static_cast<const uint16_t*>(x.const_data_ptr()) + row * down + column * right;
+  if (rows < kK || columns < width) std::fill_n(pairs, width * kK / 2, 0U);
+  for (int64_t i = 0; i < rows / 2; ++i, first += 2 * down) {
     const uint16_t* second = first + down;
-    for (int64_t c = 0; c < columns; ++c)
-      to[c * column_step + i * pair_step] = first[c * right] | static_cast<uint32_t>(second[c * right]) << 16;
+    uint32_t* const to = pairs + i * width;
+    if (right == 1 && columns == width) {  // vectors
+      for (int64_t c = 0; c < width; ++c) to[c] = first[c] | static_cast<uint32_t>(second[c]) << 16;
+    } else {
+      for (int64_t c = 0; c < columns; ++c) to[c] = first[c * right] | static_cast<uint32_t>(second[c * right]) << 16;
+    }
   }
   if (rows % 2 == 0) return;
-  for (int64_t c = 0; c < columns; ++c)
-    to[c * column_step + rows / 2 * pair_step] = from[(rows - 1) * down + c * right];
+  for (int64_t c = 0; c < columns; ++c) pairs[rows / 2 * width + c] = first[c * right];
+}
+
+// The same as (width,kK/2): rows of columns.
+template <int64_t width>
+void pair_rows_transposed(const at::Tensor& x, int64_t row, int64_t column, uint32_t* to) {
+  constexpr int64_t kPairs = kK / 2, kSide = 4;
+  alignas(64) uint32_t pairs[width * kPairs];
+  pair_rows<width>(x, row, column, pairs);
+  for (int64_t c = 0; c < width; c += kSide)
+    for (int64_t i = 0; i < kPairs; i += kSide)
+      transpose_square(reinterpret_cast<const float*>(pairs + i * width + c), width,
+                       reinterpret_cast<float*>(to + c * kPairs + i), kPairs);
 }
 
 // Columns of a and b, packed: panels of kM columns of a, then panels of kN columns of b, each with `slabs` tiles of kK
@@ -92,12 +106,27 @@ void pack(const Packed& packed, const at::Tensor& a, const at::Tensor& b, int64_
       for (int64_t slab = 0; slab < packed.slabs; ++slab) {
         const int64_t first = row + slab * kK;
         if (of_b < 0)
-          pack_tile<kM, kK / 2, 1>(a, first, panel * kM, packed.a(panel) + slab * (kM * kK / 2));
+          pair_rows_transposed<kM>(a, first, panel * kM, packed.a(panel) + slab * (kM * kK / 2));
         else
-          pack_tile<kN, 1, kN>(b, first, of_b * kN, packed.b(of_b) + slab * (kN * kK / 2));
+          pair_rows<kN>(b, first, of_b * kN, packed.b(of_b) + slab * (kN * kK / 2));
       }
     }
   });
+}
+
+// to = rows of a tile (kM,kN), or += if it `adds`. A full row has a length that the compiler knows.
+void write_tile(const float* __restrict tile, int64_t rows, int64_t columns, bool adds, float* __restrict to,
+                int64_t stride) {
+  const auto write = [&](int64_t count) MEMCHECK_INLINE_LAMBDA {
+    for (int64_t i = 0; i < rows; ++i, tile += kN, to += stride) {
+      if (adds) {
+        for (int64_t j = 0; j < count; ++j) to[j] += tile[j];
+      } else {
+        for (int64_t j = 0; j < count; ++j) to[j] = tile[j];
+      }
+    }
+  };
+  columns == kN ? write(kN) : write(columns);
 }
 
 // sum (M,N) = the product of what is packed, or += if it `adds`.
@@ -110,11 +139,8 @@ void multiply(float* sum, int64_t M, int64_t N, const Packed& packed, bool adds)
       for (int64_t slab = 0; slab < packed.slabs; ++slab)
         multiply_tile(tile, packed.a(a_panel) + slab * (kM * kK / 2), packed.b(b_panel) + slab * (kN * kK / 2),
                       /*adds=*/slab > 0);
-      for (int64_t m = a_panel * kM; m < std::min(M, (a_panel + 1) * kM); ++m)
-        for (int64_t n = b_panel * kN; n < std::min(N, (b_panel + 1) * kN); ++n) {
-          const float product = tile[(m - a_panel * kM) * kN + n - b_panel * kN];
-          sum[m * N + n] = adds ? sum[m * N + n] + product : product;
-        }
+      const int64_t m = a_panel * kM, n = b_panel * kN;
+      write_tile(tile, std::min(kM, M - m), std::min(kN, N - n), adds, sum + m * N + n, N);
     }
     release();
   });
