@@ -45,10 +45,10 @@ std::tuple<at::Tensor, at::Tensor> empty_outputs(const at::Tensor& x, bool keep_
   return {empty_result(x.sym_sizes(), x.options()), empty_result(kept, x.options())};
 }
 
-// The rows of x (...,E), whose memory is data. Leading dimensions that lie one behind the other become one.
-CombinatorRows rows_of(const char* op, const char* name, const at::Tensor& x, void* data) {
+// The rows of grad_y (...,E). Leading dimensions that lie one behind the other become one.
+CombinatorRows rows_of(const at::Tensor& x) {
   CombinatorRows rows;
-  rows.data = data;
+  rows.data = x.const_data_ptr();
   rows.column_stride = x.size(-1) == 1 ? 1 : x.stride(-1);
   for (int64_t d = 0; d < x.dim() - 1; ++d) {
     if (x.size(d) == 1) continue;
@@ -58,21 +58,13 @@ CombinatorRows rows_of(const char* op, const char* name, const at::Tensor& x, vo
       rows.stride[last] = x.stride(d);
       continue;
     }
-    TORCH_CHECK_VALUE(rows.dimensions < CombinatorRows::kLeading, op, ": ", name, " must have at most ",
+    TORCH_CHECK_VALUE(rows.dimensions < CombinatorRows::kLeading, kBackward, ": grad_y must have at most ",
                       CombinatorRows::kLeading, " leading dimensions that do not lie one behind the other, got sizes ",
                       x.sizes(), " and strides ", x.strides());
     rows.size[rows.dimensions] = x.size(d);
     rows.stride[rows.dimensions++] = x.stride(d);
   }
   return rows;
-}
-
-CombinatorRows read_rows(const char* op, const char* name, const at::Tensor& x) {
-  return rows_of(op, name, x, const_cast<void*>(x.const_data_ptr()));
-}
-
-CombinatorRows written_rows(const char* op, const char* name, const at::Tensor& x) {
-  return rows_of(op, name, x, x.mutable_data_ptr());
 }
 
 // Some rows of a matrix: itself if they are all.
@@ -91,19 +83,23 @@ struct MatrixForm {
   bool in_place;  // GEMM takes it as it is
 };
 
-MatrixForm matrix_form(const char* op, const char* name, const at::Tensor& x) {
-  const CombinatorRows rows = rows_of(op, name, x, nullptr);
-  const int64_t N = rows.dimensions > 0 ? rows.size[0] : 1, E = x.size(-1);
+MatrixForm matrix_form(const at::Tensor& x) {
+  const int64_t E = x.size(-1), column_stride = E == 1 ? 1 : x.stride(-1);
   // A single row has no stride of its own.
-  const int64_t single = rows.column_stride == 1 ? std::max<int64_t>(1, E) : 1;
-  const int64_t row_stride = N == 1 ? single : rows.stride[0];
-  return {N, E, row_stride, rows.column_stride,
-          rows.dimensions <= 1 && is_matrix(N, E, row_stride, rows.column_stride)};
+  int64_t N = 1, row_stride = column_stride == 1 ? std::max<int64_t>(1, E) : 1;
+  bool even = true;
+  for (int64_t d = x.dim() - 2; d >= 0; --d) {
+    if (x.size(d) == 1) continue;
+    if (N == 1) row_stride = x.stride(d);
+    even = even && x.stride(d) == N * row_stride;
+    N *= x.size(d);
+  }
+  return {N, E, row_stride, column_stride, even && is_matrix(N, E, row_stride, column_stride)};
 }
 
 // x (...,E) as a matrix (N,E) that GEMM takes in place; undefined if its strides forbid that.
-at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
-  const MatrixForm form = matrix_form(op, name, x);
+at::Tensor matrix_of(const at::Tensor& x) {
+  const MatrixForm form = matrix_form(x);
   if (!form.in_place) return {};
   return x.as_strided({form.N, form.E}, {form.row_stride, form.column_stride});
 }
@@ -111,7 +107,7 @@ at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
 // weight (2,E,E) as one matrix (2E,E), in float32 if the plan says so; or transposed.
 at::Tensor weight_matrix(const at::Tensor& weight, const CombinatorPlan& plan, bool transposed) {
   if (plan.weight_bytes == 0) {
-    const MatrixForm form = matrix_form(kForward, "weight", weight);
+    const MatrixForm form = matrix_form(weight);
     if (form.in_place)
       return transposed ? weight.as_strided({form.E, form.N}, {form.column_stride, form.row_stride})
                         : weight.as_strided({form.N, form.E}, {form.row_stride, form.column_stride});
@@ -123,26 +119,42 @@ at::Tensor weight_matrix(const at::Tensor& weight, const CombinatorPlan& plan, b
   return transposed ? matrix.t() : matrix;
 }
 
-CombinatorPlan plan_for(const CombinatorKernels& kernels, const char* op, const at::Tensor& x) {
+CombinatorPlan plan_for(const CombinatorKernels& kernels, const at::Tensor& x) {
   const int64_t E = x.size(-1);
-  return kernels.plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_form(op, "x", x).in_place);
+  return kernels.plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_form(x).in_place);
+}
+
+// Calls run(part, its rows (n,E)) for the parts of x (...,E) whose rows, one after another, are those of `rows`
+// (count,E) from row `first` of x.
+template <typename Run>
+void for_parts(const at::Tensor& x, int64_t first, const at::Tensor& rows, const Run& run) {
+  const int64_t E = x.size(-1);
+  for (int64_t row = 0, count; row < rows.size(0); row += count) {
+    at::Tensor part = x;
+    int64_t index = first + row, inner = x.numel() / E;  // inner: rows with one index of dimension d
+    for (int64_t d = 0; inner > 1; ++d) {
+      inner /= x.size(d);
+      const int64_t begin = index / inner;
+      index %= inner;
+      const int64_t whole = index == 0 ? std::min((rows.size(0) - row) / inner, x.size(d) - begin) : 0;
+      part = part.narrow(d, begin, std::max<int64_t>(1, whole));
+      if (whole > 0) break;
+    }
+    count = part.numel() / E;
+    run(part, rows.narrow(0, row, count).view(part.sizes()));
+  }
 }
 
 // The rows of x (...,E), read or written a chunk (count,E) at a time: in place if GEMM can do that, else by way of
 // `copy` (rows,E).
 class Chunks {
  public:
-  Chunks(const char* op, Kernel<CombinatorCopy> copy_rows, const DeviceScope& device, at::Tensor x, at::Tensor copy)
-      : op_(op),
-        copy_rows_(copy_rows),
-        device_(device),
-        x_(std::move(x)),
-        matrix_(matrix_of(op, "x", x_)),
-        copy_(std::move(copy)) {}
+  Chunks(at::Tensor x, at::Tensor copy) : x_(std::move(x)), matrix_(matrix_of(x_)), copy_(std::move(copy)) {}
 
   at::Tensor read(int64_t first, int64_t count) const {
     const at::Tensor chunk = memory_for(first, count);
-    if (!matrix_.defined()) copy(count, from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk));
+    if (!matrix_.defined())
+      for_parts(x_, first, chunk, [](const at::Tensor& part, const at::Tensor& rows) { rows.copy_(part); });
     return chunk;
   }
 
@@ -152,20 +164,13 @@ class Chunks {
   }
   void write(const at::Tensor& chunk, int64_t first) const {
     if (!matrix_.defined())
-      copy(chunk.size(0), read_rows(op_, "x", chunk), from_row(written_rows(op_, "x", x_), first));
+      for_parts(x_, first, chunk, [](const at::Tensor& part, const at::Tensor& rows) { part.copy_(rows); });
   }
 
   // All rows, if they are contiguous; else undefined.
   at::Tensor contiguous() const { return matrix_.defined() && matrix_.is_contiguous() ? matrix_ : at::Tensor(); }
 
  private:
-  void copy(int64_t count, const CombinatorRows& from, const CombinatorRows& to) const {
-    copy_rows_({count, x_.size(-1), from, to}, dtype_of(x_), device_.stream);
-  }
-
-  const char* op_;
-  Kernel<CombinatorCopy> copy_rows_;
-  const DeviceScope& device_;
   at::Tensor x_;
   at::Tensor matrix_;
   at::Tensor copy_;
@@ -238,8 +243,8 @@ std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, con
   if (y.numel() == 0) return outputs;
   const int64_t E = x.size(-1), N = x.numel() / E;
   const DeviceScope device(x);
-  const CombinatorPlan plan = plan_for(kernels, kForward, x);
-  const Chunks tokens(kForward, kernels.copy, device, x, empty_copy(plan, x));
+  const CombinatorPlan plan = plan_for(kernels, x);
+  const Chunks tokens(x, empty_copy(plan, x));
   const at::Tensor transposed = weight_matrix(weight, plan, /*transposed=*/true);
   const WideChunk wide = plan.weight_bytes > 0 ? empty_wide(plan, E, x.options()) : WideChunk();
   char* const y_data = static_cast<char*>(y.mutable_data_ptr());
@@ -293,7 +298,7 @@ class WeightGradient {
     if (!grad_weight_.defined()) return;
     const int64_t E = grad_weight_.size(2);
     const auto wide = grad_weight_.options().dtype(acc_scalar_type(grad_weight_.scalar_type()));
-    if (plan.sums_bytes == 0) sum_ = matrix_of(kBackward, "weight", grad_weight_);
+    if (plan.sums_bytes == 0) sum_ = matrix_of(grad_weight_);
     in_place_ = sum_.defined();
     if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
   }
@@ -337,17 +342,16 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
   const int64_t E = grad_y.size(-1), N = grad_y.numel() / E;
   const at::Tensor& tokens = x_or_none ? *x_or_none : grad_x;
   const DeviceScope device(tokens);
-  const CombinatorPlan plan = plan_for(kernels, kBackward, tokens);
+  const CombinatorPlan plan = plan_for(kernels, tokens);
   const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
   const at::Tensor matrix =
       grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none, plan, /*transposed=*/false) : at::Tensor();
-  const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
+  const CombinatorRows grad_rows = rows_of(grad_y);
   // One copy serves both: a chunk of x has been read when that of grad_x is written.
   const at::Tensor copy = empty_copy(plan, tokens);
   const bool reads_x = grad_weight.defined() || !kept.defined();
-  const auto chunks_of = [&](const at::Tensor& x) { return Chunks(kBackward, kernels.copy, device, x, copy); };
-  const auto x_chunks = reads_x ? std::optional(chunks_of(*x_or_none)) : std::nullopt;
-  const auto grad_x_chunks = grad_x.defined() ? std::optional(chunks_of(grad_x)) : std::nullopt;
+  const auto x_chunks = reads_x ? std::optional(Chunks(*x_or_none, copy)) : std::nullopt;
+  const auto grad_x_chunks = grad_x.defined() ? std::optional(Chunks(grad_x, copy)) : std::nullopt;
   // Every chunk reads and writes all of grad_weight, so fewer and larger chunks are faster.
   const Pairs pairs(plan, E, grad_x_chunks ? grad_x_chunks->contiguous() : at::Tensor(), plan.lent_rows > 0 ? N : 0,
                     grad_y.options());

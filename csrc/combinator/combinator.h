@@ -16,11 +16,11 @@
 
 namespace memcheck {
 
-// Rows of E elements, of any strides. Row r has index r in the leading dimensions, counted in their order.
+// Rows of E elements to read, of any strides. Row r has index r in the leading dimensions, counted in their order.
 struct CombinatorRows {
   static constexpr int64_t kLeading = 16;
 
-  void* data = nullptr;
+  const void* data = nullptr;
   int64_t first = 0;  // the row that at(0) means
   int64_t dimensions = 0;
   int64_t size[kLeading] = {};
@@ -28,7 +28,7 @@ struct CombinatorRows {
   int64_t column_stride = 1;
 
   template <typename scalar_t>
-  MEMCHECK_INLINE scalar_t* at(int64_t row) const {
+  MEMCHECK_INLINE const scalar_t* at(int64_t row) const {
     int64_t index = first + row;
     int64_t offset = 0;
 #if defined(__CUDACC__)
@@ -38,7 +38,7 @@ struct CombinatorRows {
       offset += index % size[d] * stride[d];
       index /= size[d];
     }
-    return static_cast<scalar_t*>(data) + offset + (dimensions > 0 ? index * stride[0] : 0);
+    return static_cast<const scalar_t*>(data) + offset + (dimensions > 0 ? index * stride[0] : 0);
   }
 };
 
@@ -53,12 +53,6 @@ struct CombinatorBackward {
   const void* preactivations;  // (rows,2E)
   CombinatorRows grad_y;       // (rows,E)
   void* grad_preactivations;   // (rows,2E): da, then db; may be the memory of preactivations
-};
-
-struct CombinatorCopy {
-  int64_t rows, E;
-  CombinatorRows from;  // (rows,E)
-  CombinatorRows to;    // (rows,E)
 };
 
 // The rows of chunks, and the memory they need. They depend on shape and dtype only, so that the products are the same
@@ -81,7 +75,6 @@ struct CombinatorKernels {
   CombinatorPlan (*plan)(int64_t N, int64_t E, Dtype dtype, bool copies);
   Kernel<CombinatorForward> forward;
   Kernel<CombinatorBackward> backward;
-  Kernel<CombinatorCopy> copy;
 };
 extern const CombinatorKernels combinator_cpu;
 extern const CombinatorKernels combinator_cuda;

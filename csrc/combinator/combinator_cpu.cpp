@@ -109,16 +109,6 @@ MEMCHECK_PER_CPU_LEVEL(scalar_t, forward_rows, (const CombinatorForward& p, int6
 MEMCHECK_PER_CPU_LEVEL(scalar_t, backward_rows, (const CombinatorBackward& p, int64_t begin, int64_t end),
                        (p, begin, end))
 
-template <typename scalar_t>
-void copy_rows(const CombinatorCopy& p, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    const scalar_t* from = p.from.template at<scalar_t>(row);
-    scalar_t* to = p.to.template at<scalar_t>(row);
-    for (int64_t column = 0; column < p.E; ++column)
-      to[column * p.to.column_stride] = from[column * p.from.column_stride];
-  }
-}
-
 // Calls run(begin, end) on ranges of rows. A task is as many rows as are worth a thread.
 template <typename Run>
 void parallel_rows(int64_t rows, int64_t E, const Run& run) {
@@ -141,17 +131,10 @@ void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype, cudaStrea
   });
 }
 
-void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype, cudaStream_t) {
-  with_scalar_type(dtype, [&](auto scalar) {
-    parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { copy_rows<decltype(scalar)>(p, begin, end); });
-  });
-}
-
 CombinatorPlan combinator_plan_of_machine(int64_t N, int64_t E, Dtype dtype, bool copies) {
   return combinator_plan_cpu(N, E, dtype, copies, cpu_multiplies(dtype, N));
 }
 
-const CombinatorKernels combinator_cpu{combinator_plan_of_machine, combinator_forward_cpu, combinator_backward_cpu,
-                                       combinator_copy_cpu};
+const CombinatorKernels combinator_cpu{combinator_plan_of_machine, combinator_forward_cpu, combinator_backward_cpu};
 
 }  // namespace memcheck

@@ -108,63 +108,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows of words; a word is an element, or as many elements as 16 bytes hold.
-template <typename word_t>
-__global__ void __launch_bounds__(kThreads) copy_rows_kernel(const __grid_constant__ CombinatorCopy p, Tiling tiling) {
-  for (int64_t column = tiling.column(); column < p.E; column += tiling.across()) {
-    word_t x[kThreadRows];
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int64_t row = tiling.row(blockIdx.x, i);
-      if (row < p.rows) x[i] = p.from.template at<word_t>(row)[column];
-    }
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int64_t row = tiling.row(blockIdx.x, i);
-      if (row < p.rows) p.to.template at<word_t>(row)[column] = x[i];
-    }
-  }
-}
-
-constexpr int kCopyTile = 32;
-
-template <typename word_t>
-struct CopyTile {
-  word_t values[kCopyTile][kCopyTile + 1];  // (rows,columns)
-};
-
-// Calls run(row, column) for this thread's elements of the tile; neighbouring threads are neighbours along rows or
-// along columns.
-template <typename Run>
-__device__ __forceinline__ void for_tile(bool along_rows, int rows, int columns, const Run& run) {
-  const int fast = static_cast<int>(threadIdx.x) % kCopyTile;
-  for (int slow = static_cast<int>(threadIdx.x) / kCopyTile; slow < kCopyTile; slow += kThreads / kCopyTile) {
-    const int row = along_rows ? fast : slow, column = along_rows ? slow : fast;
-    if (row < rows && column < columns) run(row, column);
-  }
-}
-
-// For rows whose elements are not contiguous on one side. The copy goes through shared memory, so that neighbouring
-// threads read and write neighbouring addresses.
-template <typename word_t>
-__global__ void __launch_bounds__(kThreads)
-    copy_tiles_kernel(const __grid_constant__ CombinatorCopy p, bool from_along_rows, bool to_along_rows) {
-  auto& tile = shared<CopyTile<word_t>>();
-  const int64_t across = (p.E + kCopyTile - 1) / kCopyTile;
-  const int64_t first_row = blockIdx.x / across * kCopyTile, first_column = blockIdx.x % across * kCopyTile;
-  const int rows = static_cast<int>(p.rows - first_row < kCopyTile ? p.rows - first_row : kCopyTile);
-  const int columns = static_cast<int>(p.E - first_column < kCopyTile ? p.E - first_column : kCopyTile);
-  for_tile(from_along_rows, rows, columns, [&](int row, int column) {
-    const word_t* from = p.from.template at<word_t>(first_row + row);
-    tile.values[row][column] = from[(first_column + column) * p.from.column_stride];
-  });
-  __syncthreads();
-  for_tile(to_along_rows, rows, columns, [&](int row, int column) {
-    word_t* to = p.to.template at<word_t>(first_row + row);
-    to[(first_column + column) * p.to.column_stride] = tile.values[row][column];
-  });
-}
-
 // ---- launches
 
 bool is_aligned(const void* data) {
@@ -176,10 +119,6 @@ bool is_packed(const CombinatorRows& x, int64_t item) {
   bool all = is_aligned(x.data) && x.column_stride == 1;
   for (int64_t d = 0; d < x.dimensions; ++d) all = all && x.stride[d] * item % kPackBytes == 0;
   return all;
-}
-
-bool along_rows(const CombinatorRows& x) {
-  return x.dimensions > 0 && x.stride[x.dimensions - 1] < x.column_stride;
 }
 
 Tiling tiling_of(int64_t packs) {
@@ -199,33 +138,6 @@ void with_packs(bool packed, int64_t E, const Run& run) {
   constexpr int kCount = kPackSize<scalar_t>;
   if (packed && E % kCount == 0) return run(std::integral_constant<int, kCount>{}, tiling_of(E / kCount));
   run(std::integral_constant<int, 1>{}, tiling_of(E));
-}
-
-CombinatorRows in_words(CombinatorRows x, int64_t elements) {
-  for (int64_t d = 0; d < x.dimensions; ++d) x.stride[d] /= elements;
-  return x;
-}
-
-template <typename word_t>
-void copy_rows(const CombinatorCopy& p, cudaStream_t stream) {
-  const Tiling tiling = tiling_of(p.E);
-  launch({"combinator_copy", blocks_of(p.rows, tiling), dim3(kThreads), 0, stream}, copy_rows_kernel<word_t>, p,
-         tiling);
-}
-
-// element_t is any type of the size of an element.
-template <typename element_t>
-void copy_words(const CombinatorCopy& p, cudaStream_t stream) {
-  constexpr int64_t kCount = kPackBytes / sizeof(element_t);
-  if (p.from.column_stride != 1 || p.to.column_stride != 1) {
-    const int64_t tiles = ceil_div(p.rows, kCopyTile) * ceil_div(p.E, kCopyTile);
-    launch({"combinator_copy", tiles, dim3(kThreads), sizeof(CopyTile<element_t>), stream},
-           copy_tiles_kernel<element_t>, p, along_rows(p.from), along_rows(p.to));
-    return;
-  }
-  if (p.E % kCount == 0 && is_packed(p.from, sizeof(element_t)) && is_packed(p.to, sizeof(element_t)))
-    return copy_rows<uint4>({p.rows, p.E / kCount, in_words(p.from, kCount), in_words(p.to, kCount)}, stream);
-  copy_rows<element_t>(p, stream);
 }
 
 }  // namespace
@@ -252,18 +164,6 @@ void combinator_backward_cuda(const CombinatorBackward& p, Dtype dtype, cudaStre
   });
 }
 
-void combinator_copy_cuda(const CombinatorCopy& p, Dtype dtype, cudaStream_t stream) {
-  switch (element_bytes(dtype)) {
-    case 2:
-      return copy_words<uint16_t>(p, stream);
-    case 4:
-      return copy_words<uint32_t>(p, stream);
-    default:
-      return copy_words<uint64_t>(p, stream);
-  }
-}
-
-const CombinatorKernels combinator_cuda{combinator_plan_cuda, combinator_forward_cuda, combinator_backward_cuda,
-                                        combinator_copy_cuda};
+const CombinatorKernels combinator_cuda{combinator_plan_cuda, combinator_forward_cuda, combinator_backward_cuda};
 
 }  // namespace memcheck

@@ -245,6 +245,12 @@ def test_many_leading_dimensions_in_any_order(low_memory: bool) -> None:
     assert_strides(results, [x, weight])
 
 
+def test_x_has_any_number_of_leading_dimensions() -> None:
+    (x, weight), _ = make_inputs((30,))
+    x, weight = x.as_strided([2] * 18 + [3], [0, 3] * 9 + [1]), weight[:, :3, :3]
+    assert same_bits([combinator(x, weight)], [combinator(x.contiguous(), weight)])
+
+
 @MODES
 def test_chunks_of_strided_rows(low_memory: bool) -> None:
     (x, weight), grad_y = make_inputs((2, 12_000, 65))
@@ -504,11 +510,6 @@ RAISES = {
     "x elsewhere": ({"x": torch.ones(5, 7, device="meta")}, ValueError, f"weight must be on meta as x is, got {HERE}"),
     "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
     "no weight": ({"weight": None}, TypeError, "weight must be a tensor, got None"),
-    "too many leading dimensions": (
-        {"x": torch.ones(40).as_strided([2] * 20 + [7], [0, 1] * 10 + [0])},
-        ValueError,
-        "x must have at most 16 leading dimensions that do not lie one behind the other",
-    ),
     # The dispatcher raises these two before the operator is called.
     "a list": ({"x": [1.0]}, TypeError, "x must be a tensor, got a list of length 1"),
     "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
@@ -527,6 +528,8 @@ def test_wrong_input(wrong: str, requires_grad: bool) -> None:
         combinator(arguments["x"], arguments["weight"])
 
 
+# No two leading dimensions lie one behind the other.
+MANY_DIMENSIONS = torch.ones(10).as_strided([2] * 18 + [7], [0, 1] * 9 + [0])
 BACKWARD_RAISES = {
     "rank of grad_y": ({"grad_y": torch.ones(())}, ValueError, r"grad_y must be \(...,E\), of 1 dimension or more"),
     "shape of grad_y": (
@@ -559,6 +562,11 @@ BACKWARD_RAISES = {
         {"preactivations": torch.ones(2, 5, 14, device="meta")},
         ValueError,
         f"preactivations must be on {HERE} as grad_y is, got meta",
+    ),
+    "too many leading dimensions": (
+        {"grad_y": MANY_DIMENSIONS, "x": MANY_DIMENSIONS, "preactivations": None},
+        ValueError,
+        "grad_y must have at most 16 leading dimensions that do not lie one behind the other",
     ),
     "integer grad_y": ({"grad_y": torch.ones(2, 5, 7).int()}, TypeError, "grad_y must be float64, .* got int32"),
     "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
