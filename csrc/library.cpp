@@ -90,6 +90,7 @@ static py::list point_list(const memcheck::PeakLedger& ledger) {
   return rows;
 }
 
+// Python reads a ledger once the timeline that fills it is closed, or fills it itself under its own lock.
 static void bind_ledger(py::module_& m) {
   using memcheck::Kind, memcheck::PeakLedger;
   py::class_<PeakLedger, std::shared_ptr<PeakLedger>>(m, "PeakLedger")

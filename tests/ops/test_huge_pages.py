@@ -43,6 +43,19 @@ def test_large_results_and_gradients_ask_for_huge_pages() -> None:
             assert "hg" in flags_of_memory_at(x.data_ptr() + byte)
 
 
+@pytest.mark.isolated
+def test_pages_of_neighbours_stay_as_they_are() -> None:
+    """A result of 4 to 32 MiB lies among other tensors, and shares its first and its last page with them."""
+    y = memcheck.linear_attention(*torch.randn(3, 1, 8, 4096, 64))
+    assert y.nbytes == 8 * 2**20
+    first, last = y.data_ptr(), y.data_ptr() + y.nbytes - 1
+    assert first % mmap.PAGESIZE != 0
+    assert "hg" not in flags_of_memory_at(first)
+    assert "hg" in flags_of_memory_at(first + mmap.PAGESIZE)
+    assert "hg" in flags_of_memory_at(last - mmap.PAGESIZE)
+    assert "hg" not in flags_of_memory_at(last)
+
+
 # Prints how many of several results begin one page below a multiple of 2 MiB.
 RESULTS_ON_A_BORDER = """
 import torch, memcheck

@@ -65,12 +65,14 @@ class RoomAboveBorder {
   std::array<Room, 4> taken_;
 };
 
-// Asks for huge pages for all pages that the tensor touches, in whole or in part.
+// Asks for huge pages for all pages of the tensor. A tensor with a mapping of its own has its first and last page alone;
+// others share these with their neighbours, and leave them.
 inline void advise_huge_pages(const at::Tensor& x) {
   const std::size_t page = page_bytes();
+  const uintptr_t left = x.nbytes() >= kMappedBytes ? 0 : page - 1;
   const auto begin = reinterpret_cast<uintptr_t>(x.mutable_data_ptr());
-  const uintptr_t first = begin / page * page;
-  const uintptr_t last = (begin + x.nbytes() + page - 1) / page * page;
+  const uintptr_t first = (begin + left) / page * page;
+  const uintptr_t last = (begin + x.nbytes() + (page - 1 - left)) / page * page;
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
