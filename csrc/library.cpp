@@ -227,12 +227,23 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
           {"weight", plan.weight_bytes}};
 }
 
-static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
-                                                                int64_t D, int64_t factor, bool causal,
-                                                                const std::string& dtype, int64_t threads,
-                                                                const std::string& device) {
-  const int64_t C = (T + factor - 1) / factor;
-  const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
+// The table of a batch whose sequences have so many queries and keys. A plan reads nothing else of it.
+static std::vector<memcheck::Sequence> table_of(const std::vector<std::pair<int64_t, int64_t>>& sequences) {
+  std::vector<memcheck::Sequence> table;
+  for (const auto& [queries, keys] : sequences) table.push_back({0, 0, queries, 0, keys});
+  return table;
+}
+
+static std::map<std::string, int64_t> compressed_attention_plan(
+    int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T, int64_t D, int64_t factor, bool causal,
+    const std::string& dtype, int64_t threads, const std::string& device,
+    const std::optional<std::vector<std::pair<int64_t, int64_t>>>& sequences, bool packed) {
+  std::vector<memcheck::Sequence> table = table_of(sequences.value_or(std::vector<std::pair<int64_t, int64_t>>()));
+  const auto count = static_cast<int64_t>(table.size());
+  const int64_t C = memcheck::compressed_attention_blocks(T, factor, packed, count);
+  memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
+  table.resize(count + 1);  // a table without sequences is a table
+  if (sequences) shape.sequences = {table.data(), count, packed};
   const memcheck::Dtype type = dtype_named(dtype);
   const auto plan_of =
       is_cuda(device) ? memcheck::compressed_attention_plan_cuda : memcheck::compressed_attention_cpu.plan;
@@ -304,9 +315,11 @@ static void bind_plans(py::module_& m) {
         "are allocated first and then backward_states; those of CUDA are the same for any number of threads");
   m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
         py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
-        py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
+        py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu", py::arg("sequences") = py::none(),
+        py::arg("packed") = false,
         "bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
-        "those that came pooled), delta and backward_scratch; threads count on the CPU alone");
+        "those that came pooled), delta and backward_scratch; threads count on the CPU alone. sequences: (queries, "
+        "keys) of each, in a packed or padded batch");
 }
 
 PYBIND11_MODULE(_C, m) {

@@ -1,5 +1,6 @@
 #include <ATen/ops/add.h>
 
+#include <limits>
 #include <tuple>
 
 #include "common/torch/device.h"
@@ -19,16 +20,33 @@ constexpr const char* kStep = "compressed_attention_step";
 
 // ---- forward
 
+using MaybeTensor = std::optional<at::Tensor>;
 using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using PooledResult = std::tuple<at::Tensor, at::Tensor>;
 
-ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const std::optional<at::Tensor>& sink, int64_t factor, bool causal, bool strict,
-                           std::optional<double> scale, bool keep, bool return_lse) {
-  const Sizes n = check_inputs(kForward, q, k, v, {factor, causal, strict, scale});
+ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& sink,
+                           const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                           bool left_padded, int64_t factor, bool causal, bool strict, std::optional<double> scale,
+                           bool keep, bool return_lse) {
+  Sizes n = check_inputs(kForward, q, k, v, {factor, causal, strict, scale});
+  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
+  n.C = block_places(n, factor, sequences.check(kForward, q));
   check_sink(kForward, n, q, sink);
   return {empty_output(n, q), empty_lse(n, q, keep || return_lse), empty_compressed(n, q, keep),
           empty_compressed(n, q, keep)};
+}
+
+// The sequences of a call, which the shape gets.
+Sequences sequences_of(const char* op, const CompressedAttentionKernels& kernels, const SequenceArguments& arguments,
+                       const at::Tensor& q, CompressedAttentionShape& shape, const DeviceScope& device) {
+  Sequences sequences(op, arguments, *kernels.sequences, q, shape.S, shape.T, shape.causal, device.stream);
+  shape.sequences = sequences.table();
+  return sequences;
+}
+
+void zero_all(std::initializer_list<at::Tensor> tensors) {
+  for (const at::Tensor& x : tensors)
+    if (x.defined()) x.zero_();
 }
 
 // The tensors of the forward kernel.
@@ -48,25 +66,35 @@ void run_forward(const CompressedAttentionKernels& kernels, const CompressedAtte
   const CompressedAttentionForward p{shape,          scale_of(shape, options),
                                      reads<4>(x.q),  reads<4>(x.kc),
                                      reads<4>(x.vc), data_of(x.sink),
-                                     writes<4>(x.y), wants_lse ? x.lse.mutable_data_ptr() : nullptr,
+                                     writes<4>(x.y), wants_lse ? writes<3>(x.lse) : Strided<3>(),
                                      x.scratch,      device.threads};
   kernels.forward(p, dtype_of(x.q), device.stream);
 }
 
+void fill_padded_outputs(const Sequences& sequences, const at::Tensor& y, const at::Tensor& lse) {
+  sequences.fill_padded_queries(y, 2);
+  sequences.fill_padded_queries(lse, 2, -std::numeric_limits<double>::infinity());
+}
+
 ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
-                      const at::Tensor& v, const std::optional<at::Tensor>& sink, int64_t factor, bool causal,
-                      bool strict, std::optional<double> scale, bool keep, bool return_lse) {
+                      const at::Tensor& v, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                      const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
+                      bool causal, bool strict, std::optional<double> scale, bool keep, bool return_lse) {
   const Options options{factor, causal, strict, scale};
-  const Sizes n = check_inputs(kForward, q, k, v, options);
+  Sizes n = check_inputs(kForward, q, k, v, options);
+  const auto arguments = SequenceInputs{cu_seqlens_q, cu_seqlens_k, lengths, left_padded}.check(kForward, q);
+  n.C = block_places(n, factor, arguments);
   const at::Tensor sinks = contiguous_or_not(check_sink(kForward, n, q, sink));
-  const CompressedAttentionShape shape = n.shape(options);
   const DeviceScope device(q);
+  CompressedAttentionShape shape = n.shape(options);
+  const Sequences sequences = sequences_of(kForward, kernels, arguments, q, shape, device);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep || return_lse);
-  const at::Tensor kc = empty_compressed(n, q);
-  const at::Tensor vc = empty_compressed(n, q);
+  const at::Tensor kc = empty_compressed(n, q, true), vc = empty_compressed(n, q, true);
   const Scratch scratch(plan.forward_scratch_bytes, q);
+  fill_padded_outputs(sequences, y, lse);
+  if (shape.sequences && keep) zero_all({kc, vc});  // places without a block
   const CompressedAttentionPooling pooling{shape,         reads<4>(k),    reads<4>(v),   writes<4>(kc),
                                            writes<4>(vc), scratch.data(), device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
@@ -75,34 +103,36 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
 
-Sizes check_pooled(const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, const c10::SymInt& kv_len,
-                   const Options& options) {
-  const Sizes n = check_blocks(kPooled, q, kc, vc, kv_len, options, true);
-  check_block_count(kPooled, n, options);
-  return n;
-}
-
-PooledResult pooled_meta(const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc,
-                         const std::optional<at::Tensor>& sink, int64_t factor, c10::SymInt kv_len, bool causal,
-                         bool strict, std::optional<double> scale, bool keep_lse, bool return_lse) {
+PooledResult pooled_meta(const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, const MaybeTensor& sink,
+                         const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                         bool left_padded, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                         std::optional<double> scale, bool keep, bool return_lse) {
   const Options options{factor, causal, strict, scale};
-  const Sizes n = check_pooled(q, kc, vc, kv_len, options);
+  const Sizes n = check_blocks(kPooled, q, kc, vc, kv_len, options, true);
+  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
+  check_block_count(kPooled, n, options, sequences.check(kPooled, q));
   check_sink(kPooled, n, q, sink);
-  return {empty_output(n, q), empty_lse(n, q, keep_lse || return_lse)};
+  return {empty_output(n, q), empty_lse(n, q, keep || return_lse)};
 }
 
 PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& kc,
-                    const at::Tensor& vc, const std::optional<at::Tensor>& sink, int64_t factor, c10::SymInt kv_len,
-                    bool causal, bool strict, std::optional<double> scale, bool keep_lse, bool return_lse) {
+                    const at::Tensor& vc, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                    const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
+                    c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale, bool keep,
+                    bool return_lse) {
   const Options options{factor, causal, strict, scale};
-  const Sizes n = check_pooled(q, kc, vc, kv_len, options);
+  const Sizes n = check_blocks(kPooled, q, kc, vc, kv_len, options, true);
+  const auto arguments = SequenceInputs{cu_seqlens_q, cu_seqlens_k, lengths, left_padded}.check(kPooled, q);
+  check_block_count(kPooled, n, options, arguments);
   const at::Tensor sinks = contiguous_or_not(check_sink(kPooled, n, q, sink));
-  const CompressedAttentionShape shape = n.shape(options);
   const DeviceScope device(q);
+  CompressedAttentionShape shape = n.shape(options);
+  const Sequences sequences = sequences_of(kPooled, kernels, arguments, q, shape, device);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
-  const at::Tensor lse = empty_lse(n, q, keep_lse || return_lse);
+  const at::Tensor lse = empty_lse(n, q, keep || return_lse);
   const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
+  fill_padded_outputs(sequences, y, lse);
   run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch.data()}, device);
   return {y, lse};
 }
@@ -191,68 +221,68 @@ StepResult step(const CompressedAttentionKernels& kernels, const at::Tensor& q, 
 
 // ---- backward
 
-Sizes check_dense_backward(const char* op, const BackwardInputs& in) {
-  const Sizes n = check_backward(op, in);
-  check_block_count(op, n, in.options);
-  return n;
-}
-
-// Fills the gradients. Those of keys and values have gradient_length positions, each a part of a block of block_length.
-void run_backward(const CompressedAttentionKernels& kernels, const Sizes& n, const BackwardInputs& in,
-                  int64_t block_length, int64_t gradient_length, const Gradients& gradients) {
-  const CompressedAttentionShape shape = n.shape(in.options);
+// Fills the gradients, of which those of keys and values are pooled or not.
+void run_backward(const CompressedAttentionKernels& kernels, const char* op, const Sizes& n, const BackwardInputs& in,
+                  bool pooled, const Gradients& gradients) {
   const auto& [grad_q, grad_k, grad_v, grad_sink] = gradients;
-  const at::Tensor lse = in.lse.contiguous();
-  const at::Tensor grad_lse = contiguous_or_not(defined_or_not(in.grad_lse));
   const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
   const DeviceScope device(in.q);
+  CompressedAttentionShape shape = n.shape(in.options);
+  const Sequences sequences = sequences_of(op, kernels, in.sequences.check(op, in.q), in.q, shape, device);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const bool keeps_delta = grad_k.defined() || grad_sink.defined();
   const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
   const Scratch scratch(plan.backward_scratch_bytes, in.q);
+  sequences.fill_padded_queries(grad_q, 2);
+  for (const at::Tensor& x : {grad_k, grad_v}) {
+    if (!pooled) sequences.fill_padded_keys(x, 2);
+    if (pooled && shape.sequences) zero_all({x});  // places without a block
+  }
   const CompressedAttentionBackward p{shape,
                                       scale_of(shape, in.options),
                                       reads<4>(in.grad_y),
-                                      data_of(grad_lse),
+                                      reads<3>(defined_or_not(in.grad_lse)),
                                       reads<4>(in.q),
                                       reads<4>(in.kc),
                                       reads<4>(defined_or_not(in.vc)),
                                       reads<4>(is_exact(in.q) ? defined_or_not(in.y) : at::Tensor()),
-                                      lse.const_data_ptr(),
+                                      reads<3>(in.lse),
                                       data_of(sink),
-                                      block_length,
-                                      gradient_length,
+                                      pooled,
                                       writes<4>(grad_q),
                                       writes<4>(grad_k),
                                       writes<4>(grad_v),
                                       grad_sink.defined() ? grad_sink.mutable_data_ptr() : nullptr,
-                                      delta.data(),
+                                      {delta.data(), {shape.H * shape.S, shape.S, 1}},
                                       scratch.data(),
                                       device.threads};
   kernels.backward(p, dtype_of(in.q), device.stream);
 }
 
-Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
-                        const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y, const at::Tensor& lse,
-                        const std::optional<at::Tensor>& grad_lse, const std::optional<at::Tensor>& sink,
-                        int64_t factor, c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale,
-                        c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
+Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc, const MaybeTensor& vc,
+                        const MaybeTensor& y, const at::Tensor& lse, const MaybeTensor& grad_lse,
+                        const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                        const MaybeTensor& lengths, bool left_padded, int64_t factor, c10::SymInt kv_len, bool causal,
+                        bool strict, std::optional<double> scale, c10::SymIntArrayRef grad_k_stride,
+                        c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
+  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
   const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
-  return empty_gradients(kBackward, check_dense_backward(kBackward, in), in, grad_k_stride, grad_v_stride);
+  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+  return empty_gradients(kBackward, check_backward(kBackward, in), in, grad_k_stride, grad_v_stride);
 }
 
 Gradients backward(const CompressedAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                   const at::Tensor& kc, const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
-                   const at::Tensor& lse, const std::optional<at::Tensor>& grad_lse,
-                   const std::optional<at::Tensor>& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
-                   std::optional<double> scale, c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride,
-                   Mask output_mask) {
+                   const at::Tensor& kc, const MaybeTensor& vc, const MaybeTensor& y, const at::Tensor& lse,
+                   const MaybeTensor& grad_lse, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                   const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
+                   c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale,
+                   c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
+  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
   const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
-  const Sizes n = check_dense_backward(kBackward, in);
+  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+  const Sizes n = check_backward(kBackward, in);
   const Gradients gradients = empty_gradients(kBackward, n, in, grad_k_stride, grad_v_stride);
-  run_backward(kernels, n, in, factor, n.T.expect_int(), gradients);
+  run_backward(kernels, kBackward, n, in, /*pooled=*/false, gradients);
   return gradients;
 }
 
@@ -263,53 +293,64 @@ Gradients empty_pooled_gradients(const BackwardInputs& in) {
 }
 
 Gradients pooled_backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
-                               const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
-                               const at::Tensor& lse, const std::optional<at::Tensor>& grad_lse,
-                               const std::optional<at::Tensor>& sink, int64_t factor, c10::SymInt kv_len, bool causal,
-                               bool strict, std::optional<double> scale, Mask output_mask) {
+                               const MaybeTensor& vc, const MaybeTensor& y, const at::Tensor& lse,
+                               const MaybeTensor& grad_lse, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
+                               int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                               std::optional<double> scale, Mask output_mask) {
+  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
   const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
-  check_dense_backward(kPooledBackward, in);
+  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+  check_backward(kPooledBackward, in);
   return empty_pooled_gradients(in);
 }
 
 Gradients pooled_backward(const CompressedAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                          const at::Tensor& kc, const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
-                          const at::Tensor& lse, const std::optional<at::Tensor>& grad_lse,
-                          const std::optional<at::Tensor>& sink, int64_t factor, c10::SymInt kv_len, bool causal,
-                          bool strict, std::optional<double> scale, Mask output_mask) {
+                          const at::Tensor& kc, const MaybeTensor& vc, const MaybeTensor& y, const at::Tensor& lse,
+                          const MaybeTensor& grad_lse, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                          const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
+                          c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale, Mask output_mask) {
+  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
   const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
-  const Sizes n = check_dense_backward(kPooledBackward, in);
+  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+  const Sizes n = check_backward(kPooledBackward, in);
   const Gradients gradients = empty_pooled_gradients(in);
-  run_backward(kernels, n, in, 1, n.C.expect_int(), gradients);
+  run_backward(kernels, kPooledBackward, n, in, /*pooled=*/true, gradients);
   return gradients;
 }
 
+#define SEQUENCES                                                                \
+  " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None," \
+  " bool left_padded=False,"
+
 const Registration registration(
     MEMCHECK_KERNELS(compressed_attention),
-    OperatorRow{"compressed_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, *, int factor, bool causal=True,"
-                " bool strict=False, float? scale=None, bool keep=False, bool return_lse=False)"
+    OperatorRow{"compressed_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, *," SEQUENCES
+                " int factor, bool causal=True, bool strict=False, float? scale=None, bool keep=False,"
+                " bool return_lse=False)"
                 " -> (Tensor y, Tensor lse, Tensor kc, Tensor vc)",
                 forward_meta, forward, /*cast_inputs=*/3},
     OperatorRow{"compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
-                " Tensor? grad_lse=None, Tensor? sink=None, *, int factor, SymInt kv_len, bool causal, bool strict,"
-                " float? scale, SymInt[] grad_k_stride, SymInt[] grad_v_stride, bool[4] output_mask)"
+                " Tensor? grad_lse=None, Tensor? sink=None, *," SEQUENCES
+                " int factor, SymInt kv_len, bool causal, bool strict, float? scale, SymInt[] grad_k_stride, SymInt[] "
+                "grad_v_stride, bool[4] output_mask)"
                 " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)",
                 backward_meta, backward},
-    OperatorRow{"compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, Tensor? sink=None, *, int factor,"
-                " SymInt kv_len, bool causal=True, bool strict=False, float? scale=None, bool keep_lse=False,"
+    OperatorRow{"compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, Tensor? sink=None, *," SEQUENCES
+                " int factor, SymInt kv_len, bool causal=True, bool strict=False, float? scale=None, bool keep=False,"
                 " bool return_lse=False) -> (Tensor y, Tensor lse)",
                 pooled_meta, pooled, /*cast_inputs=*/3},
     OperatorRow{"compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y,"
-                " Tensor lse, Tensor? grad_lse=None, Tensor? sink=None, *, int factor, SymInt kv_len, bool causal,"
-                " bool strict, float? scale, bool[4] output_mask)"
+                " Tensor lse, Tensor? grad_lse=None, Tensor? sink=None, *," SEQUENCES
+                " int factor, SymInt kv_len, bool causal, bool strict, float? scale, bool[4] output_mask)"
                 " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink)",
                 pooled_backward_meta, pooled_backward},
     OperatorRow{"compressed_attention_step(Tensor q, Tensor k, Tensor v, Tensor kc, Tensor vc, Tensor k_sum,"
                 " Tensor v_sum, SymInt positions, *, int factor, bool strict=False, float? scale=None)"
                 " -> (Tensor y, Tensor new_kc, Tensor new_vc, Tensor new_k_sum, Tensor new_v_sum)",
                 step_meta, step, /*cast_inputs=*/3});
+
+#undef SEQUENCES
 
 }  // namespace
 }  // namespace memcheck::compressed_attention_operators

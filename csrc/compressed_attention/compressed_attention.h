@@ -8,6 +8,7 @@
 #include "common/integer.h"
 #include "common/kernel.h"
 #include "common/macros.h"
+#include "common/sequences.h"
 #include "common/strided.h"
 #include "common/task_list.h"
 
@@ -23,6 +24,9 @@
 // float64 for float64); kc and vc are rounded to the dtype of the inputs.
 //
 // A sink is a score of each head that every query sees, with a value of 0: lse becomes log(exp(lse) + exp(sink[h])).
+//
+// With a table of sequences, B, S and T are those of the batch, and C counts places for blocks: blocks begin anew with
+// each sequence, those of sequence i at place first_block(i). Padding, and places without a block, are not written.
 
 namespace memcheck {
 
@@ -30,6 +34,7 @@ struct CompressedAttentionShape {
   int64_t B, H, Hkv, S, T, D, C;
   int64_t factor;
   bool causal, strict;
+  SequenceTable sequences = {};
 
   MEMCHECK_INLINE int64_t group() const { return H / Hkv; }
   // The number of blocks that query s sees. They are the first.
@@ -39,7 +44,22 @@ struct CompressedAttentionShape {
     const int64_t s = (j + 1) * factor - (strict ? 0 : 1) - (T - S);
     return causal && s > 0 ? s : 0;
   }
+  // A sequence has at most one block more than its share of those of all positions.
+  MEMCHECK_INLINE int64_t first_block(int64_t sequence, const Sequence& x) const {
+    return sequences.packed ? x.first_key / factor + sequence : 0;
+  }
+  // Keys and values that came pooled may have no block for the positions after the last whole one.
+  MEMCHECK_INLINE int64_t blocks_of(const Sequence& x) const {
+    const int64_t blocks = ceil_div(x.keys, factor);
+    return blocks < C ? blocks : C;
+  }
 };
+
+// The places for blocks of keys of T positions. They do not depend on the lengths of the sequences.
+template <typename Size>
+Size compressed_attention_blocks(const Size& T, int64_t factor, bool packed, const Size& sequences) {
+  return packed ? T / factor + sequences : (T + (factor - 1)) / factor;
+}
 
 struct CompressedAttentionPooling {
   CompressedAttentionShape shape;
@@ -59,7 +79,7 @@ struct CompressedAttentionForward {
   Strided<4> vc;     // (B,Hkv,C,D)
   const void* sink;  // (H,), null if there is none
   Strided<4> y;      // (B,H,S,D)
-  void* lse;         // (B,H,S), null if it is not wanted and no backward follows
+  Strided<3> lse;    // (B,H,S), null if it is not wanted and no backward follows
   void* scratch;     // the plan's forward_scratch_bytes, or pooled_forward_scratch_bytes
   int64_t threads;   // of the plan
 };
@@ -67,25 +87,26 @@ struct CompressedAttentionForward {
 struct CompressedAttentionBackward {
   CompressedAttentionShape shape;
   double scale;
-  Strided<4> grad_y;     // (B,H,S,D)
-  const void* grad_lse;  // (B,H,S), null for zeros
-  Strided<4> q;          // (B,H,S,D)
-  Strided<4> kc;         // (B,Hkv,C,D)
-  Strided<4> vc;         // (B,Hkv,C,D), null if only grad_v is wanted, which does not depend on vc
-  Strided<4> y;          // (B,H,S,D), null as vc is, and if y was rounded to 16 bits
-  const void* lse;       // (B,H,S)
-  const void* sink;      // (H,), null if there is none
-  // A block's gradient divided by its length is the gradient of each of its positions. If the inputs were pooled
-  // already, a block is one position.
-  int64_t block_length;     // factor, or 1
-  int64_t gradient_length;  // T, or C
-  Strided<4> grad_q;        // (B,H,S,D), null if not wanted, as the next three
-  Strided<4> grad_k;        // (B,Hkv,gradient_length,D)
-  Strided<4> grad_v;        // (B,Hkv,gradient_length,D)
-  void* grad_sink;          // (H,)
-  void* delta;              // (B,H,S): grad_y . y - grad_lse, null if neither grad_k nor grad_sink is wanted
-  void* scratch;            // the plan's backward_scratch_bytes
-  int64_t threads;          // of the plan
+  Strided<4> grad_y;    // (B,H,S,D)
+  Strided<3> grad_lse;  // (B,H,S), null for zeros
+  Strided<4> q;         // (B,H,S,D)
+  Strided<4> kc;        // (B,Hkv,C,D)
+  Strided<4> vc;        // (B,Hkv,C,D), null if only grad_v is wanted, which does not depend on vc
+  Strided<4> y;         // (B,H,S,D), null as vc is, and if y was rounded to 16 bits
+  Strided<3> lse;       // (B,H,S)
+  const void* sink;     // (H,), null if there is none
+  bool pooled;          // grad_k and grad_v are those of kc and vc
+  Strided<4> grad_q;    // (B,H,S,D), null if not wanted, as the next three
+  Strided<4> grad_k;    // (B,Hkv,gradient_length,D)
+  Strided<4> grad_v;    // (B,Hkv,gradient_length,D)
+  void* grad_sink;      // (H,)
+  Strided<3> delta;     // (B,H,S): grad_y . y - grad_lse, null if neither grad_k nor grad_sink is wanted
+  void* scratch;        // the plan's backward_scratch_bytes
+  int64_t threads;      // of the plan
+
+  // A block's gradient divided by its length is the gradient of each of its positions. Pooled, it is one position.
+  MEMCHECK_INLINE int64_t block_length() const { return pooled ? 1 : shape.factor; }
+  MEMCHECK_INLINE int64_t gradient_length() const { return pooled ? shape.C : shape.T; }
 };
 
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
@@ -102,11 +123,69 @@ struct CompressedAttentionKernels {
   Kernel<CompressedAttentionPooling> pool;
   Kernel<CompressedAttentionForward> forward;
   Kernel<CompressedAttentionBackward> backward;
+  const SequenceKernels* sequences;
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;
 // The tasks of every pass on the CPU, for tests.
 std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads);
 extern const CompressedAttentionKernels compressed_attention_cuda;
+
+// ---- one sequence of a batch
+
+// The shape of one sequence: a dense batch of one row.
+inline CompressedAttentionShape shape_of(const CompressedAttentionShape& n, const Sequence& x) {
+  CompressedAttentionShape one = shape_of<CompressedAttentionShape>(n, x);
+  one.C = n.blocks_of(x);
+  return one;
+}
+
+// Where sequence i is in the tensors of a batch.
+struct CompressedAttentionSequence {
+  const CompressedAttentionShape& n;
+  Dtype dtype;
+  int64_t i;
+  const Sequence& x;
+
+  Strided<4> queries(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_query, 0}); }
+  Strided<4> keys(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_key, 0}); }
+  Strided<4> blocks(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, n.first_block(i, x), 0}); }
+  Strided<3> numbers(const Strided<3>& of) const {
+    return starting_at(of, dtype == Dtype::Float64 ? dtype : Dtype::Float32, {x.row, 0, x.first_query});
+  }
+};
+
+// The parameters of a dense call on sequence i.
+inline CompressedAttentionPooling parameters_of(const CompressedAttentionPooling& p, Dtype dtype, int64_t i,
+                                                const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  return {shape_of(p.shape, x), one.keys(p.k), one.keys(p.v), one.blocks(p.kc), one.blocks(p.vc), p.scratch, p.threads};
+}
+
+inline CompressedAttentionForward parameters_of(const CompressedAttentionForward& p, Dtype dtype, int64_t i,
+                                                const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  return {
+      shape_of(p.shape, x), p.scale,   one.queries(p.q), one.blocks(p.kc), one.blocks(p.vc), p.sink, one.queries(p.y),
+      one.numbers(p.lse),   p.scratch, p.threads};
+}
+
+inline CompressedAttentionBackward parameters_of(const CompressedAttentionBackward& p, Dtype dtype, int64_t i,
+                                                 const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  CompressedAttentionBackward of_one = p;
+  of_one.shape = shape_of(p.shape, x);
+  for (auto member : {&CompressedAttentionBackward::grad_y, &CompressedAttentionBackward::q,
+                      &CompressedAttentionBackward::y, &CompressedAttentionBackward::grad_q})
+    of_one.*member = one.queries(p.*member);
+  for (auto member : {&CompressedAttentionBackward::kc, &CompressedAttentionBackward::vc})
+    of_one.*member = one.blocks(p.*member);
+  for (auto member : {&CompressedAttentionBackward::grad_k, &CompressedAttentionBackward::grad_v})
+    of_one.*member = p.pooled ? one.blocks(p.*member) : one.keys(p.*member);
+  for (auto member :
+       {&CompressedAttentionBackward::grad_lse, &CompressedAttentionBackward::lse, &CompressedAttentionBackward::delta})
+    of_one.*member = one.numbers(p.*member);
+  return of_one;
+}
 
 // ---- CUDA
 //
@@ -171,7 +250,17 @@ inline int64_t compressed_attention_key_scratch_cuda(const CompressedAttentionSh
 }
 
 inline CompressedAttentionPlan compressed_attention_plan_cuda(const CompressedAttentionShape& shape, Dtype dtype,
-                                                              int64_t /*threads*/) {
+                                                              int64_t threads) {
+  if (shape.sequences) {  // its entry points run sequences one after another
+    CompressedAttentionPlan most{0, 0, shape.B * shape.H * shape.S * acc_bytes(dtype), 0};
+    for (int64_t i = 0; i < shape.sequences.count; ++i) {
+      const auto one = compressed_attention_plan_cuda(shape_of(shape, shape.sequences.sequences[i]), dtype, threads);
+      most.forward_scratch_bytes = std::max(most.forward_scratch_bytes, one.forward_scratch_bytes);
+      most.pooled_forward_scratch_bytes = most.forward_scratch_bytes;
+      most.backward_scratch_bytes = std::max(most.backward_scratch_bytes, one.backward_scratch_bytes);
+    }
+    return most;
+  }
   const int64_t parts = compressed_attention_query_parts_cuda(shape, dtype);
   const int64_t acc = acc_bytes(dtype);
   const int64_t queries = shape.B * shape.H * shape.S;

@@ -13,6 +13,41 @@ bool requires_gradient(const MaybeTensor& x) {
   return x && x->requires_grad();
 }
 
+// Arguments that a backward takes as its forward does.
+struct Options {
+  MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
+  bool left_padded;
+  int64_t factor;
+  c10::SymInt kv_len;
+  bool causal, strict;
+  Scale scale;
+
+  // `inputs` of the backward, before the tensors of sequences.
+  void save(AutogradContext* ctx, variable_list inputs) const {
+    for (const MaybeTensor& x : {cu_seqlens_q, cu_seqlens_k, lengths}) inputs.push_back(x.value_or(Tensor()));
+    ctx->save_for_backward(std::move(inputs));
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["left_padded"] = left_padded;
+    ctx->saved_data["factor"] = factor;
+    ctx->saved_data["kv_len"] = kv_len;
+    ctx->saved_data["causal"] = causal;
+    ctx->saved_data["strict"] = strict;
+    ctx->saved_data["scale"] = scale;
+  }
+
+  static Options saved(AutogradContext* ctx, const variable_list& inputs) {
+    return {if_defined(inputs[6]),
+            if_defined(inputs[7]),
+            if_defined(inputs[8]),
+            ctx->saved_data["left_padded"].toBool(),
+            ctx->saved_data["factor"].toInt(),
+            ctx->saved_data["kv_len"].toSymInt(),
+            ctx->saved_data["causal"].toBool(),
+            ctx->saved_data["strict"].toBool(),
+            ctx->saved_data["scale"].toOptional<double>()};
+  }
+};
+
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the softmax weights from
 // scores. vc: for the gradient of a weight, but not for that of the values. y: grad_y . y, unless y was rounded to 16
 // bits, when that is a sum over blocks. sink: its weight, for its own gradient and for those of
@@ -44,21 +79,21 @@ struct BlocksOfPositions {
   Tensor index, lengths;
 };
 
-BlocksOfPositions blocks_of_positions(const MaybeTensor& cu_seqlens, const MaybeTensor& lengths, bool left_padded,
-                                      int64_t factor, int64_t T, const at::TensorOptions& options) {
+BlocksOfPositions blocks_of_positions(const Options& of, const at::TensorOptions& options) {
+  const int64_t T = of.kv_len.guard_int(__FILE__, __LINE__), factor = of.factor;
   const auto integers = options.dtype(at::kLong);
   const Tensor position = at::arange(T, integers);
   Tensor place = position, count = at::full({}, T, integers), first = at::zeros({}, integers);
-  if (cu_seqlens) {
-    const Tensor ends = cu_seqlens->to(integers.device(), at::kLong);
+  if (of.cu_seqlens_k) {
+    const Tensor ends = of.cu_seqlens_k->to(integers.device(), at::kLong);
     const Tensor sequence = at::searchsorted(ends.slice(0, 1), position, /*out_int32=*/false, /*right=*/true);
     const Tensor begin = ends.index_select(0, sequence);
     place = position - begin;
     count = ends.index_select(0, sequence + 1) - begin;
     first = begin.div(factor, "floor") + sequence;
-  } else if (lengths) {
-    count = lengths->to(integers.device(), at::kLong).unsqueeze(1);
-    if (left_padded) place = position - (T - count);
+  } else if (of.lengths) {
+    count = of.lengths->to(integers.device(), at::kLong).unsqueeze(1);
+    if (of.left_padded) place = position - (T - count);
   }
   const Tensor block = place.clamp_min(0).div(factor, "floor");
   const Tensor length = (count - block * factor).clamp(0, factor).masked_fill(place < 0, 0);
@@ -93,25 +128,18 @@ Tensor kept_means(const Tensor& kept, size_t input, const BlocksOfPositions& blo
   return KeptMeans::apply(stands_for_input(input, kept), kept, blocks.index, blocks.lengths)[0];
 }
 
-// Of the sequences whose backward is running; undefined if it may not be differentiated.
-BlocksOfPositions blocks_if_differentiable(const MaybeTensor& cu_seqlens, const MaybeTensor& lengths, bool left_padded,
-                                           int64_t factor, const c10::SymInt& T, const Tensor& like) {
-  if (!at::GradMode::is_enabled()) return {};
-  const at::NoGradGuard guard;
-  return blocks_of_positions(cu_seqlens, lengths, left_padded, factor, T.guard_int(__FILE__, __LINE__), like.options());
-}
-
 struct CompressedAttention : Function<CompressedAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const MaybeTensor& sink, int64_t factor, bool causal, bool strict, Scale scale,
-                               bool keep, bool return_lse) {
+                               const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
+                               int64_t factor, bool causal, bool strict, Scale scale, bool keep, bool return_lse) {
     const auto [y, lse, kc, vc] =
-        call_below_autograd<Forward>(q, k, v, sink, factor, causal, strict, scale, true, return_lse);
+        call_below_autograd<Forward>(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, causal,
+                                     strict, scale, true, return_lse);
     const bool grads_scores = q.requires_grad() || k.requires_grad() || requires_gradient(sink);
     // k and v are not saved, but the strides of their gradients.
-    ctx->save_for_backward(saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores));
-    ctx->set_materialize_grads(false);
-    save_options(ctx, {factor, causal, strict, scale}, k.sym_size(2));
+    Options{cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, k.sym_size(2), causal, strict, scale}.save(
+        ctx, saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores));
     ctx->saved_data["grad_k_stride"] = gradient_stride(k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(v);
     return returned(ctx, {y, lse, kc, vc}, keep, return_lse);
@@ -120,71 +148,36 @@ struct CompressedAttention : Function<CompressedAttention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return gradients_of<Forward>({});
     const auto saved = ctx->get_saved_variables();
-    const Options options = saved_options(ctx);
+    const Options of = Options::saved(ctx, saved);
     const Tensor grad_y = gradient_of_y(grads, saved[0]);
-    const c10::SymInt T = ctx->saved_data["kv_len"].toSymInt();
-    const auto blocks = blocks_if_differentiable({}, {}, false, options.factor, T, grad_y);
+    BlocksOfPositions blocks;
+    if (at::GradMode::is_enabled()) {
+      const at::NoGradGuard guard;
+      blocks = blocks_of_positions(of, grad_y.options());
+    }
     const Tensor kc = kept_means(saved[1], 1, blocks), vc = kept_means(saved[2], 2, blocks);
-    const auto [grad_q, grad_k, grad_v, grad_sink] =
-        call_operator<Backward>(grad_y, saved[0], kc, if_defined(vc), kept_y(saved[3]), saved[4].detach(),
-                                if_defined(grads[1]), if_defined(saved[5]), options.factor, T, options.causal,
-                                options.strict, options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
-                                ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
-    return gradients_of<Forward>({grad_q, grad_k, grad_v, grad_sink});
-  }
-};
-
-struct CompressedAttentionSequences : Function<CompressedAttentionSequences> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
-                               int64_t factor, bool causal, bool strict, Scale scale, bool keep, bool return_lse) {
-    const auto [y, lse, kc, vc] =
-        call_below_autograd<SequencesForward>(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor,
-                                              causal, strict, scale, true, return_lse);
-    const bool grads_scores = q.requires_grad() || k.requires_grad() || requires_gradient(sink);
-    // As in compressed_attention, and which positions belong to which sequence.
-    variable_list tensors = saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores);
-    for (const MaybeTensor& x : {cu_seqlens_q, cu_seqlens_k, lengths}) tensors.push_back(x.value_or(Tensor()));
-    ctx->save_for_backward(tensors);
-    ctx->set_materialize_grads(false);
-    save_options(ctx, {factor, causal, strict, scale}, k.sym_size(2));
-    ctx->saved_data["left_padded"] = left_padded;
-    ctx->saved_data["grad_k_stride"] = gradient_stride(k);
-    ctx->saved_data["grad_v_stride"] = gradient_stride(v);
-    return returned(ctx, {y, lse, kc, vc}, keep, return_lse);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined() && !grads[1].defined()) return gradients_of<SequencesForward>({});
-    const auto saved = ctx->get_saved_variables();
-    const Options options = saved_options(ctx);
-    const Tensor grad_y = gradient_of_y(grads, saved[0]);
-    const c10::SymInt T = ctx->saved_data["kv_len"].toSymInt();
-    const MaybeTensor starts = if_defined(saved[6]), key_starts = if_defined(saved[7]), lengths = if_defined(saved[8]);
-    const bool left_padded = ctx->saved_data["left_padded"].toBool();
-    const auto blocks = blocks_if_differentiable(key_starts, lengths, left_padded, options.factor, T, grad_y);
-    const Tensor kc = kept_means(saved[1], 1, blocks), vc = kept_means(saved[2], 2, blocks);
-    const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<SequencesBackward>(
+    const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<Backward>(
         grad_y, saved[0], kc, if_defined(vc), kept_y(saved[3]), saved[4].detach(), if_defined(grads[1]),
-        if_defined(saved[5]), starts, key_starts, lengths, left_padded, options.factor, T, options.causal,
-        options.strict, options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
+        if_defined(saved[5]), of.cu_seqlens_q, of.cu_seqlens_k, of.lengths, of.left_padded, of.factor, of.kv_len,
+        of.causal, of.strict, of.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
         ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
-    return gradients_of<SequencesForward>({grad_q, grad_k, grad_v, grad_sink});
+    return gradients_of<Forward>({grad_q, grad_k, grad_v, grad_sink});
   }
 };
 
 struct PooledAttention : Function<PooledAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& kc, const Tensor& vc,
-                               const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
-                               Scale scale, bool /*keep_lse*/, bool return_lse) {
+                               const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
+                               int64_t factor, c10::SymInt kv_len, bool causal, bool strict, Scale scale, bool /*keep*/,
+                               bool return_lse) {
     const auto [y, lse] =
-        call_below_autograd<PooledForward>(q, kc, vc, sink, factor, kv_len, causal, strict, scale, true, return_lse);
+        call_below_autograd<PooledForward>(q, kc, vc, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor,
+                                           kv_len, causal, strict, scale, true, return_lse);
     const bool grads_scores = q.requires_grad() || kc.requires_grad() || requires_gradient(sink);
     // The gradient of vc takes the strides of vc.
-    ctx->save_for_backward(saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores || !vc.is_contiguous()));
-    ctx->set_materialize_grads(false);
-    save_options(ctx, {factor, causal, strict, scale}, kv_len);
+    Options{cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, kv_len, causal, strict, scale}.save(
+        ctx, saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores || !vc.is_contiguous()));
     if (!return_lse) ctx->mark_non_differentiable({lse});
     return {y, lse};
   }
@@ -192,11 +185,11 @@ struct PooledAttention : Function<PooledAttention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined() && !grads[1].defined()) return gradients_of<PooledForward>({});
     const auto saved = ctx->get_saved_variables();
-    const Options options = saved_options(ctx);
+    const Options of = Options::saved(ctx, saved);
     const auto [grad_q, grad_kc, grad_vc, grad_sink] = call_operator<PooledBackward>(
         gradient_of_y(grads, saved[0]), saved[0], saved[1], if_defined(saved[2]), kept_y(saved[3]), saved[4].detach(),
-        if_defined(grads[1]), if_defined(saved[5]), options.factor, ctx->saved_data["kv_len"].toSymInt(),
-        options.causal, options.strict, options.scale, wanted_with_sink(ctx, saved[5]));
+        if_defined(grads[1]), if_defined(saved[5]), of.cu_seqlens_q, of.cu_seqlens_k, of.lengths, of.left_padded,
+        of.factor, of.kv_len, of.causal, of.strict, of.scale, wanted_with_sink(ctx, saved[5]));
     return gradients_of<PooledForward>({grad_q, grad_kc, grad_vc, grad_sink});
   }
 };
@@ -204,8 +197,6 @@ struct PooledAttention : Function<PooledAttention> {
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_differentiable<Forward, CompressedAttention>(m);
   register_backward<Backward>(m);
-  register_differentiable<SequencesForward, CompressedAttentionSequences>(m);
-  register_backward<SequencesBackward>(m);
   register_differentiable<PooledForward, PooledAttention>(m);
   register_backward<PooledBackward>(m);
   register_without_gradient<Step>(m);

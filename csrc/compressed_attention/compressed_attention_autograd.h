@@ -18,51 +18,38 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 struct Forward {
   static constexpr const char* name = "compressed_attention";
   using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                            const MaybeTensor& sink, int64_t factor, bool causal,
-                                                            bool strict, Scale scale, bool keep, bool return_lse);
-};
-
-struct Backward {
-  static constexpr const char* name = "compressed_attention_backward";
-  using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
-                           const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
-                           const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
-                           Scale scale, c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride,
-                           Mask output_mask);
-};
-
-struct PooledForward {
-  static constexpr const char* name = "compressed_attention_pooled";
-  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, const Tensor& kc, const Tensor& vc,
-                                            const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal,
-                                            bool strict, Scale scale, bool keep_lse, bool return_lse);
-};
-
-struct PooledBackward {
-  static constexpr const char* name = "compressed_attention_pooled_backward";
-  using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
-                           const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
-                           const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
-                           Scale scale, Mask output_mask);
-};
-
-struct SequencesForward {
-  static constexpr const char* name = "compressed_attention_sequences";
-  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
                                                             const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
                                                             const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
                                                             bool left_padded, int64_t factor, bool causal, bool strict,
                                                             Scale scale, bool keep, bool return_lse);
 };
 
-struct SequencesBackward {
-  static constexpr const char* name = "compressed_attention_sequences_backward";
+struct Backward {
+  static constexpr const char* name = "compressed_attention_backward";
   using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
                            const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
                            const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
                            const MaybeTensor& lengths, bool left_padded, int64_t factor, c10::SymInt kv_len,
                            bool causal, bool strict, Scale scale, c10::SymIntArrayRef grad_k_stride,
                            c10::SymIntArrayRef grad_v_stride, Mask output_mask);
+};
+
+struct PooledForward {
+  static constexpr const char* name = "compressed_attention_pooled";
+  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, const Tensor& kc, const Tensor& vc,
+                                            const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                                            const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                                            bool left_padded, int64_t factor, c10::SymInt kv_len, bool causal,
+                                            bool strict, Scale scale, bool keep, bool return_lse);
+};
+
+struct PooledBackward {
+  static constexpr const char* name = "compressed_attention_pooled_backward";
+  using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
+                           const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
+                           const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                           const MaybeTensor& lengths, bool left_padded, int64_t factor, c10::SymInt kv_len,
+                           bool causal, bool strict, Scale scale, Mask output_mask);
 };
 
 struct Step {
@@ -73,42 +60,6 @@ struct Step {
                                                                     c10::SymInt positions, int64_t factor, bool strict,
                                                                     Scale scale);
 };
-
-struct PooledSequencesForward {
-  static constexpr const char* name = "compressed_attention_pooled_sequences";
-  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, at::TensorList kc, at::TensorList vc,
-                                            const MaybeTensor& sink, bool packed, at::IntArrayRef begins,
-                                            at::IntArrayRef counts, at::IntArrayRef kv_lens, int64_t factor,
-                                            bool causal, bool strict, Scale scale, bool return_lse);
-};
-
-struct PooledSequencesBackward {
-  static constexpr const char* name = "compressed_attention_pooled_sequences_backward";
-  using Schema = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor>(
-      const Tensor& grad_y, const Tensor& q, at::TensorList kc, at::TensorList vc, const MaybeTensor& y,
-      const Tensor& lse, const MaybeTensor& grad_lse, const MaybeTensor& sink, bool packed, at::IntArrayRef begins,
-      at::IntArrayRef counts, at::IntArrayRef kv_lens, int64_t factor, bool causal, bool strict, Scale scale,
-      Mask output_mask);
-};
-
-struct Options {
-  int64_t factor;
-  bool causal, strict;
-  Scale scale;
-};
-
-inline void save_options(AutogradContext* ctx, const Options& options, const c10::SymInt& kv_len) {
-  ctx->saved_data["factor"] = options.factor;
-  ctx->saved_data["causal"] = options.causal;
-  ctx->saved_data["strict"] = options.strict;
-  ctx->saved_data["scale"] = options.scale;
-  ctx->saved_data["kv_len"] = kv_len;
-}
-
-inline Options saved_options(AutogradContext* ctx) {
-  return {ctx->saved_data["factor"].toInt(), ctx->saved_data["causal"].toBool(), ctx->saved_data["strict"].toBool(),
-          ctx->saved_data["scale"].toOptional<double>()};
-}
 
 // The gradient of y, which is undefined if only lse was differentiated.
 inline Tensor gradient_of_y(const variable_list& grads, const Tensor& q) {

@@ -1,4 +1,5 @@
 #include <cmath>
+#include <vector>
 
 #include "compressed_attention/compressed_attention_rows_cuda.cuh"
 
@@ -35,8 +36,7 @@ __device__ __forceinline__ void describe_rows(const CompressedAttentionBackward&
     const int64_t row = work.row + threadIdx.x;
     const bool exists = row < work.of.group * p.shape.S;
     memory.limit[threadIdx.x] = exists ? p.shape.visible(row / work.of.group) : 0;
-    memory.shift[threadIdx.x] =
-        exists ? softmax_shift(static_cast<const acc_t*>(p.lse)[query_index(p.shape, work.of, row)]) : acc_t(0);
+    memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, row)) : acc_t(0);
   }
   __syncthreads();
 }
@@ -192,12 +192,11 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
   }
   const int64_t row = work.row + threadIdx.x;
   const bool exists = threadIdx.x < kSize && row < work.of.group * p.shape.S;
-  if (p.grad_lse != nullptr) {
-    if (exists) memory.delta[threadIdx.x] -= static_cast<const acc_t*>(p.grad_lse)[query_index(p.shape, work.of, row)];
+  if (p.grad_lse) {
+    if (exists) memory.delta[threadIdx.x] -= number_of<acc_t>(p.grad_lse, work.of, row);
     __syncthreads();
   }
-  if (p.delta != nullptr && work.column == 0 && exists)
-    static_cast<acc_t*>(p.delta)[query_index(p.shape, work.of, row)] = memory.delta[threadIdx.x];
+  if (p.delta && work.column == 0 && exists) number_of<acc_t>(p.delta, work.of, row) = memory.delta[threadIdx.x];
   if (p.grad_q) return query_gradient(p, of, work, memory);
   for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
     // All threads of a warp form both of its rows together.
@@ -250,9 +249,9 @@ struct QueryColumns {
 #pragma unroll
     for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
       const bool exists = spread_column(j) < count;
-      const int64_t index = exists ? query_index(p.shape, of, first + spread_column(j)) : 0;
-      shift[j] = exists ? softmax_shift(static_cast<const acc_t*>(p.lse)[index]) : acc_t(0);
-      delta[j] = exists && reads_delta ? static_cast<const acc_t*>(p.delta)[index] : acc_t(0);
+      const int64_t row = first + spread_column(j);
+      shift[j] = exists ? softmax_shift(number_of<acc_t>(p.lse, of, row)) : acc_t(0);
+      delta[j] = exists && reads_delta ? number_of<acc_t>(p.delta, of, row) : acc_t(0);
     }
   }
 };
@@ -272,7 +271,7 @@ __device__ __forceinline__ void describe_keys(const CompressedAttentionShape& sh
 template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const Strided<4>& gradient,
                                                    const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
-  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length, of);
+  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length(), of);
   const BlockPositions positions = positions_of(p, j);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] /= static_cast<acc_t>(positions.length);
@@ -425,7 +424,7 @@ template <typename scalar_t>
 void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   const CompressedAttentionShape& shape = p.shape;
   if (shape.B * shape.Hkv * shape.C * shape.D == 0) return;
-  const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, p.block_length);
+  const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, p.block_length());
   const KeyParts<scalar_t> parts(p, split);
   bool done = false;
   if constexpr (sizeof(scalar_t) == 2) done = key_gradients_on_tensor_cores<scalar_t>(p, parts, split.tile, stream);
@@ -437,9 +436,24 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
 }  // namespace compressed_cuda
 
 void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  if (p.shape.sequences) {  // one after another, which the stand-in for the CUDA language can do
+    std::vector<double> total(p.shape.H), part(p.shape.H);
+    for (int64_t i = 0; i < p.shape.sequences.count; ++i) {
+      CompressedAttentionBackward one = parameters_of(p, dtype, i, p.shape.sequences.sequences[i]);
+      one.grad_sink = p.grad_sink == nullptr ? nullptr : part.data();
+      compressed_attention_backward_cuda(one, dtype, stream);
+      for (int64_t h = 0; h < p.shape.H; ++h)
+        total[h] += dtype == Dtype::Float64 ? part[h] : reinterpret_cast<const float*>(part.data())[h];
+    }
+    for (int64_t h = 0; h < p.shape.H && p.grad_sink != nullptr; ++h) {
+      if (dtype == Dtype::Float64) static_cast<double*>(p.grad_sink)[h] = total[h];
+      if (dtype != Dtype::Float64) static_cast<float*>(p.grad_sink)[h] = static_cast<float>(total[h]);
+    }
+    return;
+  }
   with_device_type(dtype, [&](auto type) {
     using scalar_t = decltype(type);
-    if (p.grad_q || p.delta != nullptr) compressed_cuda::query_gradients<scalar_t>(p, stream);
+    if (p.grad_q || p.delta) compressed_cuda::query_gradients<scalar_t>(p, stream);
     if (p.grad_k || p.grad_v) compressed_cuda::key_gradients<scalar_t>(p, dtype, stream);
     if (p.grad_sink != nullptr) compressed_attention_sink_gradients_cuda(p, dtype, stream);
   });

@@ -11,6 +11,7 @@
 
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
+#include "common/torch/sequences.h"
 #include "compressed_attention/compressed_attention.h"
 
 // What the operators of compressed attention share: checks of their arguments, and results.
@@ -52,8 +53,9 @@ inline void check_options(const char* op, const Options& options, const at::Tens
   if (options.scale) check_scale(op, *options.scale, q.scalar_type());
 }
 
-inline c10::SymInt blocks_of(const c10::SymInt& T, int64_t factor) {
-  return (T + (factor - 1)) / factor;
+// The places for blocks of keys of T positions.
+inline c10::SymInt block_places(const Sizes& n, int64_t factor, const SequenceArguments& sequences) {
+  return compressed_attention_blocks(n.T, factor, sequences.packed(), sequences.count(n.B));
 }
 
 inline void check_group(const char* op, const Sizes& n, const char* k_name) {
@@ -79,6 +81,19 @@ inline void check_lengths(const char* op, const Sizes& n, const char* T_name, bo
                     ", got S = ", n.S, " and ", T_name, " = ", n.T);
 }
 
+// The arguments by which an operator takes sequences, in their order.
+struct SequenceInputs {
+  const std::optional<at::Tensor>& cu_seqlens_q;
+  const std::optional<at::Tensor>& cu_seqlens_k;
+  const std::optional<at::Tensor>& lengths;
+  bool left_padded;
+
+  SequenceArguments check(const char* op, const at::Tensor& q) const {
+    return check_sequences(op, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, q.sym_size(0));
+  }
+};
+
+// The sizes of k and v. The caller sets C.
 inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const Options& options) {
   Sizes n = check_heads(op, q, "k", "(B,Hkv,T,D)", k);
@@ -88,7 +103,6 @@ inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor&
   check_like(op, "v", v, q, "q");
   check_options(op, options, q);
   check_lengths(op, n, "T", options.causal);
-  n.C = blocks_of(n.T, options.factor);
   return n;
 }
 
@@ -109,9 +123,16 @@ inline Sizes check_blocks(const char* op, const at::Tensor& q, const at::Tensor&
   return n;
 }
 
-// There is a block for every `factor` positions of kv_len.
-inline void check_block_count(const char* op, const Sizes& n, const Options& options) {
-  const c10::SymInt all = blocks_of(n.T, options.factor);
+// There is a block for every `factor` positions of kv_len, or if packed, a place for it.
+inline void check_block_count(const char* op, const Sizes& n, const Options& options,
+                              const SequenceArguments& sequences) {
+  const c10::SymInt all = block_places(n, options.factor, sequences);
+  if (sequences.packed()) {
+    TORCH_CHECK_VALUE(n.C == all, op, ": kc must be (1,Hkv,C,D) with C = floor(kv_len / factor) + N = ", all,
+                      " for kv_len = ", n.T, ", factor = ", options.factor, " and N = ", sequences.count(n.B),
+                      " packed sequences, got C = ", n.C);
+    return;
+  }
   const bool fits = n.C == all || (options.causal && n.C == n.T / options.factor);
   TORCH_CHECK_VALUE(fits, op, ": kc must be (B,Hkv,C,D) with C = ceil(kv_len / factor) = ", all,
                     options.causal ? ", or floor when causal," : "", " for kv_len = ", n.T,
@@ -203,7 +224,7 @@ inline at::Tensor empty_lse(const Sizes& n, const at::Tensor& q, bool keep) {
   return at::empty_symint({n.B, n.H, keep ? n.S : 0}, q.options().dtype(acc_scalar_type(q.scalar_type())));
 }
 
-inline at::Tensor empty_compressed(const Sizes& n, const at::Tensor& q, bool keep = true) {
+inline at::Tensor empty_compressed(const Sizes& n, const at::Tensor& q, bool keep) {
   return at::empty_symint({n.B, n.Hkv, keep ? n.C : 0, n.D}, q.options());
 }
 
@@ -232,7 +253,8 @@ struct BackwardInputs {
   const at::Tensor& lse;                      // (B,H,S)
   const std::optional<at::Tensor>& grad_lse;  // (B,H,S), none for zeros
   const std::optional<at::Tensor>& sink;      // (H,)
-  c10::SymInt kv_len;                         // T
+  SequenceInputs sequences;
+  c10::SymInt kv_len;  // T
   Options options;
   Mask wanted;
 };
@@ -263,6 +285,7 @@ inline Sizes check_backward(const char* op, const BackwardInputs& in) {
   const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, in.options, needs_all);
   check_results(op, n, in.q, in.grad_y, in.y, needs_all, in.lse, in.grad_lse);
   if (in.sink || in.wanted[3]) check_sink(op, n, in.q, defined_or_not(in.sink));
+  check_block_count(op, n, in.options, in.sequences.check(op, in.q));
   return n;
 }
 

@@ -1,12 +1,16 @@
 #include "compressed_attention/compressed_attention_cpu.h"
 
+#include "common/sequence_tasks.h"
+
 // The CPU's side of the contract: the plan and the entry points.
 
 namespace memcheck {
 
-CompressedAttentionPlan compressed_attention_plan_cpu(const CompressedAttentionShape& shape, Dtype dtype,
-                                                      int64_t threads) {
-  using namespace compressed_cpu;
+namespace {
+
+using namespace compressed_cpu;
+
+CompressedAttentionPlan plan_of_dense(const CompressedAttentionShape& shape, Dtype dtype, int64_t threads) {
   const int64_t used = useful_threads(shape, threads);
   const int64_t query_workers = parallel_workers(query_tasks(shape), used);
   const int64_t key_workers = parallel_workers(key_tasks(shape), used);
@@ -18,6 +22,49 @@ CompressedAttentionPlan compressed_attention_plan_cpu(const CompressedAttentionS
                    key_workers * key_gradient_scratch_bytes(shape, dtype))};
 }
 
+SequenceTasks tasks_of(const CompressedAttentionShape& n, int64_t threads) {
+  return SequenceTasks(n.sequences, threads,
+                       [&](const Sequence& x) { return (n.H * x.queries * n.blocks_of(x) + n.Hkv * x.keys) * n.D; });
+}
+
+// The bytes of a part of the plan for one sequence.
+auto bytes_of(const CompressedAttentionShape& n, Dtype dtype, int64_t CompressedAttentionPlan::* part) {
+  return [=, &n](const Sequence& x, int64_t threads) { return plan_of_dense(shape_of(n, x), dtype, threads).*part; };
+}
+
+// Calls run for the batch, or for each of its sequences as for a batch of its own. scratch: what it needs.
+template <typename Parameters>
+void each_sequence(const Parameters& p, Dtype dtype, int64_t CompressedAttentionPlan::* scratch,
+                   void (*run)(const Parameters&, Dtype)) {
+  if (!p.shape.sequences) return run(p, dtype);
+  tasks_of(p.shape, p.threads)
+      .each(bytes_of(p.shape, dtype, scratch), p.scratch,
+            [&](int64_t i, const Sequence& x, int64_t threads, void* memory) {
+              Parameters one = parameters_of(p, dtype, i, x);
+              one.scratch = memory;
+              one.threads = threads;
+              run(one, dtype);
+            });
+}
+
+// All but those of sinks.
+void gradients(const CompressedAttentionBackward& p, Dtype dtype) {
+  if (p.grad_q || p.delta) query_gradients(p, dtype);  // and delta, which the others read
+  if (p.grad_k || p.grad_v) key_gradients(p, dtype);
+}
+
+}  // namespace
+
+CompressedAttentionPlan compressed_attention_plan_cpu(const CompressedAttentionShape& shape, Dtype dtype,
+                                                      int64_t threads) {
+  if (!shape.sequences) return plan_of_dense(shape, dtype, threads);
+  using Plan = CompressedAttentionPlan;
+  const SequenceTasks tasks = tasks_of(shape, threads);
+  const auto most = [&](int64_t Plan::* part) { return tasks.scratch_bytes(bytes_of(shape, dtype, part)); };
+  return {most(&Plan::forward_scratch_bytes), most(&Plan::pooled_forward_scratch_bytes),
+          shape.B * shape.H * shape.S * acc_bytes(dtype), most(&Plan::backward_scratch_bytes)};
+}
+
 std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads) {
   const int64_t used = compressed_cpu::useful_threads(shape, threads);
   return {{"pooling", compressed_cpu::pool_work(shape), used},
@@ -26,22 +73,20 @@ std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionSh
 }
 
 void compressed_attention_pool_cpu(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t) {
-  compressed_cpu::pool(p, dtype);
+  each_sequence(p, dtype, &CompressedAttentionPlan::forward_scratch_bytes, pool);
 }
 
 void compressed_attention_forward_cpu(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t) {
-  compressed_cpu::forward(p, dtype);
+  each_sequence(p, dtype, &CompressedAttentionPlan::pooled_forward_scratch_bytes, forward);
 }
 
 void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t) {
-  // grad_k and grad_sink read the delta that comes with grad_q.
-  if (p.grad_q || p.grad_k || p.grad_sink) compressed_cpu::query_gradients(p, dtype);
-  if (p.grad_k || p.grad_v) compressed_cpu::key_gradients(p, dtype);
-  if (p.grad_sink) compressed_cpu::sink_gradients(p, dtype);
+  each_sequence(p, dtype, &CompressedAttentionPlan::backward_scratch_bytes, gradients);
+  if (p.grad_sink != nullptr) sink_gradients(p, dtype);
 }
 
 const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu, compressed_attention_pool_cpu,
                                                           compressed_attention_forward_cpu,
-                                                          compressed_attention_backward_cpu};
+                                                          compressed_attention_backward_cpu, &sequences_cpu};
 
 }  // namespace memcheck

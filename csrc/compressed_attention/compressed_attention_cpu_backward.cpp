@@ -131,17 +131,15 @@ struct QueryNumbers {
 
   MEMCHECK_INLINE QueryNumbers(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                const QueryScratch<acc_t>& x, bool careful) {
-    for (int64_t row = 0; row < tile.rows(); ++row)
-      shift[row] = softmax_shift(static_cast<const acc_t*>(p.lse)[query_index(p.shape, tile, row)]);
+    for (int64_t row = 0; row < tile.rows(); ++row) shift[row] = softmax_shift(number_of<acc_t>(p.lse, tile, row));
     if (p.y) {
       delta_from_y(p, dtype, tile, x, delta);
     } else {
       delta_from_weights<Rows>(p, dtype, tile, x, careful, shift, delta);
     }
     for (int64_t row = 0; row < tile.rows(); ++row) {
-      const int64_t index = query_index(p.shape, tile, row);
-      if (p.grad_lse != nullptr) delta[row] -= static_cast<const acc_t*>(p.grad_lse)[index];
-      if (p.delta != nullptr) static_cast<acc_t*>(p.delta)[index] = delta[row];
+      if (p.grad_lse) delta[row] -= number_of<acc_t>(p.grad_lse, tile, row);
+      if (p.delta) number_of<acc_t>(p.delta, tile, row) = delta[row];
     }
   }
 
@@ -276,13 +274,13 @@ struct QueryRange {
 // scores (count,kLanes) become the weights of softmax, 0 where a query does not see a block.
 template <typename acc_t>
 MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionBackward& p, const KeyTile& tile,
-                                       const QueryRange& queries, const acc_t* lse, acc_t* __restrict scores) {
+                                       const QueryRange& queries, acc_t* __restrict scores) {
   // A loop of its own: fused with the subtraction, a score would be rounded otherwise than in its lse.
   scale_all(queries.count * kLanes, static_cast<acc_t>(p.scale), scores);
   const bool all_seen = p.shape.visible(queries.s) >= tile.j + tile.blocks;
   for (int64_t row = 0; row < queries.count; ++row) {
     acc_t* line = scores + row * kLanes;
-    const acc_t shift = softmax_shift(lse[row]);
+    const acc_t shift = softmax_shift(*p.lse.at<acc_t>(tile.b, queries.head, queries.s + row));
     for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = softmax_weight(line[lane], shift);
     if (all_seen) continue;
     const int64_t seen = p.shape.visible(queries.s + row) - tile.j;
@@ -301,11 +299,14 @@ MEMCHECK_INLINE void drop_absent(int64_t count, const KeyTile& tile, int64_t D, 
 
 // grad_weights (rows,kLanes) become the gradients of the scores.
 template <typename acc_t>
-MEMCHECK_INLINE void differentiate_weights(int64_t rows, const acc_t* delta, const acc_t* __restrict weights,
+MEMCHECK_INLINE void differentiate_weights(const CompressedAttentionBackward& p, const KeyTile& tile,
+                                           const QueryRange& queries, const acc_t* __restrict weights,
                                            acc_t* __restrict grad_weights) {
-  for (int64_t row = 0; row < rows; ++row)
+  for (int64_t row = 0; row < queries.count; ++row) {
+    const acc_t delta = *p.delta.at<acc_t>(tile.b, queries.head, queries.s + row);
     for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i)
-      grad_weights[i] = softmax_gradient(weights[i], grad_weights[i], delta[row]);
+      grad_weights[i] = softmax_gradient(weights[i], grad_weights[i], delta);
+  }
 }
 
 // sum += a^T b, with a (rows,kLanes) and b (rows,D). What a holds is lost.
@@ -322,15 +323,14 @@ MEMCHECK_INLINE void add_queries(const CompressedAttentionBackward& p, Dtype dty
                                  const QueryRange& queries, const KeyScratch<acc_t>& x, bool careful) {
   const int64_t D = p.shape.D;
   const int64_t rows = queries.count;
-  const int64_t index = (tile.b * p.shape.H + queries.head) * p.shape.S + queries.s;
   const Rows q(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, Factor::Both, x.q);
   const Rows grad_y(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, Factor::Both, x.grad_y);
   q.multiply(x.kc_lanes, x.weights);
-  weights_of_scores(p, tile, queries, static_cast<const acc_t*>(p.lse) + index, x.weights);
+  weights_of_scores(p, tile, queries, x.weights);
   if (careful) drop_absent<Rows>(rows, tile, D, x.kc_lanes, x.weights);
   if (p.grad_k) {
     grad_y.multiply(x.vc_lanes, x.grad_weights);
-    differentiate_weights(rows, static_cast<const acc_t*>(p.delta) + index, x.weights, x.grad_weights);
+    differentiate_weights(p, tile, queries, x.weights, x.grad_weights);
     add_product(careful, tile, x.grad_weights, q, x.product, x.grad_k);
   }
   if (p.grad_v) add_product(careful, tile, x.weights, grad_y, x.product, x.grad_v);
@@ -365,9 +365,9 @@ MEMCHECK_INLINE void store_shares(const CompressedAttentionBackward& p, Dtype dt
                                   const Strided<4>& to, acc_t* gradients) {
   const int64_t columns = padded_columns(p.shape.D);
   for (int64_t i = 0; i < tile.blocks; ++i) {
-    const int64_t t = (tile.j + i) * p.block_length;
-    const int64_t left = p.gradient_length - t;
-    const int64_t length = left < p.block_length ? left : p.block_length;
+    const int64_t t = (tile.j + i) * p.block_length();
+    const int64_t left = p.gradient_length() - t;
+    const int64_t length = left < p.block_length() ? left : p.block_length();
     acc_t* row = gradients + i * columns;
     for (int64_t column = 0; column < columns; ++column) row[column] /= static_cast<acc_t>(length);
     store_rows(dtype, rows_at(dtype, to, tile.b, tile.key_head, t), length, p.shape.D, row, 0);
@@ -413,19 +413,24 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, key_gradient_tasks,
 
 // ---- gradients of sinks
 
+// The sum over sequences, in their order, of what each gives alone.
 template <typename acc_t>
 acc_t sink_gradient(const CompressedAttentionBackward& p, int64_t head) {
   const acc_t sink = static_cast<const acc_t*>(p.sink)[head];
+  double total = 0;
   acc_t sum = acc_t(0);
   acc_t rest = acc_t(0);
-  for (int64_t b = 0; b < p.shape.B; ++b) {
-    const int64_t first = (b * p.shape.H + head) * p.shape.S;
-    for (int64_t i = first; i < first + p.shape.S; ++i) {
-      const acc_t weight = softmax_weight(sink, softmax_shift(static_cast<const acc_t*>(p.lse)[i]));
-      add_to_sum(-weighted(weight, static_cast<const acc_t*>(p.delta)[i]), sum, rest);
+  for (int64_t i = 0; i < sequence_count(p.shape); ++i) {
+    const Sequence x = sequence_of(p.shape, i);
+    for (int64_t s = x.first_query; s < x.first_query + x.queries; ++s) {
+      const acc_t weight = softmax_weight(sink, softmax_shift(*p.lse.at<acc_t>(x.row, head, s)));
+      add_to_sum(-weighted(weight, *p.delta.at<acc_t>(x.row, head, s)), sum, rest);
     }
+    if (!p.shape.sequences) continue;
+    total += sum + rest;
+    sum = rest = acc_t(0);
   }
-  return sum + rest;
+  return p.shape.sequences ? static_cast<acc_t>(total) : sum + rest;
 }
 
 }  // namespace

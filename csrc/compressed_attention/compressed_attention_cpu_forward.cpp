@@ -233,9 +233,8 @@ MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype d
     const bool sees = softmax.before[row] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[row] : acc_t(1);
     for (int64_t i = row * columns; i < (row + 1) * columns; ++i) y[i] /= divisor;
-    if (p.lse == nullptr) continue;
-    static_cast<acc_t*>(p.lse)[query_index(p.shape, tile, row)] =
-        sees ? softmax.max[row] + std::log(divisor) : minus_infinity<acc_t>();
+    if (!p.lse) continue;
+    number_of<acc_t>(p.lse, tile, row) = sees ? softmax.max[row] + std::log(divisor) : minus_infinity<acc_t>();
   }
   store_queries(dtype, p.y, tile, p.shape.D, y);
 }

@@ -21,9 +21,10 @@ MEMCHECK_INLINE int64_t end_of_blocks(const CompressedAttentionShape& shape, con
   return shape.visible(tile.s + tile.positions - 1);
 }
 
-// Element `row` of a tile in a (B,H,S) tensor.
-MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const QueryTile& tile, int64_t row) {
-  return (tile.b * shape.H + tile.head + row / tile.positions) * shape.S + tile.position(row);
+// The element of row `row` of a tile in x, (B,H,S).
+template <typename acc_t>
+MEMCHECK_INLINE acc_t& number_of(const Strided<3>& x, const QueryTile& tile, int64_t row) {
+  return *x.at<acc_t>(tile.b, tile.head + row / tile.positions, tile.position(row));
 }
 
 // to (rows,columns_of(D)) = a tile of x, (B,H,S,D).

@@ -130,7 +130,7 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
       store_columns<scalar_t, kColumns>(y, row, column, of_row);
-      if (writes_lse && p.lse != nullptr) static_cast<acc_t*>(p.lse)[index] = lse;
+      if (writes_lse && p.lse) number_of<acc_t>(p.lse, work.of, row) = lse;
       continue;
     }
     const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   const acc_t share = add_sink(p, head, lse);
   *p.y.at<scalar_t>(query / shape.S / shape.H, head, s, column) =
       from_acc<scalar_t>(sees ? y / weights * share : acc_t(0));
-  if (column == 0 && p.lse != nullptr) static_cast<acc_t*>(p.lse)[query] = lse;
+  if (column == 0 && p.lse) *p.lse.at<acc_t>(query / shape.S / shape.H, head, s) = lse;
 }
 
 template <typename scalar_t>
@@ -254,11 +254,16 @@ void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stre
 }  // namespace compressed_cuda
 
 void compressed_attention_forward_cuda(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+  if (p.shape.sequences) {  // one after another, which the stand-in for the CUDA language can do
+    for (int64_t i = 0; i < p.shape.sequences.count; ++i)
+      compressed_attention_forward_cuda(parameters_of(p, dtype, i, p.shape.sequences.sequences[i]), dtype, stream);
+    return;
+  }
   with_device_type(dtype, [&](auto type) { compressed_cuda::forward<decltype(type)>(p, dtype, stream); });
 }
 
 const CompressedAttentionKernels compressed_attention_cuda{
     compressed_attention_plan_cuda, compressed_attention_pool_cuda, compressed_attention_forward_cuda,
-    compressed_attention_backward_cuda};
+    compressed_attention_backward_cuda, &sequences_cuda};
 
 }  // namespace memcheck

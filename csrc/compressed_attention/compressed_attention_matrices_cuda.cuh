@@ -138,10 +138,17 @@ MEMCHECK_INLINE int64_t query_head(const KeyHead& of, int64_t row) {
   return of.head * of.group + query_row(row, of.group).head;
 }
 
-// Index of a row's element in a tensor (B,H,S).
+// Index of a row's element in a contiguous tensor (B,H,S).
 MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const KeyHead& of, int64_t row) {
   const QueryRow of_group = query_row(row, of.group);
   return (of.b * shape.H + of.head * of.group + of_group.head) * shape.S + of_group.position;
+}
+
+// A row's element of x (B,H,S).
+template <typename acc_t>
+MEMCHECK_INLINE acc_t& number_of(const Strided<3>& x, const KeyHead& of, int64_t row) {
+  const QueryRow of_group = query_row(row, of.group);
+  return *x.at<acc_t>(of.b, of.head * of.group + of_group.head, of_group.position);
 }
 
 // Stores kCount columns of a row, as far as they exist.

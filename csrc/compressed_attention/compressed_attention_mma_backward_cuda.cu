@@ -108,8 +108,7 @@ struct MmaQueries {
         const int64_t row = work.row + row_of(m, half);
         const bool exists = row < work.of.group * p.shape.S;
         limit[m][half] = exists ? p.shape.visible(row / work.of.group) : 0;
-        shift[m][half] =
-            exists ? softmax_shift(static_cast<const float*>(p.lse)[query_index(p.shape, work.of, row)]) * kLog2e : 0;
+        shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
       }
   }
 
@@ -208,9 +207,8 @@ __device__ __forceinline__ void form_delta(const CompressedAttentionBackward& p,
       const int64_t row = memory.work.row + Shared::row_of(m, half);
       if (lane() % 4 != 0) continue;
       if (row < memory.work.of.group * p.shape.S) {
-        const int64_t index = query_index(p.shape, memory.work.of, row);
-        if (p.grad_lse != nullptr) of_row -= static_cast<const float*>(p.grad_lse)[index];
-        if (p.delta != nullptr) static_cast<float*>(p.delta)[index] = of_row;
+        if (p.grad_lse) of_row -= number_of<float>(p.grad_lse, memory.work.of, row);
+        if (p.delta) number_of<float>(p.delta, memory.work.of, row) = of_row;
       }
       memory.delta[Shared::row_of(m, half)] = of_row;
     }
@@ -371,10 +369,9 @@ __device__ __forceinline__ void request_queries(const CompressedAttentionBackwar
   if (threadIdx.x >= kOtherRows<kD>) return;
   const int64_t mine = row + threadIdx.x;
   const bool exists = mine < memory.queries.count;
-  const int64_t index = exists ? query_index(p.shape, memory.work.of, mine) : 0;
-  const float shift = exists ? softmax_shift(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
+  const float shift = exists ? softmax_shift(number_of<float>(p.lse, memory.work.of, mine)) * kLog2e : 0;
   memory.shift[buffer][threadIdx.x] = shift - kWeightBits<scalar_t>;
-  if (p.grad_k) memory.delta[buffer][threadIdx.x] = exists ? static_cast<const float*>(p.delta)[index] : 0;
+  if (p.grad_k) memory.delta[buffer][threadIdx.x] = exists ? number_of<float>(p.delta, memory.work.of, mine) : 0;
 }
 
 // The queries [from, to) of a tile that see each of a thread's two keys.
@@ -415,7 +412,7 @@ __device__ __forceinline__ void add_warps(Tile* tiles, float (&gradient)[1][kCol
 template <typename scalar_t, typename Tile>
 __device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const KeyWork& work,
                                                    const Strided<4>& gradient, const Tile& tile) {
-  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length, work.of);
+  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length(), work.of);
   constexpr int kPacks = Tile::kColumns / 8;
   for (int row = warp() * 16; row < warp() * 16 + 16; ++row) {
     const int64_t j = work.key + row;

@@ -135,7 +135,7 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
       const int64_t index = query_index(shape, work.of, row);
       const bool writes_lse = lane() % 4 == 0;
       if (parts.count == 1) {
-        if (writes_lse && p.lse != nullptr) static_cast<float*>(p.lse)[index] = lse;
+        if (writes_lse && p.lse) number_of<float>(p.lse, work.of, row) = lse;
         continue;
       }
       const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;

@@ -132,6 +132,11 @@ void pool(const CompressedAttentionPooling& p, cudaStream_t stream) {
 }  // namespace compressed_cuda
 
 void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t stream) {
+  if (p.shape.sequences) {  // one after another, which the stand-in for the CUDA language can do
+    for (int64_t i = 0; i < p.shape.sequences.count; ++i)
+      compressed_attention_pool_cuda(parameters_of(p, dtype, i, p.shape.sequences.sequences[i]), dtype, stream);
+    return;
+  }
   with_device_type(dtype, [&](auto type) { compressed_cuda::pool<decltype(type)>(p, stream); });
 }
 

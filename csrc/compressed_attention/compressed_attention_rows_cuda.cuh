@@ -194,8 +194,8 @@ __device__ __attribute__((noinline)) void attend_row(CompressedAttentionForward 
   if (threadIdx.x % 32 != 0 || work.column != 0) return;
   if (parts.count > 1) {
     parts.lse[of_part] = lse;
-  } else if (p.lse != nullptr) {
-    static_cast<acc_t*>(p.lse)[index] = lse;
+  } else if (p.lse) {
+    number_of<acc_t>(p.lse, work.of, row) = lse;
   }
 }
 
@@ -228,9 +228,8 @@ template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __attribute__((noinline)) void differentiate_row(CompressedAttentionBackward p, KeyHead of, int64_t column,
                                                             int64_t columns, int64_t row) {
   const Pairs<scalar_t> pairs(p, of);
-  const int64_t index = query_index(p.shape, of, row);
   const int64_t end = p.shape.visible(row / of.group);
-  const acc_t lse = static_cast<const acc_t*>(p.lse)[index];
+  const acc_t lse = number_of<acc_t>(p.lse, of, row);
   acc_t delta = acc_t(0);
   if (p.y) {
     delta = dot(pairs.grad_y, row, queries_of<scalar_t>(p.shape, p.y, of), row);
@@ -238,8 +237,8 @@ __device__ __attribute__((noinline)) void differentiate_row(CompressedAttentionB
     for (int64_t j = threadIdx.x % 32; j < end; j += 32) delta += pairs.gradient(row, j, lse, acc_t(0));
     delta = sum_of_warp(delta);
   }
-  if (p.grad_lse != nullptr) delta -= static_cast<const acc_t*>(p.grad_lse)[index];
-  if (p.delta != nullptr && column == 0 && threadIdx.x % 32 == 0) static_cast<acc_t*>(p.delta)[index] = delta;
+  if (p.grad_lse) delta -= number_of<acc_t>(p.grad_lse, of, row);
+  if (p.delta && column == 0 && threadIdx.x % 32 == 0) number_of<acc_t>(p.delta, of, row) = delta;
   if (!p.grad_q) return;
   WarpRow<acc_t> grad_q;
   add_rows(
@@ -264,13 +263,12 @@ __device__ __attribute__((noinline)) void differentiate_key(CompressedAttentionB
   add_rows(
       begin, end, sum,
       [&](int64_t row) {
-        const int64_t index = query_index(shape, work.of, row);
-        const acc_t lse = static_cast<const acc_t*>(p.lse)[index];
+        const acc_t lse = number_of<acc_t>(p.lse, work.of, row);
         if (of_values) return pairs.weight(row, j, lse);
-        return pairs.gradient(row, j, lse, static_cast<const acc_t*>(p.delta)[index]);
+        return pairs.gradient(row, j, lse, number_of<acc_t>(p.delta, work.of, row));
       },
       [&](acc_t weight, int64_t row) { sum.add(weight, of_values ? pairs.grad_y : pairs.q, row, work.column); });
-  const auto to = keys_of<scalar_t>(shape, of_values ? p.grad_v : p.grad_k, p.gradient_length, work.of);
+  const auto to = keys_of<scalar_t>(shape, of_values ? p.grad_v : p.grad_k, p.gradient_length(), work.of);
   const BlockPositions positions = positions_of(p, j);
   sum.each(work.column, smaller(shape.D, work.column + columns), [&](int64_t column, acc_t x) {
     const acc_t gradient = of_values ? x : pairs.scale * x;

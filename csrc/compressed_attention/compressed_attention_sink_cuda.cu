@@ -28,9 +28,9 @@ __global__ void __launch_bounds__(kSinkThreads) sink_gradient_kernel(CompressedA
   acc_t sum = acc_t(0);
   acc_t rest = acc_t(0);
   for (int64_t query = thread; query < shape.B * shape.S; query += kSinkThreads) {
-    const int64_t index = (query / shape.S * shape.H + head) * shape.S + query % shape.S;
-    const acc_t weight = softmax_weight<CudaMaths<acc_t>>(sink, softmax_shift(static_cast<const acc_t*>(p.lse)[index]));
-    add_to_sum(-weighted(weight, static_cast<const acc_t*>(p.delta)[index]), sum, rest);
+    const int64_t b = query / shape.S, s = query % shape.S;
+    const acc_t weight = softmax_weight<CudaMaths<acc_t>>(sink, softmax_shift(*p.lse.at<acc_t>(b, head, s)));
+    add_to_sum(-weighted(weight, *p.delta.at<acc_t>(b, head, s)), sum, rest);
   }
   memory.sums[thread] = sum + rest;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {

@@ -11,7 +11,7 @@
 #include "compressed_attention/compressed_attention_autograd.h"
 #include "compressed_attention/compressed_attention_checks.h"
 
-// Calls that go on from states: the states after new positions, and attention of sequences to their blocks.
+// The states after new positions.
 
 namespace memcheck::compressed_attention_autograd {
 namespace {
@@ -26,7 +26,6 @@ struct Places {
     if (!packed || !x.defined()) return x;
     return x.narrow(0, *packed ? 0 : static_cast<int64_t>(i), 1).narrow(2, begins[i], counts[i]);
   }
-  std::optional<Tensor> of(const std::optional<Tensor>& x, size_t i) const { return x ? if_defined(of(*x, i)) : x; }
 
   void save(AutogradContext* ctx) const {
     ctx->saved_data["packed"] = packed;
@@ -90,7 +89,8 @@ Pair whole_blocks(const Pair& x, int64_t factor, bool in_torch) {
     });
   }
   // A forward without queries keeps the means for backward.
-  const auto kept = call_operator<Forward>(part_of(x[0], 0, 0), x[0], x[1], std::nullopt, factor, /*causal=*/false,
+  const auto kept = call_operator<Forward>(part_of(x[0], 0, 0), x[0], x[1], std::nullopt, std::nullopt, std::nullopt,
+                                           std::nullopt, /*left_padded=*/false, factor, /*causal=*/false,
                                            /*strict=*/false, std::nullopt, /*keep=*/true, /*return_lse=*/false);
   return {std::get<2>(kept), std::get<3>(kept)};
 }
@@ -228,74 +228,6 @@ variable_list extend(const MaybeTensor& q, const Tensor& k, const Tensor& v, at:
   return NewBlocks::apply(k, v, states, positions, places, factor);
 }
 
-// ---- attention of sequences to blocks
-
-// If its gradients will be differentiated, they are computed for each sequence alone: the operator for one sequence has
-// second derivatives.
-struct PooledSequences : Function<PooledSequences> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, at::TensorList kc, at::TensorList vc,
-                               const MaybeTensor& sink, bool packed, at::IntArrayRef begins, at::IntArrayRef counts,
-                               at::IntArrayRef kv_lens, int64_t factor, bool causal, bool strict, Scale scale,
-                               bool return_lse) {
-    const auto [y, lse] = call_below_autograd<PooledSequencesForward>(q, kc, vc, sink, packed, begins, counts, kv_lens,
-                                                                      factor, causal, strict, scale, true);
-    const bool exact = y.scalar_type() == lse.scalar_type();
-    ctx->save_for_backward(tensors_among(q, sink, exact ? y : Tensor(), lse, kc, vc));
-    ctx->set_materialize_grads(false);
-    Places{packed, begins, counts}.save(ctx);
-    save_options(ctx, {factor, causal, strict, scale}, 0);
-    ctx->saved_data["kv_lens"] = kv_lens;
-    if (!return_lse) ctx->mark_non_differentiable({lse});
-    return {y, lse};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const size_t count = (saved.size() - kOthers) / 2;
-    constexpr size_t kOptions = 9;  // the arguments after the sink
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(2 + 2 * count + kOptions);
-    const at::TensorList blocks(saved.data() + kOthers, 2 * count);
-    const at::TensorList kc = blocks.slice(0, count), vc = blocks.slice(count);
-    const auto& q = saved[0];
-    const MaybeTensor sink = if_defined(saved[1]), y = kept_y(saved[2]), grad_lse = if_defined(grads[1]);
-    const Tensor lse = saved[3].detach(), grad_y = gradient_of_y(grads, q);
-    const auto wants = [&](size_t first, size_t end) { return ctx->needs_input_grad({{first, end}}); };
-    const Mask mask{wants(0, 1), wants(1, 1 + count), wants(1 + count, 1 + 2 * count),
-                    sink && wants(1 + 2 * count, 2 + 2 * count)};
-    const Options options = saved_options(ctx);
-    const SavedPlaces where(ctx);
-    const auto kv_lens = ctx->saved_data["kv_lens"].toIntVector();
-    Tensor grad_q, grad_sink;
-    variable_list grad_kc, grad_vc;
-    if (!at::GradMode::is_enabled()) {
-      std::tie(grad_q, grad_kc, grad_vc, grad_sink) = call_operator<PooledSequencesBackward>(
-          grad_y, q, kc, vc, y, lse, grad_lse, sink, *where.places.packed, where.begins, where.counts, kv_lens,
-          options.factor, options.causal, options.strict, options.scale, mask);
-    } else {
-      if (mask[0]) grad_q = at::zeros_like(q);
-      if (mask[3]) grad_sink = at::zeros_like(*sink);
-      for (size_t i = 0; i < count; ++i) {
-        const auto its = [&](const auto& x) { return where.places.of(x, i); };
-        const auto [of_q, of_kc, of_vc, of_sink] = call_operator<PooledBackward>(
-            its(grad_y), its(q), kc[i], vc[i], its(y), its(lse), its(grad_lse), sink, options.factor, kv_lens[i],
-            options.causal, options.strict, options.scale, mask);
-        if (mask[0]) its(grad_q).copy_(of_q);
-        grad_kc.push_back(of_kc);
-        grad_vc.push_back(of_vc);
-        if (mask[3]) grad_sink = grad_sink + of_sink;
-      }
-    }
-    grad_kc.resize(count);
-    grad_vc.resize(count);
-    variable_list result = tensors_among(grad_q, at::TensorList(grad_kc), at::TensorList(grad_vc), grad_sink);
-    result.resize(result.size() + kOptions);
-    return result;
-  }
-
- private:
-  static constexpr size_t kOthers = 4;  // saved tensors before those of blocks
-};
-
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   m.def(
       "compressed_attention_extend(Tensor? q, Tensor k, Tensor v, Tensor[] states, SymInt[] positions, *, int factor,"
@@ -308,11 +240,6 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
 // vmap, too, runs the operators inside.
 TORCH_LIBRARY_IMPL(memcheck, FuncTorchBatchedDecomposition, m) {
   m.impl("compressed_attention_extend", TORCH_FN(extend));
-}
-
-TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
-  register_differentiable<PooledSequencesForward, PooledSequences>(m);
-  register_without_gradient<PooledSequencesBackward>(m);
 }
 
 }  // namespace

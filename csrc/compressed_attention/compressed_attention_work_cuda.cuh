@@ -74,8 +74,8 @@ struct BlockPositions {
 };
 
 MEMCHECK_INLINE BlockPositions positions_of(const CompressedAttentionBackward& p, int64_t j) {
-  const int64_t begin = j * p.block_length;
-  return {begin, smaller(p.gradient_length - begin, p.block_length)};
+  const int64_t begin = j * p.block_length();
+  return {begin, smaller(p.gradient_length() - begin, p.block_length())};
 }
 
 // Where the parts of a split forward lie in the plan's scratch: y (parts,B,H,S,D), then lse (parts,B,H,S).
@@ -111,8 +111,8 @@ struct KeyParts {
       const int64_t values = of_values ? shape.B * shape.Hkv * n * shape.D : 0;
       return Strided<4>{static_cast<scalar_t*>(p.scratch) + values, {shape.Hkv * n * shape.D, n * shape.D, shape.D, 1}};
     };
-    const bool is_short = p.gradient_length % p.block_length != 0;
-    block_rows = split.in_gradients ? p.block_length : count * kWords;
+    const bool is_short = p.gradient_length() % p.block_length() != 0;
+    block_rows = split.in_gradients ? p.block_length() : count * kWords;
     for (const bool of_values : {false, true}) {
       const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
       rows[of_values] = split.in_gradients ? gradient : in_scratch(of_values, shape.C * block_rows);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +88,8 @@ def attend(
         if derivatives.differentiated((*inputs, sink)):
             results = derivatives.by_reference(op, inputs, sink=sink, **blocks, **options, **sequences)
             return results if return_lse else results[0]
-    forward = torch.ops.memcheck.compressed_attention_sequences if sequences else FORWARDS[op]
     try:
-        results = forward(*inputs, sink, **blocks, **changed_options(q, options, DEFAULTS), **sequences)
+        results = FORWARDS[op](*inputs, sink, **blocks, **changed_options(q, options, DEFAULTS), **sequences)
     except REFUSALS:
         explain_refusal(op, **{"q": q, "kc": k, "vc": v} if op == POOLED else {"q": q, "k": k, "v": v})
         raise
@@ -175,6 +175,19 @@ def _sequences_go_on(
 _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
+def packed_blocks(blocks: Sequence[Tensor], key_starts: list[int], factor: int) -> Tensor:
+    """The blocks (1,Hkv,C,D) of each sequence, with zeros between them, as packed sequences have them.
+
+    Those of sequence i begin at key_starts[i] // factor + i.
+    """
+    firsts = [start // factor + i for i, start in enumerate(key_starts)]
+    parts, zero = [], blocks[0].new_zeros(())
+    for x, (first, end) in zip(blocks, pairwise(firsts), strict=True):
+        B, Hkv, C, D = x.shape
+        parts += [x, zero.expand(B, Hkv, end - first - C, D)]
+    return torch.cat(parts, 2)
+
+
 class Places(NamedTuple):
     """Where the sequences of a packed or padded batch lie in a tensor (B,heads,positions,...)."""
 
@@ -192,8 +205,7 @@ class Places(NamedTuple):
         B, S, T = q.shape[0], q.shape[2], k.shape[2]
         with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
             queries, keys = q.new_empty(B, 1, S, 0), q.new_empty(B, 1, T, 0)
-            forward = torch.ops.memcheck.compressed_attention_sequences
-            forward(queries, keys, keys, factor=LONGEST, causal=causal, **sequences)
+            FORWARDS["compressed_attention"](queries, keys, keys, factor=LONGEST, causal=causal, **sequences)
         found = list(sequences_of(B, S, T, causal=causal, **derivatives.in_names_of_reference(sequences)))
         of_queries, of_keys = [queries for _, queries, _ in found], [keys for _, _, keys in found]
         return cls.of_slices(sequences, of_queries), cls.of_slices(sequences, of_keys)
@@ -226,28 +238,25 @@ class Places(NamedTuple):
         kv_lens: how many positions the blocks of each represent.
         """
         q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
+        starts, key_starts = ([0, *accumulate(counts)] for counts in (self.counts, kv_lens))
+        # Without sequences q stands for the blocks, as it has none.
+        blocks = [packed_blocks(x, key_starts, factor) if self.counts else q for x in (kc, vc)]
+        inputs = (q if self.packed else torch.cat(list(self.split(q)), 2), blocks[0], blocks[1])
+        sequences = {"cu_seqlens_q": torch.tensor(starts), "cu_seqlens_k": torch.tensor(key_starts), "lengths": None}
+        sizes = {"factor": factor, "kv_len": key_starts[-1]}
         options |= {"return_lse": return_lse}
-        if derivatives.transformed():
-            results = [
-                attend(POOLED, (its_q, its_kc, its_vc), sink, {"factor": factor, "kv_len": kv_len}, options)
-                for its_q, its_kc, its_vc, kv_len in zip(self.split(q), kc, vc, kv_lens, strict=True)
-            ]
-            if not return_lse:
-                return self.join(q, results, 0)
-            y, lse = zip(*results, strict=True)
-            return self.join(q, y, 0), self.join(q[..., 0], lse, -torch.inf)
-        sink = check_sink("compressed_attention", sink, q)
-        y, lse = torch.ops.memcheck.compressed_attention_pooled_sequences(
-            q, kc, vc, sink, **self._asdict(), kv_lens=kv_lens, factor=factor, **options
-        )
-        return (y, lse) if return_lse else y
-
-    def join(self, like: Tensor, parts: Sequence[Tensor], fill: float) -> Tensor:
-        """The inverse of split, with `fill` in padding; like (B,heads,positions,...) has as many."""
+        results = attend(POOLED, inputs, sink, sizes, options, **sequences, left_padded=False)
         if self.packed:
-            return torch.cat(list(parts), 2)
+            return results
+        if not return_lse:
+            return self.join(q, results, 0)
+        y, lse = results
+        return self.join(q, y, 0), self.join(q[..., 0], lse, -torch.inf)
+
+    def join(self, like: Tensor, packed: Tensor, fill: float) -> Tensor:
+        """The rows of packed sequences, with `fill` in padding; like (B,heads,positions,...) has as many."""
         rows = []
-        for part, begin, count in zip(parts, self.begins, self.counts, strict=True):
+        for part, begin, count in zip(packed.split(self.counts, 2), self.begins, self.counts, strict=True):
             around = (begin, like.shape[2] - begin - count)
             rows.append(torch.nn.functional.pad(part, (0,) * 2 * (part.dim() - 3) + around, value=fill))
         return torch.cat(rows)

@@ -36,8 +36,6 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
         linear_attention_step,
         compressed_attention,
         compressed_attention_pooled,
-        compressed_attention_sequences,
-        compressed_attention_pooled_sequences,
         compressed_attention_step,
         compressed_attention_extend,
         combinator,
@@ -293,6 +291,10 @@ def compressed_attention(
     v: Tensor,
     sink: Tensor | None = None,
     *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    left_padded: bool = False,
     factor: int,
     causal: bool = True,
     strict: bool = False,
@@ -301,6 +303,7 @@ def compressed_attention(
     return_lse: bool = False,
 ) -> Tensors:
     """q (B,H,S,D), k and v (B,Hkv,T,D) -> y (B,H,S,D), lse (B,H,S) if asked for, kc and vc (B,Hkv,C,D) if kept"""
+    refuse_sequences("compressed_attention", cu_seqlens_q, cu_seqlens_k, lengths)
     kc, vc = block_means(k, factor), block_means(v, factor)
     options: dict[str, Any] = {"factor": factor, "causal": causal, "strict": strict, "scale": scale}
     y, lse = attend_to_blocks(q, kc, vc, sink, kv_len=k.shape[2], **options)
@@ -314,7 +317,11 @@ def compressed_attention_pooled(
     vc: Tensor,
     sink: Tensor | None = None,
     *,
-    keep_lse: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    left_padded: bool = False,
+    keep: bool = False,
     return_lse: bool = False,
     causal: bool = True,
     strict: bool = False,
@@ -322,19 +329,10 @@ def compressed_attention_pooled(
     **sizes: Any,
 ) -> Tensors:
     """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), and lse (B,H,S) if asked for"""
+    refuse_sequences("compressed_attention", cu_seqlens_q, cu_seqlens_k, lengths)
     kc, vc = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (kc, vc))
     y, lse = attend_to_blocks(q, kc, vc, sink, causal=causal, strict=strict, scale=scale, **sizes)
-    return y, lse if keep_lse or return_lse else lse[:, :, :0]
-
-
-def compressed_attention_sequences(*tensors: Any, **options: Any) -> None:
-    """Raises: it is called for packed and padded batches only."""
-    refuse_sequences("compressed_attention", tensors[0])
-
-
-def compressed_attention_pooled_sequences(*tensors: Any, **options: Any) -> None:
-    """Raises: it is called for packed and padded batches only."""
-    refuse_sequences("compressed_attention_pooled", tensors[0])
+    return y, lse if keep or return_lse else lse[:, :, :0]
 
 
 def compressed_attention_step(

@@ -170,7 +170,7 @@ def kept_by(op: str, options: dict[str, Any]) -> dict[str, bool]:
     names = {
         "softplus_attention": "keep_carries",
         "compressed_attention": "keep",
-        "compressed_attention_pooled": "keep_lse",
+        "compressed_attention_pooled": "keep",
     }
     return {names[op]: True} if op in names else {}
 
@@ -244,18 +244,47 @@ def linear_attention(tensors: Gradients, output_mask: Sequence[bool], **options:
     return gradients_by_vjp(in_plain_torch("linear_attention", options), output_mask, grad_y, q, k, v)
 
 
-def compressed_attention_pooled(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+def of_sequences(q: Tensor, kv_len: int, factor: int, options: dict[str, Any]) -> list[tuple[slice, slice, slice, int]]:
+    """The rows of each sequence, its queries, its keys, and the place of its first block.
+
+    Takes what describes them from the options. A batch that is neither packed nor padded is one sequence.
+    """
+    given = {name: options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")}
+    sequences_of = importlib.import_module("memcheck.ops.reference.sequences").sequences_of
+    sequences = in_names_of_reference(given)
+    places = sequences_of(len(q), q.shape[2], kv_len, causal=options["causal"], **sequences)
+    packed = "cu_seqlens_k" in sequences
+    return [(*place, place[2].start // factor + n if packed else 0) for n, place in enumerate(places)]
+
+
+def compressed_attention_pooled(
+    tensors: Gradients, output_mask: Sequence[bool], factor: int, kv_len: int, **options: Any
+) -> Gradients:
+    """The gradients, computed for each sequence alone."""
     grad_y, q, kc, vc, _, _, grad_lse, sink = [*tensors, None, None][:8]
     vc = torch.zeros_like(kc) if vc is None else vc
-    inputs = (q, kc, vc) if sink is None else (q, kc, vc, sink)
     module = importlib.import_module("memcheck.ops.reference.compressed_attention")
-
-    def formula(q: Tensor, kc: Tensor, vc: Tensor, sink: Tensor | None = None) -> Any:
-        return module.compressed_attention_pooled(q, kc, vc, sink=sink, return_lse=grad_lse is not None, **options)
-
-    pull = torch.func.vjp(formula, *inputs)[1]
-    gradients = [*pull(grad_y if grad_lse is None else (grad_y, grad_lse)), None][:4]
-    return masked(gradients, output_mask)
+    whole = [torch.zeros_like(q), torch.zeros_like(kc), torch.zeros_like(vc)]
+    of_sink = None if sink is None else torch.zeros_like(sink)
+    for rows, queries, keys, first in of_sequences(q, kv_len, factor, options):
+        length = keys.stop - keys.start
+        formula = partial(
+            module.compressed_attention_pooled,
+            factor=factor,
+            kv_len=length,
+            return_lse=grad_lse is not None,
+            **options,
+        )
+        its_queries = (rows, slice(None), queries)
+        its_blocks = (rows, slice(None), slice(first, first - (-length // factor)))
+        inputs = [q[its_queries], kc[its_blocks], vc[its_blocks], *([] if sink is None else [sink])]
+        pull = torch.func.vjp(lambda *x, of=formula: of(*x[:3], sink=x[3] if len(x) > 3 else None), *inputs)[1]
+        grads = grad_y[its_queries] if grad_lse is None else (grad_y[its_queries], grad_lse[its_queries])
+        *gradients, its_sink = [*pull(grads), None][:4]
+        for x, gradient, places in zip(whole, gradients, (its_queries, its_blocks, its_blocks), strict=True):
+            x[places] = gradient
+        of_sink = of_sink if its_sink is None else of_sink + its_sink
+    return masked([*whole, of_sink], output_mask)
 
 
 def compressed_attention(
@@ -263,9 +292,16 @@ def compressed_attention(
 ) -> Gradients:
     """A position has the gradient of its block's mean, divided by the length of the block."""
     grad_q, *of_means, grad_sink = compressed_attention_pooled(tensors, factor=factor, kv_len=kv_len, **options)
-    block = torch.arange(kv_len, device=tensors[0].device) // factor
-    lengths = (kv_len - block * factor).clamp(max=factor)
-    return [grad_q, *(x if x is None else x[:, :, block] / lengths[:, None] for x in of_means), grad_sink]
+    del options["output_mask"]
+    of_keys = [None if x is None else x.new_zeros(*x.shape[:2], kv_len, x.shape[3]) for x in of_means]
+    for rows, _, keys, first in of_sequences(tensors[1], kv_len, factor, options):
+        length = keys.stop - keys.start
+        block = torch.arange(length, device=tensors[0].device) // factor
+        lengths = (length - block * factor).clamp(max=factor)[:, None]
+        for x, mean in zip(of_keys, of_means, strict=True):
+            if x is not None:
+                x[rows, :, keys] = mean[rows][:, :, first + block] / lengths
+    return [grad_q, *of_keys, grad_sink]
 
 
 def gradients_by_reference(
@@ -302,33 +338,6 @@ def linear_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], 
         return y, *(states[0] if states else ())
 
     return gradients_by_reference((q, k, v, decay, m, z), (grad_y, grad_m, grad_z), results, output_mask)
-
-
-def compressed_attention_sequences(
-    tensors: Gradients, factor: int, kv_len: int, output_mask: Sequence[bool], causal: bool, **options: Any
-) -> Gradients:
-    """The gradients, computed for each sequence alone and written at its positions."""
-    grad_y, q, kc, vc, y, lse, grad_lse, sink = [*tensors, None, None][:8]
-    names = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")
-    sequences = in_names_of_reference({name: options.pop(name) for name in names})
-    arguments = {**options, "factor": factor, "causal": causal, "output_mask": output_mask}
-    whole = [torch.zeros_like(q), *(kc.new_zeros(len(q), kc.shape[1], kv_len, kc.shape[3]) for _ in range(2))]
-    of_sink = None if sink is None else torch.zeros_like(sink)
-    sequences_of = importlib.import_module("memcheck.ops.reference.sequences").sequences_of
-    places = sequences_of(len(q), q.shape[2], kv_len, causal=causal, **sequences)
-    for n, (row, queries, keys) in enumerate(places):
-        length = keys.stop - keys.start
-        first = keys.start // factor + n if "cu_seqlens_k" in sequences else 0
-        slots = slice(first, first - (-length // factor))
-        its_queries, its_blocks = (row, slice(None), queries), (row, slice(None), slots)
-        its = [None if x is None else x[its_queries] for x in (grad_y, q, y, lse, grad_lse)]
-        blocks = [None if x is None else x[its_blocks] for x in (kc, vc)]
-        *gradients, its_sink = compressed_attention([*its[:2], *blocks, *its[2:], sink], kv_len=length, **arguments)
-        for x, gradient, positions in zip(whole, gradients, (queries, keys, keys), strict=True):
-            if gradient is not None:
-                x[row, :, positions] = gradient
-        of_sink = of_sink if its_sink is None else of_sink + its_sink
-    return masked([*whole, of_sink], output_mask)
 
 
 def combinator(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
@@ -380,7 +389,6 @@ FORMULAS = (
     linear_attention_sequences,
     compressed_attention,
     compressed_attention_pooled,
-    compressed_attention_sequences,
     combinator,
     linear_r,
     linear_l,

@@ -32,7 +32,7 @@ class Formula(NamedTuple):
 
 
 QKV, STATE, LISTS = "BHSD BHTD BHTV", "BHDV BHD", ". . B"  # cu_seqlens_q, cu_seqlens_k, lengths
-POOLED = "BHSD BHSD BHCD BHCD BHSD BHS BHS H"
+POOLED = f"BHSD BHSD BHCD BHCD BHSD BHS BHS H {LISTS}"
 CHANNELS = "BSH BHT BHT"
 FORMULAS = {
     "softplus_attention": Formula(CHANNELS, "BSH .BCH"),
@@ -49,11 +49,9 @@ FORMULAS = {
     "linear_attention_sequences_backward": Formula(
         f"BHSV {STATE} {QKV} H|BHT {STATE} {STATE} {LISTS}", f"{QKV} H|BHT {STATE}"
     ),
-    "compressed_attention": Formula(f"{QKV} H", "BHSD BHS BHCD BHCD"),
+    "compressed_attention": Formula(f"{QKV} H {LISTS}", "BHSD BHS BHCD BHCD"),
     "compressed_attention_backward": Formula(POOLED, f"{QKV} H"),
-    "compressed_attention_sequences": Formula(f"{QKV} H {LISTS}", "BHSD BHS BHCD BHCD"),
-    "compressed_attention_sequences_backward": Formula(f"{POOLED} {LISTS}", f"{QKV} H"),
-    "compressed_attention_pooled": Formula("BHSD BHCD BHCD H", "BHSD BHS"),
+    "compressed_attention_pooled": Formula(f"BHSD BHCD BHCD H {LISTS}", "BHSD BHS"),
     "compressed_attention_pooled_backward": Formula(POOLED, "BHSD BHCD BHCD H"),
     "combinator": Formula("*E .RE", "*E *P", "*"),
     "combinator_backward": Formula("*E *E .RE *P", "*E .RE", "*"),

@@ -433,7 +433,7 @@ def test_opcheck_forward(mode: str, requires_grad: bool) -> None:
         torch.library.opcheck(pooled_op, inputs, pooled_options)
         if not requires_grad:
             torch.library.opcheck(forward_op, inputs, {**options, "keep": True})
-            torch.library.opcheck(pooled_op, inputs, {**pooled_options, "keep_lse": True})
+            torch.library.opcheck(pooled_op, inputs, {**pooled_options, "keep": True})
 
 
 @pytest.mark.glue
@@ -711,7 +711,7 @@ def test_scores_of_minus_infinity_weigh_nothing(scored: str, dtype: torch.dtype)
         assert_equal_up_to_rounding(x, truth)
     for x in of_keys:
         assert x[:, :, left].shape[2] + (x == 0).all(-1).all(1).all(0).sum() == 50
-    _, lse = pooled_op(q, masked, v, factor=1, kv_len=50, causal=False, keep_lse=True)
+    _, lse = pooled_op(q, masked, v, factor=1, kv_len=50, causal=False, keep=True)
     assert (lse == -math.inf).all() == (scored == "all")
 
 

@@ -36,8 +36,6 @@ forward_op = torch.ops.memcheck.compressed_attention.default
 backward_op = torch.ops.memcheck.compressed_attention_backward.default
 pooled_op = torch.ops.memcheck.compressed_attention_pooled.default
 pooled_backward_op = torch.ops.memcheck.compressed_attention_pooled_backward.default
-sequences_op = torch.ops.memcheck.compressed_attention_sequences.default
-sequences_backward_op = torch.ops.memcheck.compressed_attention_sequences_backward.default
 
 # B, H, Hkv, S, T, D
 SHAPES = [
@@ -533,15 +531,15 @@ def test_opcheck_sequences(kind: str, mode: str) -> None:
     options = {"factor": 3, **MODES[mode], **SEQUENCES[kind]}
     for requires_grad in (False, True):
         leaves = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
-        torch.library.opcheck(sequences_op, leaves, {**options, "return_lse": True})
-    torch.library.opcheck(sequences_op, (q, k, v), {**options, "keep": True})
-    y, lse, kc, vc = sequences_op(q, k, v, **options, keep=True)
+        torch.library.opcheck(forward_op, leaves, {**options, "return_lse": True})
+    torch.library.opcheck(forward_op, (q, k, v), {**options, "keep": True})
+    y, lse, kc, vc = forward_op(q, k, v, **options, keep=True)
     more = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, **SEQUENCES[kind]}
     more |= {"factor": 3, "causal": mode != "not causal", "strict": mode == "strict", "scale": None, "kv_len": 60}
     more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride()}
     for mask in ([True, True, True, False], [False, True, False, False], [True, False, True, False]):
         arguments = (grad_y, q, kc, vc, y, lse)
-        torch.library.opcheck(sequences_backward_op, arguments, {**more, "output_mask": mask})
+        torch.library.opcheck(backward_op, arguments, {**more, "output_mask": mask})
 
 
 @pytest.mark.cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from random import Random
 from typing import Any
@@ -290,26 +291,67 @@ def test_states_of_sequences(kind: str) -> None:
 
 
 @pytest.mark.glue
-@pytest.mark.parametrize("packed", [True, False])
-def test_opcheck_of_sequences(packed: bool) -> None:
-    B, S, counts = (1, 9, [4, 0, 5]) if packed else (3, 6, [4, 0, 5])
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_opcheck_of_pooled_sequences(kind: str) -> None:
+    B, S, T, C = (1, 9, 13, 9) if kind == "packed" else (3, 4, 7, 4)
     (q, _, _), grad_y = make_inputs(B, 4, 2, S, S, 3)
-    blocks = [torch.randn(1, 2, n, 3) for n in (3, 0, 2)]
-    options = {"packed": packed, "begins": [0, 4, 4] if packed else [2, 6, 1], "counts": counts, "kv_lens": [7, 1, 5]}
-    options |= {"factor": 2, "causal": True, "strict": False, "scale": None}
-    ops = torch.ops.memcheck
-    forward, backward = ops.compressed_attention_pooled_sequences, ops.compressed_attention_pooled_sequences_backward
-    torch.library.opcheck(forward.default, (q, blocks, blocks), {**options, "return_lse": True})
-    y, lse = forward(q, blocks, blocks, return_lse=True, **options)
+    blocks = torch.randn(B, 2, C, 3)
+    starts = {"cu_seqlens_q": torch.tensor([0, 4, 4, 9]), "cu_seqlens_k": torch.tensor([0, 7, 8, 13])}
+    sequences = starts if kind == "packed" else {"lengths": torch.tensor([7, 3, 0]), "left_padded": True}
+    options = {**sequences, "factor": 2, "kv_len": T, "causal": True, "strict": False, "scale": None}
+    pooled, backward = (
+        getattr(torch.ops.memcheck, f"compressed_attention_pooled{x}").default for x in ("", "_backward")
+    )
+    torch.library.opcheck(pooled, (q, blocks, blocks), {**options, "return_lse": True})
+    y, lse = pooled(q, blocks, blocks, return_lse=True, **options)
     for mask in ([True, True, True, False], [False, True, False, False]):
         arguments = (grad_y, q, blocks, blocks, y, lse)
-        torch.library.opcheck(backward.default, arguments, {**options, "output_mask": mask})
-    with pytest.raises(ValueError, match="the queries of sequence 0 must be in 0 to S = "):
-        forward(q, blocks, blocks, **{**options, "begins": [S, 4, 4]})
-    with pytest.raises(ValueError, match="kc must have one for each sequence, N = 3, got 2"):
-        forward(q, blocks[:2], blocks, **options)
-    leaves = [x.clone().requires_grad_() for x in (q, *blocks, *blocks)]
-    torch.library.opcheck(forward.default, (leaves[0], leaves[1:4], leaves[4:]), {**options, "return_lse": True})
+        torch.library.opcheck(backward, arguments, {**options, "output_mask": mask})
+    leaves = [x.clone().requires_grad_() for x in (q, blocks, blocks)]
+    torch.library.opcheck(pooled, leaves, {**options, "return_lse": True})
+    with pytest.raises(ValueError, match=r"C = floor\(kv_len / factor\) \+ N = 9" if kind == "packed" else "got C = 2"):
+        pooled(q, blocks[:, :, :2], blocks[:, :, :2], **options)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["packed", "right", "left"])
+def test_pooled_sequences(kind: str, causal: bool) -> None:
+    """Each sequence has the bits that it has alone, whatever its places without blocks have."""
+    factor, keys, queries = 3, [7, 0, 1, 12], [5, 0, 1, 2]
+    pooled = torch.ops.memcheck.compressed_attention_pooled
+    if kind == "packed":
+        starts = [torch.tensor([0, *itertools.accumulate(x)]) for x in (queries, keys)]
+        B, S, T, C = 1, sum(queries), sum(keys), sum(keys) // factor + 4
+        sequences = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+        places = [
+            (0, s, t // factor + n) for n, (s, t) in enumerate(zip(*(x.tolist()[:-1] for x in starts), strict=True))
+        ]
+    else:
+        B, S, T, C = 4, 12, 12, 4
+        queries = keys
+        sequences = {"lengths": torch.tensor(keys), "left_padded": kind == "left"}
+        places = [(n, S - count if kind == "left" else 0, 0) for n, count in enumerate(keys)]
+    (q, _, _), grad_y = make_inputs(B, 4, 2, S, S, 20)
+    kc, vc = torch.full((2, B, 2, C, 20), torch.nan)
+    for (row, _, first), length in zip(places, keys, strict=True):
+        for x in (kc, vc):
+            x[row, :, first : first - (-length // factor)] = torch.randn(2, -(-length // factor), 20)
+    leaves = [x.requires_grad_() for x in (q, kc, vc)]
+    options = {"factor": factor, "causal": causal, "return_lse": True}
+    y, lse = pooled(*leaves, kv_len=T, **options, **sequences)
+    gradients = torch.autograd.grad(y, leaves, grad_y)
+    rest = [torch.ones_like(x, dtype=torch.bool) for x in gradients]
+    for (row, s, first), count, length in zip(places, queries, keys, strict=True):
+        of_q = (slice(row, row + 1), slice(None), slice(s, s + count))
+        of_blocks = (slice(row, row + 1), slice(None), slice(first, first - (-length // factor)))
+        one = [x.detach()[here].requires_grad_() for x, here in zip(leaves, (of_q, of_blocks, of_blocks), strict=True)]
+        alone = pooled(*one, kv_len=length, **options)
+        assert same_bits([y[of_q], lse[of_q]], alone)
+        here = [x[place] for x, place in zip(gradients, (of_q, of_blocks, of_blocks), strict=True)]
+        assert same_bits(here, torch.autograd.grad(alone[0], one, grad_y[of_q]))
+        for x, place in zip(rest, (of_q, of_blocks, of_blocks), strict=True):
+            x[place] = False
+    assert not any(gradient[where].any() for gradient, where in zip(gradients, rest, strict=True))
 
 
 @pytest.mark.glue
@@ -348,7 +390,7 @@ def test_states_of_no_sequences() -> None:
     [
         ({"initial_state": []}, ValueError, "initial_state must have a state for each sequence, N = 2, got 0"),
         ({"causal": False}, ValueError, "initial_state and return_state need causal=True"),
-        ({"cu_seqlens": torch.tensor([0, 4, 3])}, ValueError, "cu_seqlens_q must ascend, got 3 at index 2 after 4"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3, 7])}, ValueError, "cu_seqlens_q must ascend, got 3 at index 2 after 4"),
         ({"factor": 3}, ValueError, "factor must be 2, as that of the state, got 3"),
     ],
 )
@@ -468,16 +510,15 @@ def test_memory_to_the_byte(cut: int, requires_grad: bool) -> None:
 @pytest.mark.isolated
 def test_memory_of_sequences_to_the_byte() -> None:
     torch.set_num_threads(1)
-    for kind in KINDS:
-        for requires_grad in (False, True):
-            assert_memory_of_sequences(kind, requires_grad)
+    for requires_grad in (False, True):
+        assert_memory_of_sequences(requires_grad)
 
 
-def assert_memory_of_sequences(kind: str, requires_grad: bool) -> None:
-    """As much as a dense call: y, states and scratch; the backward the gradients, and those of blocks."""
+def assert_memory_of_sequences(requires_grad: bool) -> None:
+    """As much as a dense call, and the blocks once more, packed; the backward the gradients, and those of blocks."""
     lengths = [300, 280, 290]
-    sequences, places = sequences_of(kind, lengths)
-    inputs = [x.requires_grad_(requires_grad) for x in spoilt_inputs(kind, lengths, places)]
+    sequences, places = sequences_of("packed", lengths)
+    inputs = [x.requires_grad_(requires_grad) for x in spoilt_inputs("packed", lengths, places)]
     plans = [plan_of(*(x[here] for x in inputs[:2])) for here in places]
     forward_scratch, backward_scratch = (
         -(-max(plan[name] for plan in plans) // 64) * 64 for name in ("pooled_forward_scratch", "backward_scratch")
@@ -486,8 +527,9 @@ def assert_memory_of_sequences(kind: str, requires_grad: bool) -> None:
         y, states = compressed_attention(*inputs, factor=8, return_state=True, **sequences)
         sums = sum(x.nbytes for state in states for x in state[2:4])  # as those of the states before
         numbers = y[..., 0].numel() * 4 * requires_grad  # lse, or delta
-        kept = y.nbytes + state_bytes(states) + numbers
-        assert memory.peak_bytes == kept + numbers + sums + forward_scratch
+        packed = 2 * 2 * (sum(lengths) // 8 + 3) * 20 * 4 + 2 * 4 * 8  # and the first positions of sequences
+        kept = y.nbytes + state_bytes(states) + (numbers + packed) * requires_grad
+        assert memory.peak_bytes == kept + sums + forward_scratch + packed * (not requires_grad)
         assert memory.current_bytes == kept
         if not requires_grad:
             return
@@ -495,10 +537,10 @@ def assert_memory_of_sequences(kind: str, requires_grad: bool) -> None:
         memory.reset_peak()
         y.backward(grad_y)
         of_q, *of_keys = (leaf.grad.nbytes for leaf in inputs)
-        of_blocks = sum(x.nbytes for state in states for x in state[:2])
-        attending = of_q + of_blocks + 2 * numbers + backward_scratch
-        # Shares of the last sequence's blocks, and the gradients of sums after and before. lse is free by then.
-        spreading = of_q + sum(of_keys) + of_blocks + states[-1].kc.nbytes + 2 * sums - numbers
+        of_blocks = packed - 2 * 4 * 8
+        attending = of_q + of_blocks + numbers + backward_scratch
+        # Shares of the last sequence's blocks, and the gradients of sums after and before. What was kept is free.
+        spreading = of_q + sum(of_keys) + of_blocks + states[-1].kc.nbytes + 2 * sums - numbers - packed
         assert memory.peak_bytes == kept + grad_y.nbytes + max(attending, spreading)
 
 

@@ -1,6 +1,6 @@
 #include "common/torch/sequences.h"
 
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/Dispatch.h>
 
 #include <algorithm>
 #include <cstring>
@@ -130,10 +130,10 @@ void Sequences::fill(const at::Tensor& x, int64_t dimension, double value, bool 
     p.inner = x.size(dimension + 1);
     p.x.stride[3] = x.stride(dimension + 1);
   }
-  if (value != 0) {
-    const at::Tensor one = at::scalar_tensor(value, at::TensorOptions().dtype(x.scalar_type()));
-    std::memcpy(&p.bits, one.const_data_ptr(), one.nbytes());
-  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "fill_padding", [&] {
+    const auto one = static_cast<scalar_t>(value);
+    std::memcpy(&p.bits, &one, sizeof(one));
+  });
   kernels_.fill_padding(p, dtype_of(x), stream_);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,20 +29,22 @@ def compressed_attention(
     options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}
     options |= {"return_lse": return_lse, "sink": sink}
     if sequences:
-        return of_sequences(q, k, v, sequences, factor=factor, **options)
+        parts = sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **sequences)
+        options["factor"] = factor
+        of_each = ((n, s, compressed_attention(q[n, :, s], k[n, :, t], v[n, :, t], **options)) for n, s, t in parts)
+        return joined(q, return_lse, of_each)
     kc, vc = compress(k, factor), compress(v, factor)
     return compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=k.shape[2], **options)
 
 
-def of_sequences(q: Tensor, k: Tensor, v: Tensor, sequences: dict[str, Any], **options: Any) -> Any:
-    """One call for each sequence of a packed or padded batch."""
+def joined(q: Tensor, with_lse: bool, results: Iterable[tuple[slice, slice, Any]]) -> Any:
+    """y, or y and lse, of a packed or padded batch, from the row, the queries and the result of each sequence."""
     y, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
-    for row, queries, keys in sequences_of(len(q), q.shape[2], k.shape[2], causal=options["causal"], **sequences):
-        one = compressed_attention(q[row, :, queries], k[row, :, keys], v[row, :, keys], **options)
-        if options["return_lse"]:
-            one, lse[row, :, queries] = one
-        y[row, :, queries] = one
-    return (y, lse) if options["return_lse"] else y
+    for row, queries, result in results:
+        if with_lse:
+            result, lse[row, :, queries] = result
+        y[row, :, queries] = result
+    return (y, lse) if with_lse else y
 
 
 def compressed_attention_pooled(
@@ -56,8 +59,22 @@ def compressed_attention_pooled(
     scale: float | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
+    **sequences: Any,
 ) -> Any:
-    """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention_pooled."""
+    """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention_pooled.
+
+    Of packed sequences, the blocks of sequence i begin at its first position // factor + i.
+    """
+    if sequences:
+        options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}
+        options |= {"return_lse": return_lse, "sink": sink, "factor": factor}
+        of_each = []
+        for i, (n, s, t) in enumerate(sequences_of(len(q), q.shape[2], kv_len, causal=causal, **sequences)):
+            first, length = (0 if "lengths" in sequences else t.start // factor + i), t.stop - t.start
+            blocks = slice(first, first - (-length // factor))
+            one = compressed_attention_pooled(q[n, :, s], kc[n, :, blocks], vc[n, :, blocks], kv_len=length, **options)
+            of_each.append((n, s, one))
+        return joined(q, return_lse, of_each)
     kc, vc = over_heads(kc, q), over_heads(vc, q)
     hidden = hidden_from(q, kc, factor, kv_len, causal, strict)
     y = weights_of(q, kc, hidden, scale, sink) @ vc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -44,10 +45,49 @@ def linear_plan(call: OperatorCall, B: int, S: int, T: int, threads: int, Dv: in
     return plan_of(call, "linear_attention", call.q, **sizes, **how, causal=call.arguments.get("causal", False))
 
 
-def compressed_plan(call: OperatorCall, B: int, S: int, T: int, threads: int, Hkv: int) -> dict[str, int]:
-    _, H, _, D = call.q.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor, "threads": threads}
+def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
+    B, H, S, D = call.q.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
+    sizes |= {"threads": call.target.threads, **(sequences_of(call, S, T) or {})}
     return plan_of(call, "compressed_attention", call.q, **sizes, causal=call.arguments.get("causal", True))
+
+
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
+SEQUENCE_BYTES = 40  # Of one sequence in the table that kernels on a GPU read.
+UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
+
+
+def sequences_of(call: OperatorCall, S: int, T: int) -> dict[str, Any] | None:
+    """The sequences of a packed or padded batch as plans take them, empty for others. None: lengths are not known."""
+    given = [call.arguments.get(name) for name in SEQUENCES]
+    contents = [None if x is None else call.contents(x) for x in given]
+    if any(x is not None and values is None for x, values in zip(given, contents, strict=True)):
+        return None
+    starts, key_starts, lengths = (None if values is None else values.tolist() for values in contents)
+    if starts is not None and key_starts is not None:
+        pairs = zip(pairwise(starts), pairwise(key_starts), strict=True)
+        return {
+            "sequences": [(end - begin, key_end - first) for (begin, end), (first, key_end) in pairs],
+            "packed": True,
+        }
+    if lengths is None:
+        return {}
+
+    def queries(keys: int) -> int:
+        if not call.arguments.get("causal", True) and S != T:
+            return S
+        return min(S, keys) if call.arguments.get("left_padded") else max(0, keys - (T - S))
+
+    return {"sequences": [(queries(keys), keys) for keys in lengths]}
+
+
+def sequence_table(call: OperatorCall, S: int, T: int) -> Iterator[Scratch | Unknown]:
+    """What packed and padded batches have beside the plan."""
+    sequences = sequences_of(call, S, T)
+    if sequences is None:
+        yield UNKNOWN_LENGTHS
+    elif sequences and call.target.kind == "cuda":
+        yield Scratch("table of sequences", SEQUENCE_BYTES * max(1, len(sequences["sequences"])))
 
 
 def plain_sizes(call: OperatorCall, T: int) -> tuple[int, int, int, int]:
@@ -86,31 +126,39 @@ def linear_backward(call: OperatorCall) -> Iterator[Scratch]:
     yield Scratch("tiles", plan["backward_scratch"] - plan["backward_rows"] - plan["backward_states"])
 
 
-def compressed(call: OperatorCall) -> Iterator[Scratch]:
-    plan = compressed_plan(call, *plain_sizes(call, call.k.shape[2]), call.k.shape[1])
+def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    plan = compressed_plan(call, *call.k.shape[1:3])
+    yield from laid_out_sink(call)
+    yield from sequence_table(call, call.q.shape[2], call.k.shape[2])
     if not call.keep:
         yield Scratch("compressed k", plan["compressed"] // 2)
         yield Scratch("compressed v", plan["compressed"] // 2)
     yield Scratch("scratch", plan["forward_scratch"])
 
 
-def compressed_pooled(call: OperatorCall) -> Iterator[Scratch]:
-    plan = compressed_plan(call, *plain_sizes(call, call.kv_len), call.kc.shape[1])
+def compressed_pooled(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    yield from laid_out_sink(call)
+    yield from sequence_table(call, call.q.shape[2], call.kv_len)
     yield Scratch("scratch", plan["pooled_forward_scratch"])
 
 
 def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
     positions = call.kc.shape[2] * call.factor + call.positions + 1
-    plan = compressed_plan(call, *plain_sizes(call, positions), call.k.shape[1])
-    yield Scratch("scratch", plan["pooled_forward_scratch"])
+    yield Scratch("scratch", compressed_plan(call, call.k.shape[1], positions)["pooled_forward_scratch"])
 
 
-def compressed_backward(call: OperatorCall) -> Iterator[Scratch]:
-    plan = compressed_plan(call, *plain_sizes(call, call.kv_len), call.kc.shape[1])
-    if call.grad_lse is not None and not call.grad_lse.is_contiguous():
-        yield Scratch("gradient of lse, laid out", call.grad_lse.numel() * call.grad_lse.element_size())
+def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    yield from laid_out_sink(call)
+    yield from sequence_table(call, call.q.shape[2], call.kv_len)
     yield Scratch("delta", plan["delta"] if call.output_mask[1] or call.output_mask[3] else 0)
     yield Scratch("scratch", plan["backward_scratch"])
+
+
+def laid_out_sink(call: OperatorCall) -> Iterator[Scratch]:
+    if call.sink is not None and not call.sink.is_contiguous():
+        yield Scratch("sink, laid out", call.sink.numel() * call.sink.element_size())
 
 
 def combinator(call: OperatorCall) -> Iterator[Scratch | Unknown]:
@@ -273,7 +321,8 @@ add_pair("linear_attention", EXAMPLE, linear, linear_backward, **OURS)
 EXAMPLE = "memcheck.linear_attention_step(token, token, token)"
 add("memcheck::linear_attention_step", EXAMPLE, everywhere=linear, **OURS)
 OURS = {"source": "csrc/compressed_attention"}
-EXAMPLE = "memcheck.compressed_attention(q, q, q, factor=4)"
+PACKED = "{'cu_seqlens': torch.tensor([0, 1, 1, q.shape[-2]])}"
+EXAMPLE = f"[memcheck.compressed_attention(q, q, q, factor=4, **sequences) for sequences in ({{}}, {PACKED})]"
 add_pair("compressed_attention", EXAMPLE, compressed, compressed_backward, **OURS)
 EXAMPLE = "memcheck.compressed_attention_pooled(q, q[..., ::8, :], q[..., ::8, :], factor=8, kv_len=q.shape[-2])"
 add_pair("compressed_attention_pooled", EXAMPLE, compressed_pooled, compressed_backward, **OURS)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from memcheck.predict.operators.memcheck_operators import add_pair, compressed_plan, linear_plan, softplus_plan
+from memcheck.predict.operators.memcheck_operators import add_pair, linear_plan, softplus_plan
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 THREAD_WORK = 2**17  # Multiplications that are worth waking a thread for.
@@ -132,37 +132,6 @@ def linear(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         yield Scratch("check of the decay", max(0, first - tiles - sum(x.nbytes for x in call.outputs)))
 
 
-def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    (B, H, S, D), phase, acc = call.q.shape, phase_of(call), acc_bytes(call)
-    Hkv, T = (call.kc.shape[1], call.kv_len) if phase == "backward" else call.k.shape[1:3]
-    if phase == "forward":
-        if call.sink is not None and not call.sink.is_contiguous():
-            yield Scratch("sink, laid out", call.sink.numel() * acc)
-        if call.keep or call.return_lse:
-            yield Scratch("lse of each sequence", B * H * S * acc)
-    else:
-        yield Scratch("lse of each sequence", B * H * S * acc)
-        yield Scratch("gradient of lse of each sequence", 0 if call.grad_lse is None else B * H * S * acc)
-        yield Scratch("delta", B * H * S * acc if call.output_mask[1] or call.output_mask[3] else 0)
-
-    def bytes_of(x: Sequence, threads: int) -> int:
-        plan = compressed_plan(call, *x, threads, Hkv)
-        if phase == "backward":
-            return plan["backward_scratch"]
-        blocks = 0 if call.keep else plan["compressed"] // 2
-        return aligned(plan["forward_scratch"], blocks, blocks)
-
-    if (sequences := sequences_of(call, B, S, T)) is None:
-        yield UNKNOWN_LENGTHS
-        return
-    work: Work = lambda x: (H * x.queries * -(-x.keys // call.factor) + Hkv * x.keys) * D  # noqa: E731
-    yield Scratch("tiles", shared_bytes(call, sequences, work, bytes_of))
-    if phase == "backward" and call.output_mask[3]:
-        # Parts of all sequences, their sum in float64, and a part in float64 if it is not.
-        wide = 8 * H if acc < 8 and sequences else 0
-        yield Scratch("gradients of the sink", len(sequences) * H * acc + 8 * H + wide)
-
-
 def phase_of(call: OperatorCall) -> str:
     return "backward" if call.name.endswith("_backward") else "forward"
 
@@ -172,5 +141,3 @@ EXAMPLE = f"memcheck.softplus_attention(batch[:1], batch[:1].mT, batch[:1].mT, {
 add_pair("softplus_attention_sequences", EXAMPLE, softplus, softplus, source="csrc/softplus_attention")
 EXAMPLE = f"memcheck.linear_attention(q, q, q, {PACKED})"
 add_pair("linear_attention_sequences", EXAMPLE, linear, linear, source="csrc/linear_attention")
-EXAMPLE = f"memcheck.compressed_attention(q, q, q, factor=4, {PACKED})"
-add_pair("compressed_attention_sequences", EXAMPLE, compressed, compressed, source="csrc/compressed_attention")
