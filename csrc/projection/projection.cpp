@@ -20,6 +20,8 @@
 namespace memcheck::projection_operators {
 namespace {
 
+using namespace operators;
+
 struct Sizes {
   c10::SymInt B, S, E, R;
 };

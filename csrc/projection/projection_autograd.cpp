@@ -4,6 +4,8 @@
 namespace memcheck::projection_autograd {
 namespace {
 
+using namespace operators;
+
 template <typename Forward, typename Backward>
 struct Projection : Differentiable<Projection<Forward, Backward>, Forward> {
   static variable_list run(AutogradContext* ctx, const ProjectionArguments& x) {

@@ -2,7 +2,7 @@
 
 #include "common/torch/arguments.h"
 
-namespace memcheck {
+namespace memcheck::operators {
 
 struct ProjectionArguments {
   Tensor x;  // (B,S,E)
@@ -48,4 +48,4 @@ struct LinearLBackward {
   using Results = std::tuple<Tensor, Tensor>;
 };
 
-}  // namespace memcheck
+}  // namespace memcheck::operators

@@ -1,13 +1,12 @@
 #include "gated_sum/gated_sum.h"
 
-#include <array>
 #include <initializer_list>
-#include <tuple>
 
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
+#include "gated_sum/gated_sum_operators.h"
 
 namespace memcheck {
 namespace {
@@ -28,55 +27,45 @@ void check_as_g(const char* op, const char* name, const at::Tensor& x, const cha
   check_like(op, name, x, g, "g");
 }
 
-at::Tensor forward_meta(const at::Tensor& g, const at::Tensor& x) {
-  check_g(kForward, g);
-  check_as_g(kForward, "x", x, "(B,T,R)", {g.sym_size(0), g.sym_size(1), g.sym_size(2)}, g);
-  return empty_result({g.sym_size(0), g.sym_size(2)}, g.options());
+operators::GatedSum::Results forward_meta(const operators::GatedSum::Arguments& in) {
+  check_g(kForward, in.g);
+  check_as_g(kForward, "x", in.x, "(B,T,R)", {in.g.sym_size(0), in.g.sym_size(1), in.g.sym_size(2)}, in.g);
+  return {empty_result({in.g.sym_size(0), in.g.sym_size(2)}, in.g.options())};
 }
 
-at::Tensor forward(const GatedSumKernels& kernels, const at::Tensor& g, const at::Tensor& x) {
-  const at::Tensor y = forward_meta(g, x);
-  const DeviceScope device(g);
-  kernels.forward({g.size(0), g.size(1), g.size(2), reads<3>(g), reads<3>(x), writes<2>(y)}, dtype_of(g),
-                  device.stream);
-  return y;
+operators::GatedSum::Results forward(const GatedSumKernels& kernels, const operators::GatedSum::Arguments& in) {
+  const auto [y] = forward_meta(in);
+  const DeviceScope device(in.g);
+  kernels.forward({in.g.size(0), in.g.size(1), in.g.size(2), reads<3>(in.g), reads<3>(in.x), writes<2>(y)},
+                  dtype_of(in.g), device.stream);
+  return {y};
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor>;
-
-Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& g, const std::optional<at::Tensor>& x,
-                        std::array<bool, 2> output_mask) {
-  check_g(kBackward, g);
-  check_as_g(kBackward, "grad_y", grad_y, "(B,R)", {g.sym_size(0), g.sym_size(2)}, g);
-  if (x || output_mask[0])
-    check_as_g(kBackward, "x", x.value_or(at::Tensor()), "(B,T,R)", {g.sym_size(0), g.sym_size(1), g.sym_size(2)}, g);
-  return {empty_gradient(output_mask[0], g),
-          empty_gradient(output_mask[1], x.value_or(at::Tensor()), g.sym_sizes(), g.options())};
+operators::GatedSumBackward::Results backward_meta(const operators::GatedSumBackward::Arguments& in) {
+  const at::Tensor x = in.x.value_or(at::Tensor());
+  check_g(kBackward, in.g);
+  check_as_g(kBackward, "grad_y", in.grad_y, "(B,R)", {in.g.sym_size(0), in.g.sym_size(2)}, in.g);
+  if (in.x || in.output_mask[0])
+    check_as_g(kBackward, "x", x, "(B,T,R)", {in.g.sym_size(0), in.g.sym_size(1), in.g.sym_size(2)}, in.g);
+  return {empty_gradient(in.output_mask[0], in.g),
+          empty_gradient(in.output_mask[1], x, in.g.sym_sizes(), in.g.options())};
 }
 
-Gradients backward(const GatedSumKernels& kernels, const at::Tensor& grad_y, const at::Tensor& g,
-                   const std::optional<at::Tensor>& x, std::array<bool, 2> output_mask) {
-  const Gradients gradients = backward_meta(grad_y, g, x, output_mask);
-  const DeviceScope device(g);
-  const GatedSumBackward p{g.size(0),
-                           g.size(1),
-                           g.size(2),
-                           reads<2>(grad_y),
-                           reads<3>(g),
-                           reads<3>(x.value_or(at::Tensor())),
-                           writes<3>(std::get<0>(gradients)),
-                           writes<3>(std::get<1>(gradients))};
-  kernels.backward(p, dtype_of(g), device.stream);
+operators::GatedSumBackward::Results backward(const GatedSumKernels& kernels,
+                                              const operators::GatedSumBackward::Arguments& in) {
+  const auto gradients = backward_meta(in);
+  const auto& [grad_g, grad_x] = gradients;
+  const DeviceScope device(in.g);
+  const GatedSumBackward p{in.g.size(0),        in.g.size(1),     in.g.size(2),
+                           reads<2>(in.grad_y), reads<3>(in.g),   reads<3>(in.x.value_or(at::Tensor())),
+                           writes<3>(grad_g),   writes<3>(grad_x)};
+  kernels.backward(p, dtype_of(in.g), device.stream);
   return gradients;
 }
 
 const Registration registration(MEMCHECK_KERNELS(gated_sum),
-                                OperatorRow{"gated_sum(Tensor g, Tensor x) -> Tensor", forward_meta, forward,
-                                            /*cast_inputs=*/2},
-                                OperatorRow{
-                                    "gated_sum_backward(Tensor grad_y, Tensor g, Tensor? x, *, bool[2] output_mask)"
-                                    " -> (Tensor grad_g, Tensor grad_x)",
-                                    backward_meta, backward});
+                                kernels_of<operators::GatedSum>(forward_meta, forward, /*cast_inputs=*/2),
+                                kernels_of<operators::GatedSumBackward>(backward_meta, backward));
 
 }  // namespace
 }  // namespace memcheck

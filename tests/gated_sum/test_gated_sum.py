@@ -29,7 +29,7 @@ def on_cpu() -> None:
     names = ("gated_sum.cpp", "gated_sum_autograd.cpp", "gated_sum_cpu.cpp")
     # As setup.py compiles them, but for the macro of the host's CUDA.
     flags = [flag for flag in library.glue_flags() if flag != "-DMEMCHECK_HOST_CUDA"]
-    common = ("autocast.cpp", "parallel.cpp")
+    common = ("autocast.cpp", "device.cpp", "parallel.cpp")
     sources = [*(HERE / name for name in names), *(CSRC / "common/torch" / name for name in common)]
     load("gated_sum", [(source, [*flags, *COMPILE_FLAGS, f"-I{HERE.parent}"]) for source in sources])
 
@@ -39,8 +39,10 @@ def on_host_cuda(on_cpu: None) -> None:
     if library.cuda_include() is None:
         pytest.skip("needs the headers of CUDA")
     of_cuda = [*library.kernel_flags(), f"-I{HERE.parent}"]
-    units = [(source, of_cuda) for source in (HERE / "gated_sum_cuda.cu", *library.HOST_SOURCES)]
-    load("gated_sum_host_cuda", [*units, (HERE / "gated_sum.cpp", [*library.glue_flags(), f"-I{HERE.parent}"])])
+    kernels = (HERE / "gated_sum_cuda.cu", CSRC / "common/finding_cuda.cu", *library.HOST_SOURCES)
+    glue = (HERE / "gated_sum.cpp", CSRC / "common/finding.cpp", CSRC / "common/torch/device.cpp")
+    of_glue = [*library.glue_flags(), f"-I{HERE.parent}"]
+    load("gated_sum_host_cuda", [*((x, of_cuda) for x in kernels), *((x, of_glue) for x in glue)])
 
 
 def load(name: str, units: list[tuple[Path, list[str]]]) -> None:
