@@ -5,6 +5,7 @@
 #include <array>
 #include <tuple>
 
+#include "combinator/combinator_operators.h"
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/device.h"
@@ -14,6 +15,9 @@
 
 namespace memcheck::combinator_operators {
 namespace {
+
+using Op = operators::Combinator;
+using BackwardOp = operators::CombinatorBackward;
 
 constexpr const char* kForward = "combinator";
 constexpr const char* kBackward = "combinator_backward";
@@ -229,23 +233,22 @@ void for_chunks(int64_t N, const Next& next_rows, const Run& run) {
   }
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& weight, bool low_memory,
-                                                bool keep_preactivations) {
-  check_tokens(kForward, "x", x);
-  check_weight(kForward, weight, x, "x");
-  return empty_outputs(x, keep_preactivations);
+Op::Results forward_meta(const Op::Arguments& in) {
+  check_tokens(kForward, "x", in.x);
+  check_weight(kForward, in.weight, in.x, "x");
+  return empty_outputs(in.x, in.keep_preactivations);
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, const at::Tensor& x,
-                                           const at::Tensor& weight, bool low_memory, bool keep_preactivations) {
-  const auto outputs = forward_meta(x, weight, low_memory, keep_preactivations);
+Op::Results forward(const CombinatorKernels& kernels, const Op::Arguments& in) {
+  const auto outputs = forward_meta(in);
   const auto& [y, preactivations] = outputs;
+  const at::Tensor& x = in.x;
   if (y.numel() == 0) return outputs;
   const int64_t E = x.size(-1), N = x.numel() / E;
   const DeviceScope device(x);
   const CombinatorPlan plan = plan_for(kernels, x);
   const Chunks tokens(x, empty_copy(plan, x));
-  const at::Tensor transposed = weight_matrix(weight, plan, /*transposed=*/true);
+  const at::Tensor transposed = weight_matrix(in.weight, plan, /*transposed=*/true);
   const WideChunk wide = plan.weight_bytes > 0 ? empty_wide(plan, E, x.options()) : WideChunk();
   char* const y_data = static_cast<char*>(y.mutable_data_ptr());
   const int64_t row_bytes = E * y.element_size();
@@ -254,7 +257,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, con
     multiply_rounded(pair, converted(tokens.read(first, count), wide.tokens), transposed, wide.pairs);
     kernels.forward({count, E, pair.const_data_ptr(), y_data + first * row_bytes}, dtype_of(x), device.stream);
   };
-  if (keep_preactivations) {
+  if (in.keep_preactivations) {
     const at::Tensor kept = preactivations.view({N, 2 * E});
     for_chunks(
         N, [&](int64_t left) { return std::min(left, plan.kept_rows); },
@@ -321,17 +324,14 @@ class WeightGradient {
   bool first_ = true;
 };
 
-Gradients backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
-                        const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& preactivations,
-                        std::array<bool, 2> output_mask) {
-  return check_backward(grad_y, x.value_or(at::Tensor()), weight.value_or(at::Tensor()),
-                        preactivations.value_or(at::Tensor()), output_mask);
+BackwardOp::Results backward_meta(const BackwardOp::Arguments& in) {
+  return check_backward(in.grad_y, in.x.value_or(at::Tensor()), in.weight.value_or(at::Tensor()),
+                        in.preactivations.value_or(at::Tensor()), in.output_mask);
 }
 
-Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
-                   const std::optional<at::Tensor>& x_or_none, const std::optional<at::Tensor>& weight_or_none,
-                   const std::optional<at::Tensor>& preactivations_or_none, std::array<bool, 2> output_mask) {
-  const Gradients gradients = backward_meta(grad_y, x_or_none, weight_or_none, preactivations_or_none, output_mask);
+BackwardOp::Results backward(const CombinatorKernels& kernels, const BackwardOp::Arguments& in) {
+  const auto gradients = backward_meta(in);
+  const at::Tensor& grad_y = in.grad_y;
   // Clang captures no structured bindings.
   const at::Tensor grad_x = std::get<0>(gradients), grad_weight = std::get<1>(gradients);
   if (!grad_x.defined() && !grad_weight.defined()) return gradients;
@@ -340,17 +340,17 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
     return gradients;
   }
   const int64_t E = grad_y.size(-1), N = grad_y.numel() / E;
-  const at::Tensor& tokens = x_or_none ? *x_or_none : grad_x;
+  const at::Tensor& tokens = in.x ? *in.x : grad_x;
   const DeviceScope device(tokens);
   const CombinatorPlan plan = plan_for(kernels, tokens);
-  const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
+  const at::Tensor kept = in.preactivations ? in.preactivations->contiguous().view({N, 2 * E}) : at::Tensor();
   const at::Tensor matrix =
-      grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none, plan, /*transposed=*/false) : at::Tensor();
+      grad_x.defined() || !kept.defined() ? weight_matrix(*in.weight, plan, /*transposed=*/false) : at::Tensor();
   const CombinatorRows grad_rows = rows_of(grad_y);
   // One copy serves both: a chunk of x has been read when that of grad_x is written.
   const at::Tensor copy = empty_copy(plan, tokens);
   const bool reads_x = grad_weight.defined() || !kept.defined();
-  const auto x_chunks = reads_x ? std::optional(Chunks(*x_or_none, copy)) : std::nullopt;
+  const auto x_chunks = reads_x ? std::optional(Chunks(*in.x, copy)) : std::nullopt;
   const auto grad_x_chunks = grad_x.defined() ? std::optional(Chunks(grad_x, copy)) : std::nullopt;
   // Every chunk reads and writes all of grad_weight, so fewer and larger chunks are faster.
   const Pairs pairs(plan, E, grad_x_chunks ? grad_x_chunks->contiguous() : at::Tensor(), plan.lent_rows > 0 ? N : 0,
@@ -379,14 +379,8 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
   return gradients;
 }
 
-const Registration registration(
-    MEMCHECK_KERNELS(combinator),
-    OperatorRow{"combinator(Tensor x, Tensor weight, *, bool low_memory=False, bool keep_preactivations=False)"
-                " -> (Tensor y, Tensor preactivations)",
-                forward_meta, forward, /*cast_inputs=*/2},
-    OperatorRow{"combinator_backward(Tensor grad_y, Tensor? x, Tensor? weight, Tensor? preactivations, *,"
-                " bool[2] output_mask) -> (Tensor grad_x, Tensor grad_weight)",
-                backward_meta, backward});
+const Registration registration(MEMCHECK_KERNELS(combinator), kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/2),
+                                kernels_of<BackwardOp>(backward_meta, backward));
 
 }  // namespace
 }  // namespace memcheck::combinator_operators
