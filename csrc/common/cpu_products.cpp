@@ -41,6 +41,7 @@ bool chosen_onednn() {
 }  // namespace
 
 bool cpu_has_instructions(Dtype dtype) {
+  if (element_bytes(dtype) > 2) return true;
   static const bool bfloat16 = processor_has_instructions(Dtype::BFloat16);
   static const bool float16 = processor_has_instructions(Dtype::Float16);
   return cpu_level() >= CpuLevel::Avx512 && (dtype == Dtype::BFloat16 ? bfloat16 : float16);
@@ -48,8 +49,7 @@ bool cpu_has_instructions(Dtype dtype) {
 
 bool cpu_multiplies(Dtype dtype, int64_t rows) {
   constexpr int64_t kFewRows = 4;
-  if (element_bytes(dtype) > 2 || rows < kFewRows || !MEMCHECK_CPU_HAS_LEVELS) return true;
-  return cpu_has_instructions(dtype);
+  return rows < kFewRows || !MEMCHECK_CPU_HAS_LEVELS || cpu_has_instructions(dtype);
 }
 
 bool cpu_prefers_onednn() {

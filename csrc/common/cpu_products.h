@@ -6,7 +6,8 @@
 
 namespace memcheck {
 
-// Whether the processor has AVX512-BF16, for bfloat16, or AVX512-FP16, for float16, at the level of cpu_level.h.
+// Whether the processor multiplies numbers of the dtype, at the level of cpu_level.h: bfloat16 by AVX512-BF16, float16
+// by AVX512-FP16, and wider numbers always.
 bool cpu_has_instructions(Dtype dtype);
 
 // Whether the library forms products of matrices with so many rows in the dtype itself. Without instructions for

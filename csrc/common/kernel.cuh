@@ -13,7 +13,7 @@
 
 // What every CUDA kernel uses: launches, shared memory and number types. The kernels' files are also compiled for the
 // host, with the stand-in for the CUDA language in tests/host_cuda. So kernels use launch and shared, not <<<>>> and
-// extern __shared__, and no thread returns before the last barrier of its block: it only skips work.
+// extern __shared__. A thread returns early only where no barrier and no exchange between threads is left for it.
 
 namespace memcheck {
 

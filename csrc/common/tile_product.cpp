@@ -138,9 +138,17 @@ MEMCHECK_TARGET_AVX2 void product_avx2(const Product<acc_t>& p) {
 }
 #endif
 
+// x86-64 has 16 registers of 128 bits at this level, of which 8 are for sums. Arm has 32, and 16 are for sums: its
+// pipelines take so many before the first sum is complete.
+#if MEMCHECK_CPU_HAS_LEVELS
+constexpr int kDefaultVectors = 2;
+#else
+constexpr int kDefaultVectors = 4;
+#endif
+
 template <Ending kEnding, typename acc_t>
 void product_default(const Product<acc_t>& p) {
-  product_columns<kEnding, 16, 4, 2>(p, p.M > 1 ? 0 : product_columns<kEnding, 16, 1, 8>(p, 0));
+  product_columns<kEnding, 16, 4, kDefaultVectors>(p, p.M > 1 ? 0 : product_columns<kEnding, 16, 1, 8>(p, 0));
 }
 
 template <Ending kEnding, typename acc_t>

@@ -65,8 +65,8 @@ class RoomAboveBorder {
   std::array<Room, 4> taken_;
 };
 
-// Asks for huge pages for all pages of the tensor. A tensor with a mapping of its own has its first and last page alone;
-// others share these with their neighbours, and leave them.
+// Asks for huge pages for all pages of the tensor. A tensor with a mapping of its own has its first and last page
+// alone; others share these with their neighbours, and leave them.
 inline void advise_huge_pages(const at::Tensor& x) {
   const std::size_t page = page_bytes();
   const uintptr_t left = x.nbytes() >= kMappedBytes ? 0 : page - 1;
