@@ -182,20 +182,36 @@ static bool is_cuda(const std::string& device) {
   return device == "cuda";
 }
 
+// (queries, keys) of each sequence of a batch that is packed or padded, or none.
+using Lengths = std::optional<std::vector<std::pair<int64_t, int64_t>>>;
+
+// The table of a batch, for its plan, which reads nothing of it but these lengths.
+struct PlannedSequences {
+  std::vector<memcheck::Sequence> sequences;
+  memcheck::SequenceTable table;
+
+  PlannedSequences(const Lengths& lengths, bool packed) {
+    if (!lengths) return;
+    for (const auto& [queries, keys] : *lengths) sequences.push_back({0, 0, queries, 0, keys});
+    sequences.push_back({});  // a table without sequences is a table
+    table = {sequences.data(), static_cast<int64_t>(lengths->size()), packed};
+  }
+};
+
 // The bytes that an operator needs beside inputs, outputs and gradients, from the plan that its glue allocates by.
 static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t S, int64_t T, int64_t R, bool causal,
                                                               const std::string& dtype, int64_t threads,
-                                                              const std::string& device) {
-  const memcheck::SoftplusAttentionShape shape{B, S, T, R, causal};
+                                                              const std::string& device, const Lengths& lengths,
+                                                              bool packed) {
+  const PlannedSequences sequences(lengths, packed);
+  const memcheck::SoftplusAttentionShape shape{B, S, T, R, causal, sequences.table};
   const memcheck::Dtype type = dtype_named(dtype);
   const auto plan_of = is_cuda(device) ? memcheck::softplus_attention_plan_cuda : memcheck::softplus_attention_cpu.plan;
   const auto plan = plan_of(shape, type, threads);
-  const int64_t carries = 2 * B * shape.carries() * R * memcheck::acc_bytes(type);
-  return {{"carries", carries},
-          {"forward_scratch", plan.forward_sums_bytes + (plan.forward_uses_carries ? carries : 0)},
-          {"forward_sums", plan.forward_sums_bytes},
-          {"backward_sums", plan.backward_sums_bytes},
-          {"backward_scratch", plan.backward_sums_bytes + plan.backward_scratch_bytes}};
+  return {{"carries", shape.carries_bytes(type)},
+          {"forward_scratch", plan.forward_scratch_bytes + plan.forward_carries_bytes},
+          {"forward_sums", plan.forward_scratch_bytes},
+          {"backward_scratch", plan.backward_scratch_bytes}};
 }
 
 static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
@@ -227,23 +243,15 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
           {"weight", plan.weight_bytes}};
 }
 
-// The table of a batch whose sequences have so many queries and keys. A plan reads nothing else of it.
-static std::vector<memcheck::Sequence> table_of(const std::vector<std::pair<int64_t, int64_t>>& sequences) {
-  std::vector<memcheck::Sequence> table;
-  for (const auto& [queries, keys] : sequences) table.push_back({0, 0, queries, 0, keys});
-  return table;
-}
-
-static std::map<std::string, int64_t> compressed_attention_plan(
-    int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T, int64_t D, int64_t factor, bool causal,
-    const std::string& dtype, int64_t threads, const std::string& device,
-    const std::optional<std::vector<std::pair<int64_t, int64_t>>>& sequences, bool packed) {
-  std::vector<memcheck::Sequence> table = table_of(sequences.value_or(std::vector<std::pair<int64_t, int64_t>>()));
-  const auto count = static_cast<int64_t>(table.size());
-  const int64_t C = memcheck::compressed_attention_blocks(T, factor, packed, count);
+static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
+                                                                int64_t D, int64_t factor, bool causal,
+                                                                const std::string& dtype, int64_t threads,
+                                                                const std::string& device, const Lengths& lengths,
+                                                                bool packed) {
+  const PlannedSequences sequences(lengths, packed);
+  const int64_t C = memcheck::compressed_attention_blocks(T, factor, packed, sequences.table.count);
   memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
-  table.resize(count + 1);  // a table without sequences is a table
-  if (sequences) shape.sequences = {table.data(), count, packed};
+  shape.sequences = sequences.table;
   const memcheck::Dtype type = dtype_named(dtype);
   const auto plan_of =
       is_cuda(device) ? memcheck::compressed_attention_plan_cuda : memcheck::compressed_attention_cpu.plan;
@@ -305,8 +313,9 @@ static void bind_plans(py::module_& m) {
         "bits; wide then serves all products). device: cpu or cuda");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
+        py::arg("sequences") = py::none(), py::arg("packed") = false,
         "bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
-        "backward_scratch, of which backward_sums are allocated first");
+        "backward_scratch. sequences: (queries, keys) of each");
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
         py::arg("threads"), py::arg("device") = "cpu", py::arg("decayed") = false, py::arg("continued") = false,

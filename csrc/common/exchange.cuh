@@ -99,6 +99,8 @@ __device__ __forceinline__ void await_numbers(const acc_t* const (&from)[kCount]
     if (!all_passed && host_cuda::sampled_blocks() == 0)
       throw std::logic_error("a block waits for a block that has not run");
     all_passed = true;
+#else
+    if (!all_passed) __nanosleep(32);
 #endif
   } while (!all_passed);
   __builtin_memcpy(x, words, sizeof(x));

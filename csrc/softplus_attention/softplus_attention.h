@@ -6,6 +6,7 @@
 #include "common/dtype.h"
 #include "common/integer.h"
 #include "common/kernel.h"
+#include "common/sequences.h"
 #include "common/strided.h"
 #include "common/task_list.h"
 
@@ -16,27 +17,34 @@
 //     y = softplus(q) A / (Z + eps)
 //
 // B batch, S query length, T key length, R channels. Sums are in the accumulation type (float32; float64 for float64).
-// Not causal: the sums run over all t, and Z and A are (B,R).
+// Not causal: the sums run over all t. Of a packed or padded batch, all of this holds for each sequence (common/
+// sequences.h), and N is the number of sequences. Else N = B.
 
 namespace memcheck {
 
-// Positions from one saved pair of sums to the next.
+// Positions of a chunk. Sums are formed over the positions of a chunk, and then over chunks. So results do not depend
+// on which thread forms which sum.
 constexpr int64_t kCarrySpacing = 256;
 
 struct SoftplusAttentionShape {
   int64_t B, S, T, R;
   bool causal;
+  SequenceTable sequences = {};
 
-  // Sums are formed over the positions of a chunk, and then over chunks. So results do not depend on which thread forms
-  // which sum.
-  int64_t key_chunks() const { return (T + kCarrySpacing - 1) / kCarrySpacing; }
-  int64_t query_chunks() const { return (S + kCarrySpacing - 1) / kCarrySpacing; }
-  // Causal: Z and A at the end of every full chunk. Not causal: over all keys.
-  int64_t carries() const { return causal ? T / kCarrySpacing : 1; }
+  int64_t key_chunks() const { return ceil_div(T, kCarrySpacing); }
+  int64_t query_chunks() const { return ceil_div(S, kCarrySpacing); }
+  // C, the carries of a row of the batch. Causal: Z and A at the end of every full chunk. Not causal: over all keys of
+  // each sequence.
+  int64_t carries() const { return causal ? T / kCarrySpacing : sequences.packed ? sequences.count : 1; }
+  int64_t carries_bytes(Dtype dtype) const { return 2 * B * carries() * R * acc_bytes(dtype); }
+  // The first carry of a sequence among those of all rows.
+  MEMCHECK_INLINE int64_t first_carry(const Sequence& x, int64_t sequence) const {
+    return causal ? x.row * (T / kCarrySpacing) + x.first_key / kCarrySpacing : sequence;
+  }
 };
 
-// A sequence that is continued: Z and A over the positions before it, and up to its end. All (2,B,R), Z, then A. A rest
-// is what rounding has left out of a sum. Null: zeros before, and not wanted after.
+// Sequences that are continued: Z and A over the positions before them, and up to their ends. All (2,N,R), Z, then A. A
+// rest is what rounding has left out of a sum. Null: zeros before, and not wanted after.
 struct SoftplusAttentionState {
   Strided<3> before;
   Strided<3> before_rest;
@@ -47,35 +55,34 @@ struct SoftplusAttentionState {
 struct SoftplusAttentionForward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided<3> q;     // (B,S,R)
-  Strided<3> k;     // (B,R,T)
-  Strided<3> v;     // (B,R,T)
-  Strided<3> y;     // (B,S,R)
-  void* carries;    // (2,B,carries,R): Z, then A; null if no backward follows and the plan needs none
-  void* sums;       // the plan's forward_sums_bytes
-  int64_t threads;  // of the plan
+  Strided<3> q;   // (B,S,R)
+  Strided<3> k;   // (B,R,T)
+  Strided<3> v;   // (B,R,T)
+  Strided<3> y;   // (B,S,R)
+  void* carries;  // (B,C,2,R): Z and A; null if no backward follows
+  void* scratch;  // the plan's forward_scratch_bytes, and if carries are null its forward_carries_bytes before these
+  int64_t threads;
   SoftplusAttentionState state;
 };
 
 struct SoftplusAttentionBackward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided<3> grad_y;            // (B,S,R)
-  Strided<3> q;                 // (B,S,R)
-  Strided<3> k;                 // (B,R,T)
-  Strided<3> v;                 // (B,R,T), null if only grad_v is wanted, which does not depend on v
-  Strided<3> grad_q;            // (B,S,R), null if not wanted, as the next two
-  Strided<3> grad_k;            // (B,R,T)
-  Strided<3> grad_v;            // (B,R,T)
-  const void* carries;          // (2,B,carries,R)
-  void* sums;                   // the plan's backward_sums_bytes
-  void* scratch;                // the plan's backward_scratch_bytes
-  int64_t threads;              // of the plan
-  Strided<3> before;            // (2,B,R), of the forward's state; null: zeros, as the next two
-  Strided<3> grad_after;        // (2,B,R)
-  Strided<3> grad_after_rest;   // (2,B,R), what rounding has left out of grad_after; only if causal, as the last
-  Strided<3> grad_before;       // (2,B,R), null if not wanted
-  Strided<3> grad_before_rest;  // (2,B,R), null if not wanted
+  Strided<3> grad_y;    // (B,S,R)
+  Strided<3> q;         // (B,S,R)
+  Strided<3> k;         // (B,R,T)
+  Strided<3> v;         // (B,R,T), null if only grad_v is wanted, which does not depend on v
+  Strided<3> grad_q;    // (B,S,R), null if not wanted, as the next two
+  Strided<3> grad_k;    // (B,R,T)
+  Strided<3> grad_v;    // (B,R,T)
+  const void* carries;  // (B,C,2,R)
+  void* scratch;        // the plan's backward_scratch_bytes
+  int64_t threads;
+  Strided<3> before;            // (2,N,R), of the forward's state; null: zeros, as the next two
+  Strided<3> grad_after;        // (2,N,R)
+  Strided<3> grad_after_rest;   // (2,N,R), what rounding has left out of grad_after; only if causal, as the last
+  Strided<3> grad_before;       // (2,N,R), null if not wanted
+  Strided<3> grad_before_rest;  // (2,N,R), null if not wanted
 };
 
 // Decoding: the sums of T new keys are added to the state, and one query reads it.
@@ -93,12 +100,11 @@ struct SoftplusAttentionStep {
   int64_t threads;   // that may be used
 };
 
-// The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
-// CUDA on shape and dtype only.
+// The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads and on the
+// sequences, that of CUDA on shape, dtype and the number of sequences only.
 struct SoftplusAttentionPlan {
-  bool forward_uses_carries;  // even when no backward will read them
-  int64_t forward_sums_bytes;
-  int64_t backward_sums_bytes;
+  int64_t forward_carries_bytes;  // only where carries are not kept
+  int64_t forward_scratch_bytes;
   int64_t backward_scratch_bytes;
 };
 
@@ -107,6 +113,7 @@ struct SoftplusAttentionKernels {
   Kernel<SoftplusAttentionForward> forward;
   Kernel<SoftplusAttentionBackward> backward;
   Kernel<SoftplusAttentionStep> step;
+  const SequenceKernels* sequences;
 };
 extern const SoftplusAttentionKernels softplus_attention_cpu;
 // The tasks of every pass on the CPU, for tests.
@@ -115,20 +122,30 @@ extern const SoftplusAttentionKernels softplus_attention_cuda;
 
 // ---- CUDA
 //
-// A block of threads takes some channels of one chunk of one batch entry. Causal: blocks pass their running sums on to
-// the next chunk, in the memory of the carries where there are any; beside them it takes what rounding has left out of
-// the sums, and a counter. Not causal: every chunk has a slot for its sums.
+// A block of threads takes some channels of one chunk of one sequence. Causal: blocks pass the sums of chunks on to the
+// blocks of later chunks. Not causal: every chunk has a slot for its sums.
 constexpr int64_t kSoftplusCudaChannels = 16;
 constexpr int64_t kSoftplusCounterBytes = 16;
+// Chunks of a hop: a block passes on the sums over all chunks so far only at the end of each hop.
+constexpr int64_t kHopChunks = 32;
+
+void softplus_attention_forward_cuda(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t stream);
+void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t stream);
 
 inline SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype,
                                                           int64_t /*threads*/) {
-  const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
-  const int64_t keys = shape.key_chunks();
-  const int64_t queries = shape.query_chunks();
-  if (!shape.causal) return {true, keys > 1 ? 2 * keys * slot : 0, queries > 1 ? (1 + queries) * slot : slot, 0};
-  if (keys < 2) return {false, 0, 0, 0};
-  return {true, 2 * shape.carries() * slot + kSoftplusCounterBytes, 4 * (keys - 1) * slot + kSoftplusCounterBytes, 0};
+  const int64_t slot = shape.R * acc_bytes(dtype);
+  const int64_t keys = key_tile_places(shape, kCarrySpacing);
+  if (shape.causal) {
+    const int64_t slots = 2 * (keys + key_tile_places(shape, kHopChunks * kCarrySpacing));
+    const int64_t bytes = shape.key_chunks() > 1 ? slots * slot + kSoftplusCounterBytes : 0;
+    return {0, bytes, bytes};
+  }
+  // The sums of a dense batch's only chunk are those of all.
+  const bool sums_keys = shape.sequences || shape.key_chunks() > 1;
+  const bool sums_queries = shape.sequences || shape.query_chunks() > 1;
+  const int64_t queries = sums_queries ? query_tile_places(shape, kCarrySpacing) : 0;
+  return {shape.carries_bytes(dtype), sums_keys ? 2 * keys * slot : 0, (sequence_count(shape) + queries) * slot};
 }
 
 }  // namespace memcheck

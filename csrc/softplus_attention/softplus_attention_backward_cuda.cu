@@ -27,8 +27,7 @@ struct BackwardShared {
   KeyTiles<scalar_t> tiles[kGroups / 2];
   GroupSums<acc_t> groups;
   GroupSums<acc_t> later_groups;
-  Pair<acc_t> later[kLanes];  // the sums over all later chunks
-  uint32_t turn;
+  ChainShared<acc_t> chain;
 };
 
 // The blocks of a multiprocessor that registers must suffice for.
@@ -62,51 +61,53 @@ template <typename scalar_t>
 __device__ __forceinline__ void store_keys(const SoftplusAttentionBackward& p, const TileOrders& orders,
                                            const Work& work, Thread me, KeyTiles<scalar_t>& tiles) {
   __syncwarp();
-  if (p.grad_k) KeyTileInMemory<scalar_t>(p.grad_k, orders.grad_k, work, me, p.shape.T).store(tiles.k);
-  if (p.grad_v) KeyTileInMemory<scalar_t>(p.grad_v, orders.grad_v, work, me, p.shape.T).store(tiles.v);
+  if (p.grad_k) KeyTileInMemory<scalar_t>(p.grad_k, orders.grad_k, work, me, p.shape.T).store(tiles.k, me);
+  if (p.grad_v) KeyTileInMemory<scalar_t>(p.grad_v, orders.grad_v, work, me, p.shape.T).store(tiles.v, me);
 }
 
 // W and X over the queries after the last position, (W, X) = (dA, -dZ), from the gradient of the state there.
 template <typename acc_t>
-__device__ __forceinline__ Pair<acc_t> load_later(const Strided<3>& grad_after, int64_t b, int64_t r) {
-  const Pair<acc_t> of_state = load_state<acc_t>(grad_after, b, r);
+__device__ __forceinline__ Pair<acc_t> load_later(const Strided<3>& grad_after, int64_t sequence, int64_t r) {
+  const Pair<acc_t> of_state = load_state<acc_t>(grad_after, sequence, r);
   return {of_state.second, -of_state.first};
 }
 
 // The gradient of the state before, from W and X over all queries: (dZ, dA) = (-X, W).
 template <typename acc_t>
-__device__ __forceinline__ void store_grad_before(const Strided<3>& grad_before, int64_t b, int64_t r,
+__device__ __forceinline__ void store_grad_before(const Strided<3>& grad_before, int64_t sequence, int64_t r,
                                                   Pair<acc_t> sums) {
-  store_state<acc_t>(grad_before, b, r, {-sums.second, sums.first});
+  store_state<acc_t>(grad_before, sequence, r, {-sums.second, sums.first});
 }
 
-// Causal. Forms Z and A forwards for w and grad_q, then W and X backwards for grad_k and grad_v. Running sums go from
-// the last chunk to the first: slot i has those over all chunks after chunk i. With states, the last chunk begins from
-// the gradient of the state after, and the first one writes that of the state before.
+// Causal. Forms Z and A forwards for w and grad_q, then W and X backwards for grad_k and grad_v: the chain goes from
+// the last chunk to the first. With states, the last chunk begins from the gradient of the state after, and the first
+// one writes that of the state before.
 template <bool has_states, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
     backward_causal_kernel(SoftplusAttentionBackward p, TileOrders orders, Slots<acc_type<scalar_t>> carries,
-                           RunningSums<acc_type<scalar_t>> running) {
+                           Chain<acc_type<scalar_t>> chain) {
   using acc_t = acc_type<scalar_t>;
   auto& memory = shared<BackwardShared<scalar_t>>();
   const Thread me = this_thread();
-  Work work = work_of(p.shape, running.turn(memory.turn));
-  work.chunk = running.sums.count - work.chunk;
-  const int64_t T = p.shape.T;
-  const int64_t S = p.shape.S;
+  Work work = key_work(p.shape, chain.turn(memory.chain.turn));
+  const int64_t T = work.x.keys;
+  const int64_t S = work.x.queries;
+  const int64_t step = work.chunk;
+  if (step >= chunks_of(T)) return;
+  work.chunk = chunks_of(T) - 1 - step;
   const int64_t t = work.chunk * kChunk;
   const int64_t s = t - (T - S);  // the query whose last key is the chunk's first
   const bool has_v = static_cast<bool>(p.v);
   auto& tiles = memory.tiles[me.warp()];
-  request_keys(p.k, p.v, orders, work, me, T, tiles);
+  request_keys(p.k, p.v, orders, work, me, p.shape.T, tiles);
   const RowRange rows = rows_of(me, s, S);
   scalar_t q[kRows], g[kRows];
   QueryRows<scalar_t>(p.q, work, me, s).load(rows, q);
   QueryRows<scalar_t>(p.grad_y, work, me, s).load(rows, g);
-  const Strided<3> before = has_states ? p.before : Strided<3>{};
-  const Pair<acc_t> carry = work.chunk > 0 ? carries.load(work.b, work.chunk - 1, work.channel(me))
-                                           : load_state<acc_t>(before, work.b, work.channel(me));
-  await_keys();
+  const Pair<acc_t> carry =
+      work.chunk > 0 ? carries.load(p.shape.first_carry(work.x, work.sequence) + work.chunk - 1, work.channel(me))
+                     : load_state<acc_t>(has_states ? p.before : Strided<3>{}, work.sequence, work.channel(me));
+  await_keys(p.k, p.v, orders, work, me, p.shape.T, tiles);
 
   acc_t weights[kRows], w[kRows], wm[kRows];
   acc_t(&a)[kRows] = wm;
@@ -131,27 +132,22 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
 
   const Pair<acc_t> own{scan_rows<true>(w) * means.scale, scan_rows<true>(wm) * means.scale};
   memory.later_groups[me.group][me.lane] = own;
-  const bool is_first = me.group == 0;
-  CompensatedPair<acc_t> later{};
-  if (is_first) {
-    if (work.chunk < running.sums.count)
-      later = running.await(work.b, work.chunk, work.channel(me));
-    else if (has_states)
-      later = {load_later<acc_t>(p.grad_after, work.b, work.channel(me)),
-               load_later<acc_t>(p.grad_after_rest, work.b, work.channel(me))};
-    memory.later[me.lane] = later.sum;
-  }
   __syncthreads();
   const Pair<acc_t> groups = sum_of_groups<true>(memory.later_groups, me);
-  if (is_first && work.has(me) && (has_states || work.chunk > 0)) {
-    later.add(groups + own);
-    if (work.chunk > 0) running.pass_on(work.b, work.chunk - 1, work.channel(me), later);
-    if (has_states && work.chunk == 0) {
-      store_grad_before(p.grad_before, work.b, work.channel(me), later.sum);
-      store_grad_before(p.grad_before_rest, work.b, work.channel(me), later.rest);
-    }
-  }
-  const Pair<acc_t> after = memory.later[me.lane] + groups;
+  const Link<acc_t> link{work, me, step, chunks_of(T), /*leads=*/me.group == 0, groups + own};
+  const Pair<acc_t> later = chain.pass(
+      link, memory.chain,
+      [&]() -> CompensatedPair<acc_t> {
+        if (!has_states) return {};
+        return {load_later<acc_t>(p.grad_after, work.sequence, work.channel(me)),
+                load_later<acc_t>(p.grad_after_rest, work.sequence, work.channel(me))};
+      },
+      [&](const CompensatedPair<acc_t>& sums) {
+        if (!has_states || work.chunk > 0) return;
+        store_grad_before(p.grad_before, work.sequence, work.channel(me), sums.sum);
+        store_grad_before(p.grad_before_rest, work.sequence, work.channel(me), sums.rest);
+      });
+  const Pair<acc_t> after = later + groups;
   // softplus(k) and sigmoid(k) are computed again: neither shared memory nor registers have room to keep them.
   differentiate_keys(has_v, me, tiles, [&](int row, SoftplusSigmoid<acc_t> k, acc_t v) {
     return softplus_key_gradients(k, v, after.first + w[row] * means.scale, after.second + wm[row] * means.scale);
@@ -171,13 +167,14 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   using acc_t = acc_type<scalar_t>;
   auto& groups = shared<QueryShared<acc_t>>();
   const Thread me = this_thread();
-  const Work work = work_of(p.shape, blockIdx.x);
+  const Work work = query_work(p.shape, blockIdx.x);
   const int64_t s = work.chunk * kChunk;
-  const RowRange rows = rows_of(me, s, p.shape.S);
+  if (s >= work.x.queries) return;
+  const RowRange rows = rows_of(me, s, work.x.queries);
   scalar_t q[kRows], g[kRows];
   QueryRows<scalar_t>(p.q, work, me, s).load(rows, q);
   QueryRows<scalar_t>(p.grad_y, work, me, s).load(rows, g);
-  const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
+  const Means<acc_t> means(totals.load(work.sequence, work.channel(me)), p.eps);
   acc_t w[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
@@ -193,18 +190,19 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   if (me.group > 0 || !work.has(me)) return;
   acc_t sum = acc_t(0);
   for (int group = 0; group < kGroups; ++group) sum += groups[group][me.lane];
-  *slots.at(0, work.b, work.chunk, work.channel(me)) = sum;
+  const Places places = places_of(p.shape, work.sequence, work.x.first_query, kChunk);
+  *slots.at(0, places.at(work.chunk), work.channel(me)) = sum;
 }
 
 // Not causal: W and X of every key of a channel. All queries see every key, so X = W m; then the gradient of the state
 // after is added.
 template <bool has_states, typename acc_t>
 __device__ __forceinline__ Pair<acc_t> sums_of_queries(const SoftplusAttentionBackward& p, const Slots<acc_t>& totals,
-                                                       const Slots<acc_t>& sums, int64_t b, int64_t r) {
-  const Means<acc_t> means(totals.load(b, 0, r), p.eps);
-  const acc_t w = *sums.at(0, b, 0, r);
+                                                       const Slots<acc_t>& sums, int64_t sequence, int64_t r) {
+  const Means<acc_t> means(totals.load(sequence, r), p.eps);
+  const acc_t w = *sums.at(0, sequence, r);
   const Pair<acc_t> of_queries{w, w * means.mean(acc_t(0), means.inverse(acc_t(0)))};
-  return has_states ? of_queries + load_later<acc_t>(p.grad_after, b, r) : of_queries;
+  return has_states ? of_queries + load_later<acc_t>(p.grad_after, sequence, r) : of_queries;
 }
 
 // Not causal: the gradient of the state before; a thread for each channel.
@@ -212,10 +210,10 @@ template <typename acc_t>
 __global__ void __launch_bounds__(kThreads)
     backward_state_kernel(SoftplusAttentionBackward p, Slots<acc_t> totals, Slots<acc_t> sums) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  if (index >= p.shape.B * p.shape.R) return;
-  const int64_t b = index / p.shape.R;
+  const int64_t sequence = index / p.shape.R;
   const int64_t r = index % p.shape.R;
-  store_grad_before(p.grad_before, b, r, sums_of_queries<true>(p, totals, sums, b, r));
+  if (sequence >= sequence_count(p.shape)) return;
+  store_grad_before(p.grad_before, sequence, r, sums_of_queries<true>(p, totals, sums, sequence, r));
 }
 
 // Not causal: a chunk of keys, which all queries see. Every key has the same W and X.
@@ -226,10 +224,11 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   using acc_t = acc_type<scalar_t>;
   auto& tiles = shared<KeyTiles<scalar_t>[kGroups / 2]>()[this_thread().warp()];
   const Thread me = this_thread();
-  const Work work = work_of(p.shape, blockIdx.x);
+  const Work work = key_work(p.shape, blockIdx.x);
+  if (work.chunk * kChunk >= work.x.keys) return;
   request_keys(p.k, p.v, orders, work, me, p.shape.T, tiles);
-  const Pair<acc_t> w = sums_of_queries<has_states>(p, totals, sums, work.b, work.channel(me));
-  await_keys();
+  const Pair<acc_t> w = sums_of_queries<has_states>(p, totals, sums, work.sequence, work.channel(me));
+  await_keys(p.k, p.v, orders, work, me, p.shape.T, tiles);
   differentiate_keys(static_cast<bool>(p.v), me, tiles, [&](int, SoftplusSigmoid<acc_t> k, acc_t v) {
     return softplus_key_gradients(k, v, w.first, w.second);
   });
@@ -247,43 +246,44 @@ void backward_causal(SoftplusAttentionBackward p, const TileOrders& orders, cuda
   using acc_t = acc_type<scalar_t>;
   const SoftplusAttentionShape& shape = p.shape;
   if (shape.S == 0) p.q = p.grad_y = p.grad_q = p.k;  // as in the forward
-  const int64_t chunks = shape.key_chunks();
   // Without keys the gradient of the state before is that of the state after.
-  if (chunks == 0 && p.grad_before)
-    sum_slots<acc_t>(
-        {"softplus_attention_backward, state", 2, {p.grad_after, p.grad_after_rest, p.grad_before, p.grad_before_rest}},
-        slots_in<acc_t>(nullptr, shape, 0), nullptr, stream);
-  if (chunks == 0) return;
-  const auto carries = slots_in<acc_t>(p.carries, shape, shape.carries());
-  const auto* rests = static_cast<const acc_t*>(p.sums) + 2 * shape.B * (chunks - 1) * shape.R;
-  const auto running = running_sums_in<acc_t>(p.sums, rests, shape, chunks, chunks - 1);
-  begin_sums("softplus_attention_backward, begin of sums", running, stream);
-  launch_work({"softplus_attention_backward", shape, chunks, sizeof(BackwardShared<scalar_t>), stream},
-              has_state(p) ? backward_causal_kernel<true, scalar_t> : backward_causal_kernel<false, scalar_t>, p,
-              orders, carries, running);
+  if (shape.T == 0 && p.grad_before)
+    sum_slots<acc_t>({"softplus_attention_backward, state",
+                      shape,
+                      /*of_queries=*/false,
+                      {p.grad_after, p.grad_after_rest, p.grad_before, p.grad_before_rest}},
+                     slots_in<acc_t>(nullptr, shape), nullptr, stream);
+  if (shape.T == 0) return;
+  const auto chain = begin_chain<acc_t>("softplus_attention_backward, begin of sums", shape, p.scratch, stream);
+  launch_work(
+      {"softplus_attention_backward", shape, key_tile_places(shape, kChunk), sizeof(BackwardShared<scalar_t>), stream},
+      has_state(p) ? backward_causal_kernel<true, scalar_t> : backward_causal_kernel<false, scalar_t>, p, orders,
+      slots_in<acc_t>(p.carries, shape), chain);
 }
 
 template <typename scalar_t>
 void backward_not_causal(const SoftplusAttentionBackward& p, const TileOrders& orders, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   const SoftplusAttentionShape& shape = p.shape;
-  const int64_t chunks = shape.query_chunks();
-  const auto totals = slots_in<acc_t>(p.carries, shape, 1);
-  const auto sums = slots_in<acc_t>(p.sums, shape, 1);
-  const auto slots = chunks == 1 ? sums : slots_in<acc_t>(sums.data + shape.B * shape.R, shape, chunks);
-  launch_work({"softplus_attention_backward, queries", shape, chunks, sizeof(QueryShared<acc_t>), stream},
+  const int64_t channels = sequence_count(shape) * shape.R;
+  const auto totals = slots_in<acc_t>(p.carries, shape);
+  const auto sums = slots_in<acc_t>(p.scratch, shape, /*planes=*/1);
+  const bool sums_chunks = shape.sequences || shape.query_chunks() != 1;
+  const auto slots = sums_chunks ? slots_in<acc_t>(sums.data + channels, shape, /*planes=*/1) : sums;
+  launch_work({"softplus_attention_backward, queries", shape, shape.S > 0 ? query_tile_places(shape, kChunk) : 0,
+               sizeof(QueryShared<acc_t>), stream},
               backward_queries_kernel<scalar_t>, p, totals, slots);
   if (!p.grad_k && !p.grad_v && !p.grad_before) return;
-  if (chunks != 1) sum_slots({"softplus_attention_backward, sums of chunks", 1}, slots, sums.data, stream);
-  const auto blocks = static_cast<unsigned>(ceil_div(shape.B * shape.R, kThreads));
-  if (p.grad_before && blocks > 0)
-    launch({"softplus_attention_backward, state", dim3(blocks), dim3(kThreads), 0, stream},
+  if (sums_chunks)
+    sum_slots({"softplus_attention_backward, sums of chunks", shape, /*of_queries=*/true}, slots, sums.data, stream);
+  if (p.grad_before)
+    launch({"softplus_attention_backward, state", ceil_div(channels, kThreads), dim3(kThreads), 0, stream},
            backward_state_kernel<acc_t>, p, totals, sums);
   if (!p.grad_k && !p.grad_v) return;
-  launch_work(
-      {"softplus_attention_backward, keys", shape, shape.key_chunks(), sizeof(KeyTiles<scalar_t>[kGroups / 2]), stream},
-      has_state(p) ? backward_keys_kernel<true, scalar_t> : backward_keys_kernel<false, scalar_t>, p, orders, totals,
-      sums);
+  launch_work({"softplus_attention_backward, keys", shape, shape.T > 0 ? key_tile_places(shape, kChunk) : 0,
+               sizeof(KeyTiles<scalar_t>[kGroups / 2]), stream},
+              has_state(p) ? backward_keys_kernel<true, scalar_t> : backward_keys_kernel<false, scalar_t>, p, orders,
+              totals, sums);
 }
 
 }  // namespace
@@ -293,9 +293,8 @@ void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype 
   with_device_type(dtype, [&](auto scalar) {
     using namespace softplus_cuda;
     using scalar_t = decltype(scalar);
-    const int64_t T = p.shape.T;
-    const TileOrders orders{tile_order<scalar_t>(p.k, T), tile_order<scalar_t>(p.v, T),
-                            tile_order<scalar_t>(p.grad_k, T), tile_order<scalar_t>(p.grad_v, T)};
+    const TileOrders orders{tile_order<scalar_t>(p.k), tile_order<scalar_t>(p.v), tile_order<scalar_t>(p.grad_k),
+                            tile_order<scalar_t>(p.grad_v)};
     p.shape.causal ? backward_causal<scalar_t>(p, orders, stream) : backward_not_causal<scalar_t>(p, orders, stream);
   });
 }

@@ -1,32 +1,42 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <tuple>
 
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
+#include "common/torch/sequences.h"
 #include "softplus_attention/softplus_attention.h"
 
-// What the operators of softplus attention share: checks of q, k and v, and results.
+// What the operators of softplus attention check, and the results that they allocate.
 
 namespace memcheck::softplus_attention_glue {
+
+using MaybeTensor = std::optional<at::Tensor>;
 
 // Symbolic while torch.compile traces.
 struct Sizes {
   c10::SymInt B, S, T, R;
+  c10::SymInt N;  // sequences
   bool causal;
+  SequenceArguments sequences;
 
-  c10::SymInt carries() const { return causal ? T / kCarrySpacing : c10::SymInt(1); }
+  c10::SymInt carries() const { return causal ? T / kCarrySpacing : sequences.packed() ? N : c10::SymInt(1); }
   SoftplusAttentionShape shape() const {
     return {B.expect_int(), S.expect_int(), T.expect_int(), R.expect_int(), causal};
   }
 };
 
+inline at::TensorOptions sum_options(const at::Tensor& q) {
+  return q.options().dtype(acc_scalar_type(q.scalar_type()));
+}
+
 inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                           double eps, bool needs_v = true) {
   check_rank(op, "q", q, 3, "(B,S,R)");
   check_rank(op, "k", k, 3, "(B,R,T)");
-  Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), causal};
+  Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), q.sym_size(0), causal, {}};
   check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q");
   check_floating(op, "q", q);
   check_like(op, "k", k, q, "q");
@@ -40,17 +50,35 @@ inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor&
   return n;
 }
 
+// Z and A of N sequences, or their rests, or gradients of them: (2,N,R).
+inline void check_state(const char* op, const char* name, const MaybeTensor& x, const at::Tensor& q, const Sizes& n) {
+  if (!x) return;
+  check_shape(op, name, *x, "(2,N,R)", {2, n.N, n.R}, "q and the sequences");
+  check_dtype(op, name, *x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(op, name, *x, q, "q");
+}
+
 inline at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
   return empty_result({n.B, n.S, n.R}, q.options());
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+inline at::Tensor empty_carries(const Sizes& n, bool kept, const at::Tensor& q) {
+  return at::empty_symint({n.B, kept ? n.carries() : 0, 2, n.R}, sum_options(q));
+}
 
-// Those that are not wanted are undefined.
-inline Gradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                 const std::array<bool, 3>& wanted) {
+inline at::Tensor empty_state(const Sizes& n, bool wanted, const at::Tensor& q) {
+  return at::empty_symint({2, wanted ? n.N : 0, n.R}, sum_options(q));
+}
+
+// Of q, k, v, the state before and its rest. Those that are not wanted are undefined.
+using Mask = std::array<bool, 5>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+inline Gradients empty_gradients(const Sizes& n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const Mask& wanted) {
   return {empty_gradient(wanted[0], q), empty_gradient(wanted[1], k),
-          empty_gradient(wanted[2], v, k.sym_sizes(), k.options())};
+          empty_gradient(wanted[2], v, k.sym_sizes(), k.options()), wanted[3] ? empty_state(n, true, q) : at::Tensor(),
+          wanted[4] ? empty_state(n, true, q) : at::Tensor()};
 }
 
 }  // namespace memcheck::softplus_attention_glue

@@ -1,23 +1,92 @@
 #include "softplus_attention/softplus_attention_cpu.h"
 
-// The CPU's side of the contract: the plan and the entry points.
+#include "common/sequence_tasks.h"
+
+// The CPU's side of the contract: the plan and the entry points. The sequences of a table are dense batches of one row,
+// which share the threads.
 
 namespace memcheck {
 
-using softplus_cpu::splits;
+namespace softplus_cpu {
+namespace {
+
+SequenceTasks tasks_of(const SoftplusAttentionShape& shape, int64_t threads) {
+  return SequenceTasks(shape.sequences, threads,
+                       [&](const Sequence& x) { return multiplications(shape_of(shape, x)); });
+}
+
+// bytes_of(plan): of the plan of each sequence.
+template <typename BytesOf>
+auto scratch_of(const SoftplusAttentionShape& shape, Dtype dtype, const BytesOf& bytes_of) {
+  return [=, &shape](const Sequence& x, int64_t threads) { return bytes_of(plan(shape_of(shape, x), dtype, threads)); };
+}
+
+int64_t forward_bytes(const SoftplusAttentionPlan& plan, bool keeps_carries) {
+  return plan.forward_scratch_bytes + (keeps_carries ? 0 : plan.forward_carries_bytes);
+}
+
+// Where a sequence is in a batch.
+struct Part {
+  const SoftplusAttentionShape& shape;
+  Dtype dtype;
+  int64_t index;
+  Sequence x;
+
+  Strided<3> queries(const Strided<3>& all) const { return starting_at(all, dtype, {x.row, x.first_query, 0}); }
+  Strided<3> keys(const Strided<3>& all) const { return starting_at(all, dtype, {x.row, 0, x.first_key}); }
+  Strided<3> state(const Strided<3>& all) const {
+    return starting_at(all, dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32, {0, index, 0});
+  }
+  int64_t first_carry_byte() const { return shape.first_carry(x, index) * 2 * shape.R * acc_bytes(dtype); }
+};
+
+// The parameters of one sequence: a dense batch of one row.
+SoftplusAttentionForward parameters_of(SoftplusAttentionForward p, const Part& part) {
+  p.shape = shape_of(p.shape, part.x);
+  p.q = part.queries(p.q);
+  p.k = part.keys(p.k);
+  p.v = part.keys(p.v);
+  p.y = part.queries(p.y);
+  if (p.carries) p.carries = static_cast<char*>(p.carries) + part.first_carry_byte();
+  for (Strided<3>* x : {&p.state.before, &p.state.before_rest, &p.state.after, &p.state.after_rest})
+    *x = part.state(*x);
+  return p;
+}
+
+SoftplusAttentionBackward parameters_of(SoftplusAttentionBackward p, const Part& part) {
+  p.shape = shape_of(p.shape, part.x);
+  for (Strided<3>* x : {&p.grad_y, &p.q, &p.grad_q}) *x = part.queries(*x);
+  for (Strided<3>* x : {&p.k, &p.v, &p.grad_k, &p.grad_v}) *x = part.keys(*x);
+  p.carries = static_cast<const char*>(p.carries) + part.first_carry_byte();
+  for (Strided<3>* x : {&p.before, &p.grad_after, &p.grad_after_rest, &p.grad_before, &p.grad_before_rest})
+    *x = part.state(*x);
+  return p;
+}
+
+}  // namespace
+
+SoftplusAttentionPlan plan(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads) {
+  const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
+  const int64_t carries = shape.carries_bytes(dtype);
+  const bool split_keys = splits(shape, shape.key_chunks(), threads);
+  const int64_t workers = workers_bytes(shape, dtype, threads);
+  if (shape.causal)
+    return {split_keys ? carries : 0, 0, workers + (split_keys ? 2 * (shape.key_chunks() - 1) * slot : 0)};
+  const bool split_queries = splits(shape, shape.query_chunks(), threads);
+  return {carries, split_keys ? 2 * shape.key_chunks() * slot : 0, (split_queries ? shape.query_chunks() : 1) * slot};
+}
+
+}  // namespace softplus_cpu
+
+using namespace softplus_cpu;
 
 SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads) {
-  const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
-  const int64_t blocks = shape.B * softplus_cpu::channel_blocks(shape);
-  const bool split_keys = splits(shape, shape.key_chunks(), threads);
-  if (!shape.causal) {
-    const bool split_queries = splits(shape, shape.query_chunks(), threads);
-    return {true, split_keys ? 2 * shape.key_chunks() * slot : 0, (split_queries ? shape.query_chunks() : 1) * slot, 0};
-  }
-  const int64_t tasks = split_keys ? blocks * shape.key_chunks() : blocks;
-  const int64_t workers = parallel_workers(tasks, softplus_cpu::useful_threads(shape, threads));
-  return {split_keys, 0, split_keys ? 2 * (shape.key_chunks() - 1) * slot : 0,
-          softplus_cpu::backward_scratch_bytes(dtype) * workers};
+  if (!shape.sequences) return plan(shape, dtype, threads);
+  const SequenceTasks tasks = tasks_of(shape, threads);
+  const auto most = [&](auto bytes_of) { return tasks.scratch_bytes(scratch_of(shape, dtype, bytes_of)); };
+  const int64_t kept = most([](const auto& plan) { return forward_bytes(plan, true); });
+  const int64_t not_kept = most([](const auto& plan) { return forward_bytes(plan, false); });
+  return {not_kept - kept, kept, most([](const auto& plan) { return plan.backward_scratch_bytes; })};
 }
 
 std::vector<TaskList> softplus_attention_tasks_cpu(const SoftplusAttentionShape& shape, int64_t threads) {
@@ -47,11 +116,30 @@ std::vector<TaskList> softplus_attention_tasks_cpu(const SoftplusAttentionShape&
 }
 
 void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t) {
-  softplus_cpu::forward(p, dtype);
+  if (!p.shape.sequences) return forward(p, dtype);
+  const bool keeps_carries = p.carries != nullptr;
+  const auto bytes_of = [=](const SoftplusAttentionPlan& plan) { return forward_bytes(plan, keeps_carries); };
+  tasks_of(p.shape, p.threads)
+      .each(scratch_of(p.shape, dtype, bytes_of), p.scratch,
+            [&](int64_t index, const Sequence& x, int64_t threads, void* scratch) {
+              auto one = parameters_of(p, {p.shape, dtype, index, x});
+              one.threads = threads;
+              one.scratch = scratch;
+              forward(one, dtype);
+            });
 }
 
 void softplus_attention_backward_cpu(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t) {
-  softplus_cpu::backward(p, dtype);
+  if (!p.shape.sequences) return backward(p, dtype);
+  const auto bytes_of = [](const SoftplusAttentionPlan& plan) { return plan.backward_scratch_bytes; };
+  tasks_of(p.shape, p.threads)
+      .each(scratch_of(p.shape, dtype, bytes_of), p.scratch,
+            [&](int64_t index, const Sequence& x, int64_t threads, void* scratch) {
+              auto one = parameters_of(p, {p.shape, dtype, index, x});
+              one.threads = threads;
+              one.scratch = scratch;
+              backward(one, dtype);
+            });
 }
 
 void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype, cudaStream_t) {
@@ -59,6 +147,7 @@ void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype, cu
 }
 
 const SoftplusAttentionKernels softplus_attention_cpu{softplus_attention_plan_cpu, softplus_attention_forward_cpu,
-                                                      softplus_attention_backward_cpu, softplus_attention_step_cpu};
+                                                      softplus_attention_backward_cpu, softplus_attention_step_cpu,
+                                                      &sequences_cpu};
 
 }  // namespace memcheck

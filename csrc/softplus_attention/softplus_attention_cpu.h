@@ -23,9 +23,14 @@ inline int64_t channel_blocks(const SoftplusAttentionShape& shape) {
   return ceil_div(shape.R, kTileLanes);
 }
 
-// Of the threads there are, those worth waking. A softplus takes as long as some 32 multiplications.
+// A softplus takes as long as some 32 of them.
+inline int64_t multiplications(const SoftplusAttentionShape& shape) {
+  return 32 * shape.B * shape.R * (shape.S + 2 * shape.T);
+}
+
+// Of the threads there are, those worth waking.
 inline int64_t useful_threads(const SoftplusAttentionShape& shape, int64_t threads) {
-  return memcheck::useful_threads(32 * shape.B * shape.R * (shape.S + 2 * shape.T), threads);
+  return memcheck::useful_threads(multiplications(shape), threads);
 }
 
 // Whether every chunk is a task of its own. Causal, that costs half of the arithmetic once more. Else it costs nothing
@@ -52,18 +57,18 @@ MEMCHECK_INLINE Task task_of(const SoftplusAttentionShape& shape, int64_t index,
 
 // ---- sums
 
-// Sums in memory, (planes,B,slots,R).
+// Sums in memory, (B,slots,planes,R).
 template <typename acc_t>
 struct Sums {
   acc_t* data;
-  int64_t B, slots, R;
+  int64_t slots, planes, R;
 
   Sums() = default;
-  Sums(void* memory, const SoftplusAttentionShape& shape, int64_t slot_count)
-      : data(static_cast<acc_t*>(memory)), B(shape.B), slots(slot_count), R(shape.R) {}
+  Sums(void* memory, const SoftplusAttentionShape& shape, int64_t slots, int64_t planes = 2)
+      : data(static_cast<acc_t*>(memory)), slots(slots), planes(planes), R(shape.R) {}
 
   MEMCHECK_INLINE acc_t* at(int64_t plane, int64_t slot, const Task& task) const {
-    return data + ((plane * B + task.b) * slots + slot) * R + task.r;
+    return data + ((task.b * slots + slot) * planes + plane) * R + task.r;
   }
   MEMCHECK_INLINE void load(int64_t plane, int64_t slot, const Task& task, acc_t* lanes) const {
     const acc_t* from = at(plane, slot, task);
@@ -175,14 +180,13 @@ struct RunningPair {
 // all chunks adds them. begin(plane, task, sum) loads what comes before the first; end(plane, task, sum) gets the sum
 // of all.
 template <typename acc_t, typename Begin, typename End>
-void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed, int64_t threads, const Begin& begin,
-                const End& end) {
-  const int64_t blocks = ceil_div(sums.R, kTileLanes);
-  parallel_tasks(planes * sums.B * blocks, threads, [&](int64_t first, int64_t last, int) {
+void scan_slots(const SoftplusAttentionShape& shape, const Sums<acc_t>& sums, bool reversed, int64_t threads,
+                const Begin& begin, const End& end) {
+  const int64_t tasks = shape.B * channel_blocks(shape);
+  parallel_tasks(sums.planes * tasks, threads, [&](int64_t first, int64_t last, int) {
     for (int64_t index = first; index < last; ++index) {
-      const int64_t r = index % blocks * kTileLanes;
-      const Task task{index / blocks % sums.B, r, static_cast<int>(std::min<int64_t>(sums.R - r, kTileLanes)), 0};
-      const int64_t plane = index / blocks / sums.B;
+      const Task task = task_of(shape, index % tasks, 1);
+      const int64_t plane = index / tasks;
       RunningSum<acc_t> sum;
       begin(plane, task, sum);
       for (int64_t step = 0; step < sums.slots; ++step) {
@@ -278,8 +282,10 @@ MEMCHECK_INLINE void exponentials_of_rows(const TileRows<const acc_t>& x, int64_
 
 // ---- passes
 
-int64_t backward_scratch_bytes(Dtype dtype);  // of one worker, causal
-void forward(const SoftplusAttentionForward& p, Dtype dtype);
+// The memory for one dense batch.
+SoftplusAttentionPlan plan(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads);
+int64_t workers_bytes(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads);  // of the backward
+void forward(SoftplusAttentionForward p, Dtype dtype);
 void backward(const SoftplusAttentionBackward& p, Dtype dtype);
 void step(const SoftplusAttentionStep& p, Dtype dtype);
 

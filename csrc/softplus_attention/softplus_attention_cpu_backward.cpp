@@ -394,11 +394,12 @@ void backward_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
   const int64_t chunks = shape.key_chunks();
   if (!splits(shape, chunks, p.threads)) return run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, {}, 1});
-  const Sums<acc_t> sums(p.sums, shape, chunks - 1);
+  void* const behind_workers = static_cast<char*>(p.scratch) + workers_bytes(shape, dtype, p.threads);
+  const Sums<acc_t> sums(behind_workers, shape, chunks - 1);
   if (wants_sums(p)) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, chunks - 1});
     scan_slots(
-        sums, 2, true, useful_threads(shape, p.threads),
+        shape, sums, true, useful_threads(shape, p.threads),
         [&](int64_t plane, const Task& task, RunningSum<acc_t>& sum) { load_later(p, plane, task, sum); },
         [&](int64_t plane, const Task& task, const RunningSum<acc_t>& sum) {
           store_plane(p.grad_before_rest, plane, task, sum.rest);
@@ -411,11 +412,11 @@ template <typename acc_t>
 void backward_not_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
   const bool split = splits(shape, shape.query_chunks(), p.threads);
-  const Sums<acc_t> sums(p.sums, shape, split ? shape.query_chunks() : 1);
+  const Sums<acc_t> sums(p.scratch, shape, split ? shape.query_chunks() : 1, /*planes=*/1);
   if (split) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, shape.query_chunks()});
     const auto nothing = [](int64_t, const Task&, const RunningSum<acc_t>&) {};
-    scan_slots(sums, 1, false, useful_threads(shape, p.threads), nothing, nothing);
+    scan_slots(shape, sums, false, useful_threads(shape, p.threads), nothing, nothing);
   } else {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, sums, 1});
   }
@@ -425,8 +426,11 @@ void backward_not_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
 
 }  // namespace
 
-int64_t backward_scratch_bytes(Dtype dtype) {
-  return with_acc_type(dtype, [](auto acc) -> int64_t { return sizeof(ChunkScratch<decltype(acc)>); });
+int64_t workers_bytes(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads) {
+  if (!shape.causal) return 0;
+  const int64_t chunks = splits(shape, shape.key_chunks(), threads) ? shape.key_chunks() : 1;
+  const int64_t workers = parallel_workers(shape.B * channel_blocks(shape) * chunks, useful_threads(shape, threads));
+  return workers * with_acc_type(dtype, [](auto acc) -> int64_t { return sizeof(ChunkScratch<decltype(acc)>); });
 }
 
 void backward(const SoftplusAttentionBackward& p, Dtype dtype) {

@@ -193,7 +193,7 @@ template <typename acc_t>
 void scan_keys(const SoftplusAttentionForward& p, const Sums<acc_t>& sums) {
   const SoftplusAttentionState& state = p.state;
   scan_slots(
-      sums, 2, false, useful_threads(p.shape, p.threads),
+      p.shape, sums, false, useful_threads(p.shape, p.threads),
       [&](int64_t plane, const Task& task, RunningSum<acc_t>& sum) {
         load_sum(state.before, state.before_rest, plane, task, sum);
       },
@@ -219,11 +219,12 @@ void forward_not_causal(const SoftplusAttentionForward& p, Dtype dtype) {
   const Sums<acc_t> totals(p.carries, shape, 1);
   const int64_t chunks = shape.key_chunks();
   if (splits(shape, chunks, p.threads)) {
-    const Sums<acc_t> partial(p.sums, shape, chunks);
+    const Sums<acc_t> partial(p.scratch, shape, chunks);
     run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, partial, chunks});
     scan_keys(p, partial);
-    for (int64_t row = 0; row < 2 * shape.B; ++row)
-      std::copy_n(partial.data + (row * chunks + chunks - 1) * shape.R, shape.R, totals.data + row * shape.R);
+    const int64_t pair = 2 * shape.R;
+    for (int64_t b = 0; b < shape.B; ++b)
+      std::copy_n(partial.data + ((b + 1) * chunks - 1) * pair, pair, totals.data + b * pair);
   } else {
     run(ForwardPass<acc_t>{p, dtype, ForwardPhase::AllChunks, totals, 1});
   }
@@ -260,7 +261,12 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, step_tasks, (const SoftplusAttentionStep& p, Dtype
 
 }  // namespace
 
-void forward(const SoftplusAttentionForward& p, Dtype dtype) {
+void forward(SoftplusAttentionForward p, Dtype dtype) {
+  const SoftplusAttentionPlan needs = plan(p.shape, dtype, p.threads);
+  if (p.carries == nullptr && needs.forward_carries_bytes > 0) {
+    p.carries = p.scratch;
+    p.scratch = static_cast<char*>(p.scratch) + needs.forward_carries_bytes;
+  }
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
     p.shape.causal ? forward_causal<acc_t>(p, dtype) : forward_not_causal<acc_t>(p, dtype);

@@ -1,7 +1,7 @@
 #include "softplus_attention/softplus_attention.h"
 #include "softplus_attention/softplus_attention_sums_cuda.cuh"
 
-// The step of decoding on CUDA, and what forward and backward share: sums of slots, and the begin of running sums.
+// The step of decoding on CUDA, and what forward and backward share: sums of slots, and the begin of a chain.
 
 namespace memcheck {
 namespace softplus_cuda {
@@ -12,40 +12,41 @@ constexpr int kSlotThreads = 128;
 // sum_slots; a thread for each channel of each plane.
 template <bool has_states, typename acc_t>
 __global__ void __launch_bounds__(kSlotThreads)
-    sum_kernel(Slots<acc_t> slots, SoftplusAttentionState state, int64_t channels, acc_t* totals) {
+    sum_kernel(SoftplusAttentionShape shape, bool of_queries, Slots<acc_t> slots, SoftplusAttentionState state,
+               acc_t* totals) {
   constexpr int kBatch = 16;  // slots that are loaded together, before their additions
   const int64_t index = int64_t{blockIdx.x} * kSlotThreads + threadIdx.x;
-  if (index >= channels) return;
-  const acc_t* row = slots.data + index / slots.R * slots.count * slots.R + index % slots.R;
+  const int64_t r = index % slots.R;
+  const int plane = static_cast<int>(index / slots.R % slots.planes);
+  const int64_t sequence = index / slots.R / slots.planes;
+  if (sequence >= sequence_count(shape)) return;
+  const Sequence x = sequence_of(shape, sequence);
+  const int64_t count = ((of_queries ? x.queries : x.keys) + kChunk - 1) / kChunk;
+  const Places places = places_of(shape, sequence, of_queries ? x.first_query : x.first_key, kChunk);
   acc_t sum = acc_t(0);
   acc_t rest = acc_t(0);
-  const int64_t plane = has_states ? index / slots.R / slots.B : 0;
-  const int64_t b = has_states ? index / slots.R % slots.B : 0;
-  const int64_t r = has_states ? index % slots.R : 0;
-  if (has_states && state.before) sum = *state.before.at<acc_t>(plane, b, r);
-  if (has_states && state.before_rest) rest = *state.before_rest.at<acc_t>(plane, b, r);
-  for (int64_t start = 0; start < slots.count; start += kBatch) {
+  if (has_states && state.before) sum = *state.before.at<acc_t>(plane, sequence, r);
+  if (has_states && state.before_rest) rest = *state.before_rest.at<acc_t>(plane, sequence, r);
+  for (int64_t start = 0; start < count; start += kBatch) {
     acc_t batch[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) batch[i] = start + i < slots.count ? row[(start + i) * slots.R] : acc_t(0);
+    for (int i = 0; i < kBatch; ++i)
+      batch[i] = start + i < count ? *slots.at(plane, places.at(start + i), r) : acc_t(0);
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) add_to_sum(batch[i], sum, rest);
   }
   if (!has_states || totals != nullptr) totals[index] = sum;
-  if (has_states && state.after) *state.after.at<acc_t>(plane, b, r) = sum;
-  if (has_states && state.after_rest) *state.after_rest.at<acc_t>(plane, b, r) = rest;
+  if (has_states && state.after) *state.after.at<acc_t>(plane, sequence, r) = sum;
+  if (has_states && state.after_rest) *state.after_rest.at<acc_t>(plane, sequence, r) = rest;
 }
 
-// begin_sums; a thread for each number.
+// begin_chain; a thread for each number.
 template <typename acc_t>
-__global__ void __launch_bounds__(kSlotThreads) begin_kernel(RunningSums<acc_t> running, int64_t numbers) {
+__global__ void __launch_bounds__(kSlotThreads) begin_kernel(Chain<acc_t> chain, int64_t numbers) {
   const int64_t index = int64_t{blockIdx.x} * kSlotThreads + threadIdx.x;
   const auto not_passed = ~WordOf<acc_t>(0);
-  if (index < numbers) {
-    __builtin_memcpy(&running.sums.data[index], &not_passed, sizeof(not_passed));
-    __builtin_memcpy(&running.rests.data[index], &not_passed, sizeof(not_passed));
-  }
-  if (index == 0) *running.ticket = 0;
+  if (index < numbers) __builtin_memcpy(&chain.sums.data[index], &not_passed, sizeof(not_passed));
+  if (index == 0) *chain.ticket = 0;
 }
 
 // ---- decoding
@@ -86,40 +87,44 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
 }  // namespace
 
 template <typename acc_t>
-void sum_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream) {
-  const int64_t channels = scan.planes * slots.B * slots.R;
-  const auto blocks = static_cast<unsigned>(ceil_div(channels, kSlotThreads));
-  if (blocks == 0) return;
-  const auto kernel = has_state(scan.state) ? sum_kernel<true, acc_t> : sum_kernel<false, acc_t>;
-  launch({scan.kernel, dim3(blocks), dim3(kSlotThreads), 0, stream}, kernel, slots, scan.state, channels, totals);
+void sum_slots(const SlotSums& sums, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream) {
+  const int64_t channels = sequence_count(sums.shape) * slots.planes * slots.R;
+  launch({sums.kernel, ceil_div(channels, kSlotThreads), dim3(kSlotThreads), 0, stream},
+         has_state(sums.state) ? sum_kernel<true, acc_t> : sum_kernel<false, acc_t>, sums.shape, sums.of_queries, slots,
+         sums.state, totals);
 }
 
-template void sum_slots<float>(const SlotScan&, const Slots<float>&, float*, cudaStream_t);
-template void sum_slots<double>(const SlotScan&, const Slots<double>&, double*, cudaStream_t);
+template void sum_slots<float>(const SlotSums&, const Slots<float>&, float*, cudaStream_t);
+template void sum_slots<double>(const SlotSums&, const Slots<double>&, double*, cudaStream_t);
 
 template <typename acc_t>
-void begin_sums(const char* kernel, const RunningSums<acc_t>& running, cudaStream_t stream) {
-  if (running.ticket == nullptr) return;
-  const int64_t numbers = 2 * running.sums.B * running.sums.count * running.sums.R;
-  const auto blocks = static_cast<unsigned>(ceil_div(numbers, kSlotThreads));
-  launch({kernel, dim3(blocks), dim3(kSlotThreads), 0, stream}, begin_kernel<acc_t>, running, numbers);
+Chain<acc_t> begin_chain(const char* kernel, const SoftplusAttentionShape& shape, void* scratch, cudaStream_t stream) {
+  const auto sums = slots_in<acc_t>(scratch, shape);
+  if (shape.key_chunks() < 2) return {shape, sums, sums, nullptr};
+  const int64_t of_chunks = 2 * key_tile_places(shape, kChunk) * shape.R;
+  const int64_t of_hops = 2 * key_tile_places(shape, kHopChunks * kChunk) * shape.R;
+  const int64_t numbers = of_chunks + of_hops;
+  const Chain<acc_t> chain{shape, sums, slots_in<acc_t>(sums.data + of_chunks, shape),
+                           reinterpret_cast<uint32_t*>(sums.data + numbers)};
+  launch({kernel, ceil_div(numbers, kSlotThreads), dim3(kSlotThreads), 0, stream}, begin_kernel<acc_t>, chain, numbers);
+  return chain;
 }
 
-template void begin_sums<float>(const char*, const RunningSums<float>&, cudaStream_t);
-template void begin_sums<double>(const char*, const RunningSums<double>&, cudaStream_t);
+template Chain<float> begin_chain<float>(const char*, const SoftplusAttentionShape&, void*, cudaStream_t);
+template Chain<double> begin_chain<double>(const char*, const SoftplusAttentionShape&, void*, cudaStream_t);
 
 }  // namespace softplus_cuda
 
 void softplus_attention_step_cuda(const SoftplusAttentionStep& p, Dtype dtype, cudaStream_t stream) {
   using namespace softplus_cuda;
-  const auto blocks = static_cast<unsigned>(ceil_div(p.B * p.R, kStepThreads));
-  if (blocks == 0) return;
+  const int64_t blocks = ceil_div(p.B * p.R, kStepThreads);
   with_device_type(dtype, [&](auto scalar) {
-    launch({"softplus_attention_step", dim3(blocks), dim3(kStepThreads), 0, stream}, step_kernel<decltype(scalar)>, p);
+    launch({"softplus_attention_step", blocks, dim3(kStepThreads), 0, stream}, step_kernel<decltype(scalar)>, p);
   });
 }
 
 const SoftplusAttentionKernels softplus_attention_cuda{softplus_attention_plan_cuda, softplus_attention_forward_cuda,
-                                                       softplus_attention_backward_cuda, softplus_attention_step_cuda};
+                                                       softplus_attention_backward_cuda, softplus_attention_step_cuda,
+                                                       &sequences_cuda};
 
 }  // namespace memcheck

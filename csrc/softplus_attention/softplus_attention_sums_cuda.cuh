@@ -9,18 +9,13 @@
 
 // Which block and thread of a CUDA kernel forms which sum, and where sums are kept.
 //
-// A block takes a chunk of kChunk positions of kLanes channels of one batch entry: 32 bytes of each row of 16-bit
-// queries, the least that a GPU reads. Each half of a warp is a group: it has kRows consecutive positions, and each of
-// its lanes one channel. Sums have three levels, and each starts from zero: the rows of a group, the groups of a chunk,
-// the chunks. Rounding errors of equal terms all have one sign, so they grow with the number of terms of a level. The
-// number of chunks has no limit: chunks are added with a compensated sum.
+// A block takes a chunk of kChunk positions of kLanes channels of one sequence: 32 bytes of each row of 16-bit queries,
+// the least that a GPU reads. Each half of a warp is a group: it has kRows consecutive positions, and each of its lanes
+// one channel. Sums have three levels, and each starts from zero: the rows of a group, the groups of a chunk, the
+// chunks. Rounding errors of equal terms all have one sign, so they grow with the number of terms of a level. The
+// number of chunks has no limit: chunks are added with a compensated sum, always in their order.
 
 namespace memcheck {
-
-// In softplus_attention_forward_cuda.cu and softplus_attention_backward_cuda.cu.
-void softplus_attention_forward_cuda(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t stream);
-void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t stream);
-
 namespace softplus_cuda {
 
 constexpr int kLanes = kSoftplusCudaChannels;
@@ -46,11 +41,27 @@ __device__ __forceinline__ Thread this_thread() {
 
 // ---- the work of a block
 
+// The places of a sequence's chunks, or of its hops, among those of all sequences.
+struct Places {
+  int64_t first, stride;
+
+  __device__ __forceinline__ int64_t at(int64_t i) const { return first + i * stride; }
+};
+
+// `first` is the sequence's first position. If the batch is not packed, the first chunks of all sequences come before
+// the second ones.
+__device__ __forceinline__ Places places_of(const SoftplusAttentionShape& n, int64_t sequence, int64_t first,
+                                            int64_t size) {
+  if (n.sequences.packed) return {first / size + sequence, 1};
+  return {sequence, sequence_count(n)};
+}
+
+// A chunk of a sequence, in some channels.
 struct Work {
-  int64_t b;
+  Sequence x;
+  int64_t sequence, chunk;
   int64_t r;     // first channel
   int channels;  // from 1 to kLanes
-  int64_t chunk;
 
   // Lanes beyond the channels compute the last channel again and write nothing.
   __device__ __forceinline__ int64_t channel(Thread me) const {
@@ -59,29 +70,45 @@ struct Work {
   __device__ __forceinline__ bool has(Thread me) const { return me.lane < channels; }
 };
 
-// The factors of the grid's size fit 32 bits, in which a division is fast. Chunks vary slowest.
-__device__ __forceinline__ Work work_of(const SoftplusAttentionShape& shape, unsigned block) {
-  const auto bands = static_cast<unsigned>((shape.R + kLanes - 1) / kLanes);
-  const auto B = static_cast<unsigned>(shape.B);
-  const unsigned others = block / bands;
-  const int64_t r = int64_t{block % bands} * kLanes;
-  return {others % B, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), others / B};
+// Of a block whose place is `turn`, among chunks of rows of `length` positions; the chunk may lie behind the sequence's
+// end. Turns fit 32 bits, in which a division is fast. Channels vary fastest.
+template <typename FirstOf>
+__device__ __forceinline__ Work work_of(const SoftplusAttentionShape& n, unsigned turn, int64_t length,
+                                        const FirstOf& first_of) {
+  const auto bands = static_cast<unsigned>((n.R + kLanes - 1) / kLanes);
+  const auto count = static_cast<unsigned>(sequence_count(n));
+  const unsigned place = turn / bands;
+  const int64_t r = int64_t{turn % bands} * kLanes;
+  SequenceTile tile{place % count, place / count};
+  if (n.sequences.packed) tile = tile_at(n, place, length, kChunk, first_of);
+  return {sequence_of(n, tile.sequence), tile.sequence, tile.tile, r,
+          static_cast<int>(n.R - r < kLanes ? n.R - r : kLanes)};
+}
+
+__device__ __forceinline__ Work key_work(const SoftplusAttentionShape& n, unsigned turn) {
+  return work_of(n, turn, n.T, FirstKey());
+}
+__device__ __forceinline__ Work query_work(const SoftplusAttentionShape& n, unsigned turn) {
+  return work_of(n, turn, n.S, FirstQuery());
+}
+
+// At least one: the block of a sequence without positions passes its state on.
+__device__ __forceinline__ int64_t chunks_of(int64_t positions) {
+  return positions > 0 ? (positions + kChunk - 1) / kChunk : 1;
 }
 
 struct WorkLaunch {
   const char* kernel;  // its name in errors
   const SoftplusAttentionShape& shape;
-  int64_t chunks;
+  int64_t places;  // of chunks
   size_t shared_bytes;
   cudaStream_t stream;
 };
 
 template <typename... Params, typename... Args>
 void launch_work(const WorkLaunch& with, void (*kernel)(Params...), const Args&... args) {
-  const int64_t blocks = with.shape.B * ceil_div(with.shape.R, kLanes) * with.chunks;
-  if (blocks > 0)
-    launch({with.kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), with.shared_bytes, with.stream}, kernel,
-           args...);
+  launch({with.kernel, ceil_div(with.shape.R, kLanes) * with.places, dim3(kThreads), with.shared_bytes, with.stream},
+         kernel, args...);
 }
 
 // ---- the rows of a group
@@ -163,41 +190,43 @@ __device__ __forceinline__ Pair<acc_t> sum_of_groups(const GroupSums<acc_t>& sum
 
 // ---- sums in memory
 
-// (planes,B,slots,R): a slot for each chunk, or one for all.
+// (slots,planes,R)
 template <typename acc_t>
 struct Slots {
   acc_t* data;
-  int64_t B, count, R;
+  int64_t R;
+  int planes;
 
-  __device__ __forceinline__ acc_t* at(int plane, int64_t b, int64_t slot, int64_t r) const {
-    return data + ((plane * B + b) * count + slot) * R + r;
+  __device__ __forceinline__ acc_t* at(int plane, int64_t slot, int64_t r) const {
+    return data + (slot * planes + plane) * R + r;
   }
-  __device__ __forceinline__ Pair<acc_t> load(int64_t b, int64_t slot, int64_t r) const {
-    return {*at(0, b, slot, r), *at(1, b, slot, r)};
+  __device__ __forceinline__ Pair<acc_t> load(int64_t slot, int64_t r) const {
+    return {*at(0, slot, r), *at(1, slot, r)};
   }
-  __device__ __forceinline__ void store(int64_t b, int64_t slot, int64_t r, Pair<acc_t> pair) const {
-    *at(0, b, slot, r) = pair.first;
-    *at(1, b, slot, r) = pair.second;
+  __device__ __forceinline__ void store(int64_t slot, int64_t r, Pair<acc_t> pair) const {
+    *at(0, slot, r) = pair.first;
+    *at(1, slot, r) = pair.second;
   }
 };
 
 template <typename acc_t>
-Slots<acc_t> slots_in(const void* data, const SoftplusAttentionShape& shape, int64_t count) {
-  return {static_cast<acc_t*>(const_cast<void*>(data)), shape.B, count, shape.R};
+Slots<acc_t> slots_in(const void* data, const SoftplusAttentionShape& shape, int planes = 2) {
+  return {static_cast<acc_t*>(const_cast<void*>(data)), shape.R, planes};
 }
 
-struct SlotScan {
+struct SlotSums {
   const char* kernel;  // its name in errors
-  int64_t planes;
+  const SoftplusAttentionShape& shape;
+  bool of_queries;                    // chunks of queries, else of keys
   SoftplusAttentionState state = {};  // what comes before the first slot, and where the sums go too; of two planes
 };
 
-// Copies the compensated sums of all slots to `totals` (planes,B,R); zeros if there is no slot and no state. `totals`
-// may be null if there is a state. For float and double.
+// Writes the compensated sums of each sequence's slots, one for each of its chunks, to `totals` (N,planes,R); zeros if
+// there is no slot and no state. `totals` may be null if there is a state. For float and double.
 template <typename acc_t>
-void sum_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream);
+void sum_slots(const SlotSums& sums, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream);
 
-// ---- states, (2,B,R)
+// ---- states, (2,N,R)
 
 inline bool has_state(const SoftplusAttentionState& state) {
   return state.before || state.after;
@@ -205,16 +234,16 @@ inline bool has_state(const SoftplusAttentionState& state) {
 
 // Zeros where there is no state.
 template <typename acc_t>
-__device__ __forceinline__ Pair<acc_t> load_state(const Strided<3>& state, int64_t b, int64_t r) {
+__device__ __forceinline__ Pair<acc_t> load_state(const Strided<3>& state, int64_t sequence, int64_t r) {
   if (!state) return {acc_t(0), acc_t(0)};
-  return {*state.at<acc_t>(0, b, r), *state.at<acc_t>(1, b, r)};
+  return {*state.at<acc_t>(0, sequence, r), *state.at<acc_t>(1, sequence, r)};
 }
 
 template <typename acc_t>
-__device__ __forceinline__ void store_state(const Strided<3>& state, int64_t b, int64_t r, Pair<acc_t> pair) {
+__device__ __forceinline__ void store_state(const Strided<3>& state, int64_t sequence, int64_t r, Pair<acc_t> pair) {
   if (!state) return;
-  *state.at<acc_t>(0, b, r) = pair.first;
-  *state.at<acc_t>(1, b, r) = pair.second;
+  *state.at<acc_t>(0, sequence, r) = pair.first;
+  *state.at<acc_t>(1, sequence, r) = pair.second;
 }
 
 // ---- running sums, which blocks pass on
@@ -229,14 +258,35 @@ struct CompensatedPair {
   }
 };
 
-// The sums over all chunks up to each; backwards: from each on. A block waits for the sums of its neighbour, adds its
-// own chunk, and passes them on. So every tensor is read once, and the order of additions is always the same. Blocks
-// take chunks by tickets: a block waits only for blocks that began before it, in whatever order the GPU starts them.
 template <typename acc_t>
-struct RunningSums {
-  Slots<acc_t> sums;
-  Slots<acc_t> rests;  // what rounding has left out of the sums
-  uint32_t* ticket;    // null if there is one chunk, which waits for nothing
+struct ChainShared {
+  Pair<acc_t> chunks[kHopChunks][kLanes];  // the sums of each earlier chunk of the hop
+  Pair<acc_t> before[kLanes];
+  uint32_t turn;
+};
+
+// What a block passes on: its chunk, where that is, and the sums of the chunk. `step` counts chunks in the order in
+// which they are added, of which there are `steps`.
+template <typename acc_t>
+struct Link {
+  const Work& work;
+  Thread me;
+  int64_t step, steps;
+  bool leads;       // this thread is of the one group that has the sums of the chunk
+  Pair<acc_t> own;  // them
+};
+
+// The sums over all chunks of a sequence before each. A block passes on the sums of its own chunk at once. It waits for
+// those of the earlier chunks of its hop, and for the sums over all earlier hops, which the last block of the hop
+// before passes on. So every tensor is read once, a wait follows another one only once in a hop, and the order of
+// additions is always the same. Blocks take chunks by tickets: a block waits only for blocks that began before it, in
+// whatever order the GPU starts them.
+template <typename acc_t>
+struct Chain {
+  SoftplusAttentionShape shape;
+  Slots<acc_t> sums;   // a slot for each step: of its chunk; of the last step of a hop: over all chunks up to it
+  Slots<acc_t> rests;  // a slot for each hop: what rounding has left out of the latter
+  uint32_t* ticket;    // null if no sequence has two chunks
 
   // The place of this block's work in the order. All threads of the block must call it.
   __device__ __forceinline__ unsigned turn(uint32_t& in_shared) const {
@@ -245,35 +295,62 @@ struct RunningSums {
     __syncthreads();
     return in_shared;
   }
-  __device__ __forceinline__ CompensatedPair<acc_t> await(int64_t b, int64_t slot, int64_t r) const {
-    const acc_t* const from[4] = {sums.at(0, b, slot, r), sums.at(1, b, slot, r), rests.at(0, b, slot, r),
-                                  rests.at(1, b, slot, r)};
-    acc_t x[4];
-    await_numbers(from, x);
-    return {{x[0], x[1]}, {x[2], x[3]}};
+
+  // The sums over all chunks before this one; all threads of the block must call it. begin() loads what comes before
+  // the first chunk; end(sums) gets the sums with this chunk. Both run in the group that leads.
+  template <typename Begin, typename End>
+  __device__ __forceinline__ Pair<acc_t> pass(const Link<acc_t>& link, ChainShared<acc_t>& memory, const Begin& begin,
+                                              const End& end) const {
+    const Thread me = link.me;
+    const int64_t r = link.work.channel(me), first_key = link.work.x.first_key;
+    const Places places = places_of(shape, link.work.sequence, first_key, kChunk);
+    const Places hops = places_of(shape, link.work.sequence, first_key, kHopChunks * kChunk);
+    const int in_hop = static_cast<int>(link.step % kHopChunks);
+    const int64_t hop = link.step / kHopChunks;
+    const bool sends = link.leads && link.work.has(me) && link.step + 1 < link.steps;
+    const bool closes = in_hop == kHopChunks - 1;
+    if (sends && !closes) pass_pair(link.own, sums, places.at(link.step), r);
+    for (int i = me.group; i < in_hop; i += kGroups)
+      memory.chunks[i][me.lane] = await_pair(sums, places.at(link.step - in_hop + i), r);
+    CompensatedPair<acc_t> total{};
+    if (link.leads) total = hop == 0 ? begin() : await_hop(places.at(link.step - in_hop - 1), hops.at(hop - 1), r);
+    __syncthreads();
+    if (link.leads) {
+      for (int i = 0; i < in_hop; ++i) total.add(memory.chunks[i][me.lane]);
+      memory.before[me.lane] = total.sum;
+      total.add(link.own);
+      if (sends && closes) {
+        pass_pair(total.rest, rests, hops.at(hop), r);
+        pass_pair(total.sum, sums, places.at(link.step), r);
+      }
+      if (link.work.has(me)) end(total);
+    }
+    __syncthreads();
+    return memory.before[me.lane];
   }
-  __device__ __forceinline__ void pass_on(int64_t b, int64_t slot, int64_t r, const CompensatedPair<acc_t>& x) const {
-    pass_number(x.sum.first, sums.at(0, b, slot, r));
-    pass_number(x.sum.second, sums.at(1, b, slot, r));
-    if (ticket == nullptr) return;
-    pass_number(x.rest.first, rests.at(0, b, slot, r));
-    pass_number(x.rest.second, rests.at(1, b, slot, r));
+
+ private:
+  __device__ __forceinline__ static void pass_pair(Pair<acc_t> x, const Slots<acc_t>& to, int64_t slot, int64_t r) {
+    pass_number(x.first, to.at(0, slot, r));
+    pass_number(x.second, to.at(1, slot, r));
+  }
+  __device__ __forceinline__ static Pair<acc_t> await_pair(const Slots<acc_t>& from, int64_t slot, int64_t r) {
+    const acc_t* const at[2] = {from.at(0, slot, r), from.at(1, slot, r)};
+    acc_t x[2];
+    await_numbers(at, x);
+    return {x[0], x[1]};
+  }
+  __device__ __forceinline__ CompensatedPair<acc_t> await_hop(int64_t slot, int64_t hop, int64_t r) const {
+    const acc_t* const at[4] = {sums.at(0, slot, r), sums.at(1, slot, r), rests.at(0, hop, r), rests.at(1, hop, r)};
+    acc_t x[4];
+    await_numbers(at, x);
+    return {{x[0], x[1]}, {x[2], x[3]}};
   }
 };
 
-// Running sums over `chunks` chunks: the sums at `sums`, the rests and the ticket at `others`, of
-// softplus_attention_running_bytes.
+// A chain in the plan's scratch, in which nothing has been passed on and no ticket taken. For float and double.
 template <typename acc_t>
-RunningSums<acc_t> running_sums_in(const void* sums, const void* others, const SoftplusAttentionShape& shape,
-                                   int64_t chunks, int64_t slots) {
-  const auto rests = slots_in<acc_t>(others, shape, slots);
-  auto* ticket = reinterpret_cast<uint32_t*>(rests.data + 2 * shape.B * slots * shape.R);
-  return {slots_in<acc_t>(sums, shape, slots), rests, chunks > 1 ? ticket : nullptr};
-}
-
-// Makes running sums ready for a kernel: no sum has been passed on, and no ticket taken. For float and double.
-template <typename acc_t>
-void begin_sums(const char* kernel, const RunningSums<acc_t>& running, cudaStream_t stream);
+Chain<acc_t> begin_chain(const char* kernel, const SoftplusAttentionShape& shape, void* scratch, cudaStream_t stream);
 
 // ---- the mean of the values seen, m = A / (Z + eps)
 

@@ -62,11 +62,12 @@ __device__ __forceinline__ void read_keys(const KeyTiles<scalar_t>& tiles, bool 
 
 // ---- tiles in global memory
 
-// The order in which the threads of a warp take the elements of a tile of a tensor (B,R,T).
+// How the channels of a tensor (B,R,T) lie in memory, which says how a warp copies a tile.
 enum class TileOrder {
-  Packs,      // packs along positions: every channel begins at a multiple of 16 bytes and is a multiple of it long
-  Positions,  // single elements, neighbouring threads at neighbouring positions
-  Channels,   // single elements, neighbouring threads at neighbouring channels
+  Packs,      // along positions, and the first position of every channel is at a multiple of 16 bytes
+  Rows,       // along positions
+  Positions,  // neither; neighbouring threads take neighbouring positions
+  Channels,   // channels are closer to each other than positions; neighbouring threads take neighbouring channels
 };
 
 struct TileOrders {
@@ -74,44 +75,83 @@ struct TileOrders {
 };
 
 template <typename scalar_t>
-TileOrder tile_order(const Strided<3>& x, int64_t T) {
+TileOrder tile_order(const Strided<3>& x) {
   constexpr int64_t kCount = kPackSize<scalar_t>;
-  const bool packs = reinterpret_cast<uintptr_t>(x.data) % kPackBytes == 0 && x.stride[2] == 1 &&
-                     x.stride[1] % kCount == 0 && x.stride[0] % kCount == 0 && T % kCount == 0;
-  return packs ? TileOrder::Packs : x.stride[1] < x.stride[2] ? TileOrder::Channels : TileOrder::Positions;
+  const bool packs =
+      reinterpret_cast<uintptr_t>(x.data) % kPackBytes == 0 && x.stride[1] % kCount == 0 && x.stride[0] % kCount == 0;
+  if (x.stride[2] == 1) return packs ? TileOrder::Packs : TileOrder::Rows;
+  return x.stride[1] < x.stride[2] ? TileOrder::Channels : TileOrder::Positions;
 }
 
-// A warp's tile of a tensor (B,R,T) in global memory, of `positions` positions if it has so many, as a thread copies
-// it.
+// The elements from `shift` on of two packs that follow each other.
+template <typename scalar_t>
+__device__ __forceinline__ Pack<scalar_t> shifted_pack(const scalar_t* packs, int shift) {
+  uint32_t words[8];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint4 pack = reinterpret_cast<const uint4*>(packs)[i];
+    __builtin_memcpy(words + 4 * i, &pack, sizeof(pack));
+  }
+  const int bytes = shift * static_cast<int>(sizeof(scalar_t));
+#pragma unroll
+  for (int i = 0; i < 6; ++i) words[i] = bytes & 8 ? words[i + 2] : words[i];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) words[i] = bytes & 4 ? words[i + 1] : words[i];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    words[i] = static_cast<uint32_t>((uint64_t{words[i + 1]} << 32 | words[i]) >> (bytes & 2) * 8);
+  Pack<scalar_t> pack;
+  __builtin_memcpy(static_cast<void*>(pack.values), words, sizeof(pack));
+  return pack;
+}
+
+// A warp's tile of a tensor (B,R,T) in global memory, of `positions` positions if its sequence has so many, as a thread
+// copies it. If channels do not begin at multiples of 16 bytes, the packs are copied that begin at or before the
+// channel's first position of the tile, and one more, and then shifted in shared memory. A tile at the begin or the end
+// of a row of T positions is copied element by element, so that nothing outside of the tensor is read.
 template <typename scalar_t>
 class KeyTileInMemory {
  public:
   __device__ __forceinline__ KeyTileInMemory(const Strided<3>& x, TileOrder order, const Work& work, Thread me,
                                              int64_t T)
-      : channel_stride_(x.stride[1]), position_stride_(x.stride[2]), order_(order), channels_(work.channels) {
+      : channel_stride_(x.stride[1]), position_stride_(x.stride[2]), channels_(work.channels) {
     const int64_t t = work.chunk * kChunk + me.warp() * kWarpPositions;
+    const int64_t in_row = work.x.first_key + t;
     const int in_warp = me.in_warp();
-    const int64_t left = T - t;
+    const int64_t left = work.x.keys - t;
     positions_ = left < 0 ? 0 : left < kWarpPositions ? static_cast<int>(left) : kWarpPositions;
-    if (order == TileOrder::Packs) {
+    const bool along_positions = order == TileOrder::Packs || order == TileOrder::Rows;
+    const bool is_inside = in_row >= kCount - 1 && in_row + kWarpPositions + kCount - 1 <= T;
+    if (positions_ == 0 || (order == TileOrder::Packs && in_row % kCount == 0 && positions_ % kCount == 0))
+      copies_ = Copies::Packs;
+    else if (along_positions && is_inside)
+      copies_ = Copies::ShiftedPacks;
+    else
+      copies_ = order == TileOrder::Channels ? Copies::Channels : Copies::Positions;
+    if (has_packs()) {
       // Eight lanes at a time write 16 bytes each, to different banks in this way.
       constexpr bool kAlongChannels = Packs::kStep >= 8;
       channel_ = kAlongChannels ? in_warp % Packs::kStep : in_warp / Packs::kPerRow;
       position_ = (kAlongChannels ? in_warp / Packs::kStep : in_warp % Packs::kPerRow) * Packs::kSize;
     } else {
-      channel_ = order == TileOrder::Channels ? in_warp % kLanes : 0;
-      position_ = order == TileOrder::Channels ? in_warp / kLanes : in_warp;
+      channel_ = copies_ == Copies::Channels ? in_warp % kLanes : 0;
+      position_ = copies_ == Copies::Channels ? in_warp / kLanes : in_warp;
     }
-    at_ = x.at<scalar_t>(work.b, work.r + channel_, t + position_);
+    at_ = x.at<scalar_t>(work.x.row, work.r + channel_, in_row + position_);
   }
 
-  // Begins to load the positions that exist; zeros beyond them. Packs arrive when cp_async_wait says so.
-  __device__ __forceinline__ void request(KeyTile<scalar_t>& tile) const {
-    if (order_ == TileOrder::Packs) {
+  // Begins to load the tile; zeros for channels that do not exist. Packs arrive when cp_async_wait says so, and then
+  // want `align`.
+  __device__ __forceinline__ void request(KeyTile<scalar_t>& tile, Thread me) const {
+    if (copies_ == Copies::Packs) {
       request_tile<Packs::kCount>(
           Packs{channel_, position_}, RowLayout{1, positions_, true}, [&](int channel) { return pack_at(channel); },
           [&](int channel) { return &tile.channels[channel][position_]; },
           [&](int channel) { return channel < channels_; });
+    } else if (copies_ == Copies::ShiftedPacks) {
+#pragma unroll
+      for (int i = 0; i < Packs::kCount; ++i) request_aligned(tile, channel_ + i * Packs::kStep, position_);
+      if (me.in_warp() < kLanes) request_aligned(tile, me.in_warp(), kWarpPositions);
     } else {
       each_element([&](scalar_t* at, bool exists,
                        scalar_t& in_tile) { in_tile = exists ? *at : from_acc<scalar_t>(acc_type<scalar_t>(0)); },
@@ -119,10 +159,31 @@ class KeyTileInMemory {
     }
   }
 
-  __device__ __forceinline__ void store(KeyTile<scalar_t>& tile) const {
-    if (order_ == TileOrder::Packs) {
+  // Shifts packs that have arrived, so that every channel's first position is the first of its row of the tile. All
+  // threads of the warp must call it.
+  __device__ __forceinline__ void align(KeyTile<scalar_t>& tile) const {
+    if (copies_ != Copies::ShiftedPacks) return;
+    Pack<scalar_t> packs[Packs::kCount];
+#pragma unroll
+    for (int i = 0; i < Packs::kCount; ++i) {
+      const int channel = channel_ + i * Packs::kStep;
+      packs[i] = shifted_pack(&tile.channels[channel][position_], misaligned(pack_at(channel)));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Packs::kCount; ++i)
+      store_pack(packs[i], &tile.channels[channel_ + i * Packs::kStep][position_]);
+    __syncwarp();
+  }
+
+  // Stores the positions that exist.
+  __device__ __forceinline__ void store(KeyTile<scalar_t>& tile, Thread me) const {
+    if (copies_ == Copies::ShiftedPacks && positions_ == kWarpPositions) {
+      store_aligned(tile, me);
+    } else if (has_packs()) {
       store_tile<Packs::kCount>(
-          Packs{channel_, position_}, RowLayout{1, positions_, true}, [&](int channel) { return pack_at(channel); },
+          Packs{channel_, position_}, RowLayout{1, positions_, copies_ == Copies::Packs},
+          [&](int channel) { return pack_at(channel); },
           [&](int channel) { return &tile.channels[channel][position_]; },
           [&](int channel) { return channel < channels_; });
     } else {
@@ -135,14 +196,46 @@ class KeyTileInMemory {
   }
 
  private:
+  static constexpr int kCount = kPackSize<scalar_t>;
   using Packs = TilePacks<scalar_t, kLanes, kWarpPositions, kWarpThreads>;
+  enum class Copies { Packs, ShiftedPacks, Positions, Channels };
 
+  __device__ __forceinline__ bool has_packs() const {
+    return copies_ == Copies::Packs || copies_ == Copies::ShiftedPacks;
+  }
   __device__ __forceinline__ scalar_t* pack_at(int channel) const {
     return at_ + (channel - channel_) * channel_stride_;
   }
+  // Elements from the last multiple of 16 bytes to this one.
+  __device__ __forceinline__ static int misaligned(const scalar_t* at) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(at) % kPackBytes / sizeof(scalar_t));
+  }
+  __device__ __forceinline__ void request_aligned(KeyTile<scalar_t>& tile, int channel, int position) const {
+    const scalar_t* at = pack_at(channel) + (position - position_);
+    cp_async_16(&tile.channels[channel][position], at - misaligned(at), channel < channels_);
+  }
+  // Whole packs at multiples of 16 bytes, and the elements before and behind them.
+  __device__ __forceinline__ void store_aligned(const KeyTile<scalar_t>& tile, Thread me) const {
+#pragma unroll
+    for (int i = 0; i < Packs::kCount; ++i) {
+      const int channel = channel_ + i * Packs::kStep;
+      scalar_t* at = pack_at(channel);
+      const int first = (kCount - misaligned(at)) % kCount;
+      if (channel < channels_ && (first == 0 || position_ + kCount < kWarpPositions))
+        store_pack(shifted_pack(&tile.channels[channel][position_], first), at + first);
+    }
+#pragma unroll
+    for (int element = me.in_warp(); element < kLanes * kCount; element += kWarpThreads) {
+      const int channel = element / kCount, i = element % kCount;
+      scalar_t* const row = pack_at(channel) - position_;
+      const int first = (kCount - misaligned(row)) % kCount;
+      const int position = i < first ? i : kWarpPositions - kCount + i;
+      if (channel < channels_ && first > 0) row[position] = tile.channels[channel][position];
+    }
+  }
   template <typename Each>
   __device__ __forceinline__ void each_element(const Each& each, KeyTile<scalar_t>& tile) const {
-    const bool along_channels = order_ == TileOrder::Channels;
+    const bool along_channels = copies_ == Copies::Channels;
     const int channel_step = along_channels ? 0 : 1;
     const int position_step = along_channels ? kWarpPositions / kRows : 0;
     const int64_t step = channel_step * channel_stride_ + position_step * position_stride_;
@@ -155,7 +248,7 @@ class KeyTileInMemory {
   }
 
   int64_t channel_stride_, position_stride_;
-  TileOrder order_;
+  Copies copies_;
   int channels_, positions_;  // that exist
   int channel_, position_;    // of this thread's first element
   scalar_t* at_;              // it
@@ -165,15 +258,19 @@ class KeyTileInMemory {
 template <typename scalar_t>
 __device__ __forceinline__ void request_keys(const Strided<3>& k, const Strided<3>& v, const TileOrders& orders,
                                              const Work& work, Thread me, int64_t T, KeyTiles<scalar_t>& tiles) {
-  KeyTileInMemory<scalar_t>(k, orders.k, work, me, T).request(tiles.k);
-  if (v) KeyTileInMemory<scalar_t>(v, orders.v, work, me, T).request(tiles.v);
+  KeyTileInMemory<scalar_t>(k, orders.k, work, me, T).request(tiles.k, me);
+  if (v) KeyTileInMemory<scalar_t>(v, orders.v, work, me, T).request(tiles.v, me);
   cp_async_commit();
 }
 
-// Waits until the warp's tile has arrived.
-__device__ __forceinline__ void await_keys() {
+// Waits until the warp's tile has arrived. The arguments are those of request_keys.
+template <typename scalar_t>
+__device__ __forceinline__ void await_keys(const Strided<3>& k, const Strided<3>& v, const TileOrders& orders,
+                                           const Work& work, Thread me, int64_t T, KeyTiles<scalar_t>& tiles) {
   cp_async_wait<0>();
   __syncwarp();
+  KeyTileInMemory<scalar_t>(k, orders.k, work, me, T).align(tiles.k);
+  if (v) KeyTileInMemory<scalar_t>(v, orders.v, work, me, T).align(tiles.v);
 }
 
 // ---- rows of a group in global memory
@@ -182,9 +279,10 @@ __device__ __forceinline__ void await_keys() {
 template <typename scalar_t>
 class QueryRows {
  public:
-  // Of a chunk that begins at position s, which may be negative.
+  // Of a chunk that begins at the sequence's position s, which may be negative.
   __device__ __forceinline__ QueryRows(const Strided<3>& x, const Work& work, Thread me, int64_t s)
-      : stride_(x.stride[1]), at_(x.at<scalar_t>(work.b, s + me.group * kRows, work.channel(me))) {}
+      : stride_(x.stride[1]),
+        at_(x.at<scalar_t>(work.x.row, work.x.first_query + s + me.group * kRows, work.channel(me))) {}
 
   // Zeros where no row exists.
   __device__ __forceinline__ void load(RowRange rows, scalar_t (&values)[kRows]) const {

@@ -128,7 +128,7 @@ def _not_causal(
     q: Tensor, k: Tensor, v: Tensor, initial: State | None, eps: float, ranks: Ranks, part: Part
 ) -> tuple[Tensor, Tensor]:
     """y, and the sums (2,B,R) over the keys of all ranks, which every query sees."""
-    _, _, own, _ = OPERATORS.softplus_attention_sequences(
+    _, _, own, _ = OPERATORS.softplus_attention(
         *(in_autocast_dtype(x) for x in (q.detach()[:, :0], k, v)),
         causal=False,
         eps=eps,
@@ -144,7 +144,7 @@ def _not_causal(
     # Keys without weight, as many as queries, so that the queries of padding are told from others.
     no_key, no_value = (k.detach().new_full((1, 1, 1), x).expand(k.shape) for x in (NO_KEY, 0.0))
     q, no_key, no_value = (in_autocast_dtype(x) for x in (q, no_key, no_value))
-    return OPERATORS.softplus_attention_sequences(q, no_key, no_value, sums, eps=eps, **part.arguments)[0], sums
+    return OPERATORS.softplus_attention(q, no_key, no_value, sums, eps=eps, **part.arguments)[0], sums
 
 
 class _Call(NamedTuple):
@@ -174,13 +174,13 @@ class _Causal(torch.autograd.Function):
         def after(before: State | None) -> State:
             start = part.entered(initial, before, ROWS) or ()
             options = {"eps": eps, "return_state": True, **part.without("q")}
-            return part.sent(OPERATORS.softplus_attention_sequences(q[:, :0], k, v, *start, **options)[2:], ROWS, True)
+            return part.sent(OPERATORS.softplus_attention(q[:, :0], k, v, *start, **options)[2:], ROWS, True)
 
         crossing = {"receives": part.enters, "sends": part.leaves}
         came = ranks.scan(after, call.travelling(k), None if same_bits else added, **crossing)
         before = part.entered(initial, came, ROWS) or (None, None)
         options = {"eps": eps, "keep_carries": True, "return_state": return_state, **part.arguments}
-        y, carries, *behind = OPERATORS.softplus_attention_sequences(q, k, v, *before, **options)
+        y, carries, *behind = OPERATORS.softplus_attention(q, k, v, *before, **options)
         ctx.call = call
         ctx.save_for_backward(q, k, v, carries, before[0])
         if not return_state:
@@ -199,7 +199,7 @@ class _Causal(torch.autograd.Function):
         def gradients(behind: State | None, *wanted: bool) -> Any:
             of_end = part.left(own, behind, ROWS) or (None, None)
             arguments = (grad_y, q, k, v, carries, state, *of_end)
-            return OPERATORS.softplus_attention_sequences_backward(*arguments, **options, output_mask=wanted)
+            return OPERATORS.softplus_attention_backward(*arguments, **options, output_mask=wanted)
 
         def before(behind: State | None) -> State:
             return part.sent(gradients(behind, False, False, False, True, True)[3:], ROWS, False)

@@ -29,7 +29,6 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
     extension("memcheck.decompositions")
     operators = (
         softplus_attention,
-        softplus_attention_sequences,
         softplus_attention_step,
         linear_attention,
         linear_attention_sequences,
@@ -76,15 +75,6 @@ def softplus(x: Tensor) -> Tensor:
     return x.clamp(min=0) + torch.where(tiny, u, total.log() * (u / torch.where(tiny, 1.0, excess)))
 
 
-def softplus_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6, keep_carries: bool = False
-) -> Tensors:
-    """q (B,S,R), k and v (B,R,T) -> y (B,S,R), and no carries"""
-    refuse_kept("softplus_attention", keep_carries)
-    y = attend_to_sums(q, k, v, None, causal, eps)[0]
-    return y, nothing(q, 2, q.shape[0], 0, q.shape[2])
-
-
 def attend_to_sums(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, causal: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -101,7 +91,7 @@ def attend_to_sums(
     return (softplus(wide(q)) * a / (z + eps)).to(q.dtype), after
 
 
-def softplus_attention_sequences(
+def softplus_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -126,7 +116,7 @@ def softplus_attention_sequences(
     B, _, R = q.shape
     if not return_state:
         after = nothing(q, 2, 0, R)
-    return y, nothing(q, 0, B, R), after, torch.zeros_like(after)
+    return y, nothing(q, B, 0, 2, R), after, torch.zeros_like(after)
 
 
 def softplus_attention_step(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, *, eps: float = 1e-6) -> Tensors:

@@ -184,6 +184,9 @@ def first_gradients(op: str, options: dict[str, Any], grad_y: Tensor, inputs: Te
     arguments: list[Any] = [grad_y, *inputs, *outputs[1:]]
     if op == "combinator" and options.pop("low_memory"):
         arguments[3] = None
+    elif op == "softplus_attention":
+        arguments = [grad_y, *inputs, outputs[1]]
+        options["output_mask"] = [*mask, False, False]
     elif op == "compressed_attention":
         y, lse, kc, vc = outputs
         q, k, v = inputs
@@ -194,7 +197,7 @@ def first_gradients(op: str, options: dict[str, Any], grad_y: Tensor, inputs: Te
         arguments = [grad_y, *inputs, outputs[0] if exact else None, outputs[1]]
         options["output_mask"] = [*mask, False]
     gradients: Tensors = backward(*arguments, **options)
-    return gradients[: len(inputs)]  # compressed attention returns that of a sink, too
+    return gradients[: len(inputs)]  # attention returns those of a state or a sink, too
 
 
 # ---- gradients of gradients
@@ -230,12 +233,6 @@ def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, 
 
 # Each of the following takes the tensors of a backward operator, and its other arguments by name. It returns the same
 # gradients as functions that can be differentiated. A tensor on which no wanted gradient depends may be absent.
-
-
-def softplus_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
-    grad_y, q, k, v, _ = tensors
-    v = torch.zeros_like(k) if v is None else v
-    return gradients_by_vjp(in_plain_torch("softplus_attention", options), output_mask, grad_y, q, k, v)
 
 
 def linear_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
@@ -312,9 +309,9 @@ def gradients_by_reference(
     return masked([x if x is None else next(pulled) for x in inputs], output_mask)
 
 
-def softplus_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+def softplus_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
     """The rest of a state is a constant, so it has no gradient."""
-    grad_y, q, k, v, _, state, grad_state, *_ = tensors
+    grad_y, q, k, v, _, state, grad_state, *_ = [*tensors, None, None]
     v = torch.zeros_like(k) if v is None else v
 
     def results(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Any, ...]:
@@ -385,7 +382,6 @@ def define(library: torch.library.Library, gradients: Callable[..., Gradients]) 
 FORMULAS = (
     softplus_attention,
     linear_attention,
-    softplus_attention_sequences,
     linear_attention_sequences,
     compressed_attention,
     compressed_attention_pooled,

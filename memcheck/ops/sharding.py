@@ -35,13 +35,9 @@ QKV, STATE, LISTS = "BHSD BHTD BHTV", "BHDV BHD", ". . B"  # cu_seqlens_q, cu_se
 POOLED = f"BHSD BHSD BHCD BHCD BHSD BHS BHS H {LISTS}"
 CHANNELS = "BSH BHT BHT"
 FORMULAS = {
-    "softplus_attention": Formula(CHANNELS, "BSH .BCH"),
-    "softplus_attention_backward": Formula(f"BSH {CHANNELS} .BCH", CHANNELS),
+    "softplus_attention": Formula(f"{CHANNELS} .BH .BH {LISTS}", "BSH BC.H .BH .BH"),
+    "softplus_attention_backward": Formula(f"BSH {CHANNELS} BC.H .BH .BH .BH {LISTS}", f"{CHANNELS} .BH .BH"),
     "softplus_attention_step": Formula(f"{CHANNELS} BH BH", "BSH BH BH"),
-    "softplus_attention_sequences": Formula(f"{CHANNELS} .BH .BH {LISTS}", "BSH C.H .BH .BH", "H"),
-    "softplus_attention_sequences_backward": Formula(
-        f"BSH {CHANNELS} C.H .BH .BH .BH {LISTS}", f"{CHANNELS} .BH .BH", "H"
-    ),
     "linear_attention": Formula(QKV, "BHSV"),
     "linear_attention_backward": Formula(f"BHSV {QKV}", QKV),
     "linear_attention_step": Formula(f"{QKV} {STATE}", f"BHSV {STATE}"),

@@ -196,9 +196,7 @@ def _attend_from_state(
     if tensors:
         sums, rest = torch.stack(tensors[:2]), torch.stack(tensors[2:]) if len(tensors) == 4 else None
     try:
-        y, _, sums, rest = torch.ops.memcheck.softplus_attention_sequences(
-            q, k, v, sums, rest, return_state=return_state, **options
-        )
+        y, _, sums, rest = _forward(q, k, v, sums, rest, return_state=return_state, **options)
     except REFUSALS:
         explain_refusal(op, q=q, k=k, v=v)
         raise

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops.checks import DEVICE, DTYPES, KERNELS, LAYOUTS, Function, generator, run, run_truth, same_bits
+from ops.checks import DEVICE, DTYPES, KERNELS, LAYOUTS, ON_HOST, Function, generator, run, run_truth, same_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -221,7 +221,7 @@ def test_no_sequences(it: Attention) -> None:
 @CAUSAL
 @EVERY
 def test_forward_memory_is_y(it: Attention, causal: bool) -> None:
-    """Nothing beside y and what a call for the longest sequence alone takes."""
+    """Nothing beside y and what calls take that run at the same time: on the CPU one in each thread, on CUDA all."""
     case = Case([512] * 6, [512] * 6)
     inputs, _ = it.inputs(*case.sizes)
     longest = it.part(inputs, slice(0, 1), slice(0, 512), slice(0, 512))
@@ -231,8 +231,10 @@ def test_forward_memory_is_y(it: Attention, causal: bool) -> None:
             y = it.function(*inputs, causal=causal, **options)
             return memory.peak_bytes - y.nbytes
 
-    workers = torch.get_num_threads() if KERNELS == "cpu" else 1
-    assert peak(inputs, **case.options) <= workers * (peak(longest) + 64)
+    together = (
+        torch.get_num_threads() if KERNELS == "cpu" else 2 * len(case.keys)
+    )  # A sequence may begin within a tile.
+    assert peak(inputs, **case.options) <= together * (peak(longest) + 64)
 
 
 class Scratches(TorchDispatchMode):
@@ -244,14 +246,16 @@ class Scratches(TorchDispatchMode):
         self.predicted: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "_sequences" not in func._schema.name:
+        if func.namespace != "memcheck":
             return func(*args, **(kwargs or {}))
         with track(device=DEVICE, saved=False) as memory:
             outputs = func(*args, **kwargs)
             peak = memory.peak_bytes
         call = call_of(func, args, kwargs, outputs, Target(KERNELS, threads=torch.get_num_threads()))
         self.measured[call.name] = peak - sum(x.nbytes for x in call.outputs)
-        self.predicted[call.name] = sum(part.bytes for part in scratch_of(call) if isinstance(part, Scratch))
+        parts = [part for part in scratch_of(call) if isinstance(part, Scratch)]
+        # A table of sequences is in the memory of the GPU, which the host does not have.
+        self.predicted[call.name] = sum(x.bytes for x in parts if not (ON_HOST and x.name == "table of sequences"))
         return outputs
 
 

@@ -43,8 +43,6 @@ from memcheck.ops.reference import softplus_attention as reference
 forward_op = torch.ops.memcheck.softplus_attention.default
 backward_op = torch.ops.memcheck.softplus_attention_backward.default
 step_op = torch.ops.memcheck.softplus_attention_step.default
-sequences_op = torch.ops.memcheck.softplus_attention_sequences.default
-sequences_backward_op = torch.ops.memcheck.softplus_attention_sequences_backward.default
 
 # B, S, T, R
 SHAPES = [
@@ -297,9 +295,9 @@ def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
     if not requires_grad:
         utilities.append("test_aot_dispatch_dynamic")
     for q, k, v in opcheck_inputs(requires_grad):
-        _, carries = forward_op(q.detach(), k.detach(), v.detach(), causal=causal, keep_carries=True)
+        _, carries, *_ = forward_op(q.detach(), k.detach(), v.detach(), causal=causal, keep_carries=True)
         for mask in ([True, True, True], [False, True, False], [True, False, True]):
-            options = {"causal": causal, "eps": 1e-6, "output_mask": mask}
+            options = {"causal": causal, "eps": 1e-6, "output_mask": [*mask, False, False]}
             arguments = (torch.randn_like(q), q, k, v, carries)
             torch.library.opcheck(backward_op, arguments, options, test_utils=utilities)
 
@@ -318,9 +316,9 @@ def test_opcheck_sequences(kind: str, causal: bool, requires_grad: bool) -> None
     inputs, _ = make_inputs(1, 300, 600, 3)
     inputs = [x.requires_grad_(requires_grad) for x in inputs]
     options = {"causal": causal, **SEQUENCES[kind]}
-    torch.library.opcheck(sequences_op, inputs, options)
+    torch.library.opcheck(forward_op, inputs, options)
     if not requires_grad:
-        torch.library.opcheck(sequences_op, inputs, {**options, "keep_carries": True})
+        torch.library.opcheck(forward_op, inputs, {**options, "keep_carries": True})
 
 
 @pytest.mark.glue
@@ -329,10 +327,10 @@ def test_opcheck_sequences(kind: str, causal: bool, requires_grad: bool) -> None
 def test_opcheck_sequences_backward(kind: str, causal: bool) -> None:
     (q, k, v), grad_y = make_inputs(1, 300, 600, 3)
     options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False} | SEQUENCES[kind]
-    carries = sequences_op(q, k, v, causal=causal, keep_carries=True, **options)[1]
+    carries = forward_op(q, k, v, causal=causal, keep_carries=True, **options)[1]
     for mask in ([True, True, True], [False, True, False], [True, False, True]):
         more = {"causal": causal, "eps": 1e-6, "output_mask": [*mask, False, False]}
-        torch.library.opcheck(sequences_backward_op, (grad_y, q, k, v, carries, None, None), options | more)
+        torch.library.opcheck(backward_op, (grad_y, q, k, v, carries, None, None), options | more)
 
 
 @pytest.mark.glue
@@ -824,17 +822,17 @@ def test_wrong_step(wrong: str) -> None:
 
 BACKWARD_RAISES = {
     "too many carries": (
-        {"carries": torch.ones(2, 2, 1, 3)},
+        {"carries": torch.ones(2, 1, 2, 3)},
         ValueError,
-        r"carries must be \(2,B,C,R\) = \[2, 2, 0, 3\] to match q and k, got \[2, 2, 1, 3\]",
+        r"carries must be \(B,C,2,R\) = \[2, 0, 2, 3\] to match q and k, got \[2, 1, 2, 3\]",
     ),
     "carries of another dtype": (
-        {"carries": torch.ones(2, 2, 0, 3).double()},
+        {"carries": torch.ones(2, 0, 2, 3).double()},
         TypeError,
         "carries must be float32 to match the accumulation type of q, got float64",
     ),
     "carries elsewhere": (
-        {"carries": torch.ones(2, 2, 0, 3, device="meta")},
+        {"carries": torch.ones(2, 0, 2, 3, device="meta")},
         ValueError,
         f"carries must be on {HERE} as q is, got meta",
     ),
@@ -871,10 +869,10 @@ BACKWARD_RAISES = {
 def test_wrong_backward(wrong: str) -> None:
     changed, kind, message = BACKWARD_RAISES[wrong]
     (q, k, v), grad_y = make_inputs(2, 5, 7, 3)
-    arguments = {"grad_y": grad_y, "q": q, "k": k, "v": v, "carries": torch.ones(2, 2, 0, 3), "eps": 1e-6, **changed}
+    arguments = {"grad_y": grad_y, "q": q, "k": k, "v": v, "carries": torch.ones(2, 0, 2, 3), "eps": 1e-6, **changed}
     tensors = [arguments.pop(name) for name in ("grad_y", "q", "k", "v", "carries")]
     with pytest.raises(kind, match=f"softplus_attention_backward: {message}"):
-        backward_op(*tensors, causal=True, output_mask=[True] * 3, **arguments)
+        backward_op(*tensors, causal=True, output_mask=[True] * 5, **arguments)
 
 
 def test_queries_that_see_nothing() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from memcheck import softplus_attention, softplus_attention_step, track
 from memcheck.ops.reference import softplus_attention as reference
 
-sequences_op = torch.ops.memcheck.softplus_attention_sequences.default
-backward_op = torch.ops.memcheck.softplus_attention_sequences_backward.default
+forward_op = torch.ops.memcheck.softplus_attention.default
+backward_op = torch.ops.memcheck.softplus_attention_backward.default
 
 SEQUENCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "dense": (2, 300, 700, {}),
@@ -142,7 +142,7 @@ def test_gradients_of_pieces_that_end_at_chunks_are_the_same_bits(R: int) -> Non
     state, pieces = (None, None), []
     for part in (slice(0, 256), slice(256, 768), slice(768, 1024)):
         x = q[:, part], k[..., part], v[..., part]
-        _, carries, *after = sequences_op(*x, *state, keep_carries=True, return_state=True)
+        _, carries, *after = forward_op(*x, *state, keep_carries=True, return_state=True)
         pieces.append((grad_y[:, part], *x, carries, state[0]))
         state = after
     later, gradients = (None, None), []
@@ -197,8 +197,8 @@ def test_opcheck(causal: bool) -> None:
     state, rest = torch.rand(2, 1, 3), torch.zeros(2, 1, 3)
     for wanted in (True, False):
         inputs = [x.detach().requires_grad_(wanted) for x in (q, k, v, state)]
-        torch.library.opcheck(sequences_op, (*inputs, rest), {"causal": causal, "return_state": True})
-    carries = sequences_op(q, k, v, state, causal=causal, keep_carries=True)[1]
+        torch.library.opcheck(forward_op, (*inputs, rest), {"causal": causal, "return_state": True})
+    carries = forward_op(q, k, v, state, causal=causal, keep_carries=True)[1]
     options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, "causal": causal}
     for mask in ([True] * 5, [False, False, False, True, False]):
         arguments = (torch.ones_like(q), q, k, v, carries, state, torch.ones_like(state), rest)
@@ -218,7 +218,7 @@ def test_states_take_their_own_bytes(kind: str, causal: bool) -> None:
     def peaks(with_states: bool) -> tuple[int, int]:
         before, grad_after = (state, grad_state) if with_states else (None, None)
         with track(device=DEVICE) as memory:
-            forward = sequences_op(*x, before, **lists, return_state=with_states, keep_carries=True)
+            forward = forward_op(*x, before, **lists, return_state=with_states, keep_carries=True)
             peak = memory.peak_bytes
         mask = [True, True, True, with_states, False]
         with track(device=DEVICE) as memory:

@@ -186,22 +186,22 @@ def test_cases_with_lengths_are_predicted(operator: str, layout: str) -> None:
 
 def cuda_scratch(name: str, **arguments: Any) -> list[Scratch | Unknown]:
     q, k, v = (x.detach().to("meta") for x in inputs(name, "packed"))
-    operator = getattr(torch.ops.memcheck, f"{name}_attention_sequences").default
+    operator = getattr(torch.ops.memcheck, f"{name}_attention").default
     starts = SEQUENCES["packed"]["cu_seqlens"]
     arguments = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True, **arguments}
     return scratch_of(call_of(operator, (q, k, v), arguments, operator(q, k, v, **arguments), Target("cuda")))
 
 
-def test_on_cuda_sequences_follow_each_other() -> None:
-    """The scratch is that of the longest sequence alone."""
+def test_scratch_on_cuda_depends_on_the_number_of_sequences() -> None:
+    """A table of sequences, and the C++ plan for the shape of the batch."""
     from memcheck._extension import _C
 
-    sizes: dict[str, Any] = {"B": 1, "S": 700, "T": 700, "dtype": "float32", "device": "cuda", "threads": 1}
-    plan = _C.softplus_attention_plan(R=35, causal=True, **sizes)
-    (scratch,) = cuda_scratch("softplus")
-    assert isinstance(scratch, Scratch)
-    carries = plan["forward_scratch"] - plan["forward_sums"]
-    assert scratch.bytes == sum(-(-part // 64) * 64 for part in (carries, plan["forward_sums"]))
+    sizes: dict[str, Any] = {"B": 1, "S": 1037, "T": 1037, "dtype": "float32", "device": "cuda", "threads": 1}
+    plan = _C.softplus_attention_plan(R=35, causal=True, sequences=[(0, 0)] * 4, packed=True, **sizes)
+    table, sums = cuda_scratch("softplus")
+    assert isinstance(table, Scratch)
+    assert isinstance(sums, Scratch)
+    assert (table.bytes, sums.bytes) == (4 * 40, plan["forward_scratch"])
 
 
 def heads(S: int = 40, D: int = 20, H: int = 4) -> tuple[int, ...]:

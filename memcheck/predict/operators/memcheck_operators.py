@@ -34,11 +34,6 @@ def plan_of(call: OperatorCall, operator: str, x: Tensor, **sizes: Any) -> dict[
     return plan
 
 
-def softplus_plan(call: OperatorCall, B: int, S: int, T: int, threads: int) -> dict[str, int]:
-    sizes = {"B": B, "S": S, "T": T, "R": call.q.shape[2], "threads": threads}
-    return plan_of(call, "softplus_attention", call.q, **sizes, causal=call.causal)
-
-
 def linear_plan(call: OperatorCall, B: int, S: int, T: int, threads: int, Dv: int, **how: bool) -> dict[str, int]:
     (_, H, _, D), Hkv = call.q.shape, call.k.shape[1]
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv, "threads": threads}
@@ -95,16 +90,17 @@ def plain_sizes(call: OperatorCall, T: int) -> tuple[int, int, int, int]:
     return call.q.shape[0], call.q.shape[-2], T, call.target.threads
 
 
-def softplus(call: OperatorCall) -> Iterator[Scratch]:
-    plan = softplus_plan(call, *plain_sizes(call, call.k.shape[2]))
-    yield Scratch("carries", 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"])
-    yield Scratch("sums", plan["forward_sums"])
-
-
-def softplus_backward(call: OperatorCall) -> Iterator[Scratch]:
-    plan = softplus_plan(call, *plain_sizes(call, call.k.shape[2]))
-    yield Scratch("sums", plan["backward_sums"])
-    yield Scratch("scratch", plan["backward_scratch"] - plan["backward_sums"])
+def softplus(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    (B, S, R), T = call.q.shape, call.k.shape[2]
+    yield from sequence_table(call, S, T)
+    if (sequences := sequences_of(call, S, T)) is None:
+        return
+    sizes = {"B": B, "S": S, "T": T, "R": R, "threads": call.target.threads, "causal": call.causal}
+    plan = plan_of(call, "softplus_attention", call.q, **sizes, **sequences)
+    if call.name.endswith("_backward"):
+        yield Scratch("sums and tiles", plan["backward_scratch"])
+    else:
+        yield Scratch("sums", plan["forward_sums" if call.keep_carries else "forward_scratch"])
 
 
 def no_scratch(call: OperatorCall) -> Iterator[Scratch]:
@@ -311,8 +307,10 @@ def add_pair(name: str, example: str, forward: Rule, backward: Rule, **facts: An
 
 
 OURS: Facts = {"source": "csrc/softplus_attention"}
-EXAMPLE = "memcheck.softplus_attention(batch, batch.mT, batch.mT)"
-add_pair("softplus_attention", EXAMPLE, softplus, softplus_backward, **OURS)
+PACKED = "{'cu_seqlens': torch.tensor([0, 1, 1, q.shape[-2]])}"
+EXAMPLE = "[memcheck.softplus_attention(x, x.mT, x.mT, **sequences) for x, sequences in "
+EXAMPLE += f"((batch, {{}}), (batch[:1], {PACKED}))]"
+add_pair("softplus_attention", EXAMPLE, softplus, softplus, **OURS)
 EXAMPLE = "memcheck.softplus_attention_step(token[0], token[0].mT, token[0].mT)"
 add("memcheck::softplus_attention_step", EXAMPLE, everywhere=no_scratch, **OURS)
 OURS = {"source": "csrc/linear_attention"}
@@ -321,7 +319,6 @@ add_pair("linear_attention", EXAMPLE, linear, linear_backward, **OURS)
 EXAMPLE = "memcheck.linear_attention_step(token, token, token)"
 add("memcheck::linear_attention_step", EXAMPLE, everywhere=linear, **OURS)
 OURS = {"source": "csrc/compressed_attention"}
-PACKED = "{'cu_seqlens': torch.tensor([0, 1, 1, q.shape[-2]])}"
 EXAMPLE = f"[memcheck.compressed_attention(q, q, q, factor=4, **sequences) for sequences in ({{}}, {PACKED})]"
 add_pair("compressed_attention", EXAMPLE, compressed, compressed_backward, **OURS)
 EXAMPLE = "memcheck.compressed_attention_pooled(q, q[..., ::8, :], q[..., ::8, :], factor=8, kv_len=q.shape[-2])"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from memcheck.predict.operators.memcheck_operators import add_pair, linear_plan, softplus_plan
+from memcheck.predict.operators.memcheck_operators import UNKNOWN_LENGTHS, add_pair, linear_plan
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 THREAD_WORK = 2**17  # Multiplications that are worth waking a thread for.
@@ -81,25 +81,6 @@ def acc_bytes(call: OperatorCall) -> int:
     return torch.promote_types(call.q.dtype, torch.float32).itemsize
 
 
-UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
-
-
-def softplus(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    (B, S, R), T, phase = call.q.shape, call.k.shape[2], phase_of(call)
-    keeps_carries = phase == "forward" and call.keep_carries
-
-    def bytes_of(x: Sequence, threads: int) -> int:
-        plan = softplus_plan(call, *x, threads)
-        sums = plan[f"{phase}_sums"]
-        return aligned(sums, 0 if keeps_carries else plan[f"{phase}_scratch"] - sums)
-
-    if (sequences := sequences_of(call, B, S, T)) is None:
-        yield UNKNOWN_LENGTHS
-        return
-    work: Work = lambda x: 32 * x.rows * R * (x.queries + 2 * x.keys)  # noqa: E731
-    yield Scratch("sums", shared_bytes(call, sequences, work, bytes_of))
-
-
 def linear(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     (B, H, S, D), (_, Hkv, T, Dv), phase = call.q.shape, call.v.shape, phase_of(call)
     if phase == "backward":
@@ -137,7 +118,5 @@ def phase_of(call: OperatorCall) -> str:
 
 
 PACKED = "cu_seqlens=torch.tensor([0, 1, 1, q.shape[-2]])"
-EXAMPLE = f"memcheck.softplus_attention(batch[:1], batch[:1].mT, batch[:1].mT, {PACKED})"
-add_pair("softplus_attention_sequences", EXAMPLE, softplus, softplus, source="csrc/softplus_attention")
 EXAMPLE = f"memcheck.linear_attention(q, q, q, {PACKED})"
 add_pair("linear_attention_sequences", EXAMPLE, linear, linear, source="csrc/linear_attention")
