@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from host_cuda.test_sequences import TAKE_TABLES
 from ops import test_compressed_attention, test_linear_attention, test_softplus_attention
 from ops.checks import DTYPES, Contract, assert_contract, run, same_bits
 from ops.test_all_operators import OPERATORS, Operator
+from ops.test_sequences import ATTENTIONS, Attention
 from torch import Tensor
 
 import memcheck
@@ -106,6 +108,33 @@ def test_a_graph_is_captured_and_replayed(it: Operator, with_backward: bool) -> 
         graph.replay()
         assert same_bits(results, replayed)
         assert_close(replayed, results_of(it, [x * scale for x in given])[: len(results)])
+
+
+@pytest.mark.parametrize("it", [pytest.param(ATTENTIONS[name], id=name) for name in TAKE_TABLES])
+def test_a_graph_of_a_packed_call_follows_its_lengths(it: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it waits, or depends on the lengths that it had when it was captured."""
+    monkeypatch.setenv("MEMCHECK_CHECK", "0")
+    given, grad = it.inputs(1, 700, 700)
+    leaves, grad_y = [x.cuda().requires_grad_() for x in given], grad.cuda()
+    cu_seqlens = torch.tensor([0, 100, 100, 700], device="cuda")
+
+    def step() -> list[Tensor]:
+        y = it.function(*leaves, cu_seqlens=cu_seqlens)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for starts in ([0, 100, 100, 700], [0, 0, 513, 700], [0, 350, 699, 700]):
+        cu_seqlens.copy_(torch.tensor(starts))
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        assert same_bits(replayed, step())
 
 
 @EVERY

@@ -1,0 +1,90 @@
+"""Packed and padded batches on CUDA: launches, waits, lengths that break a rule, and sums over many chunks."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from host_cuda import library
+from ops.checks import generator, run, same_bits
+from ops.test_sequences import ATTENTIONS, CAUSAL, Attention, Case, cumulative
+
+import memcheck
+
+pytestmark = pytest.mark.host_cuda
+# Those whose kernels take a table of sequences.
+TAKE_TABLES = ("softplus",)
+EVERY = pytest.mark.parametrize("it", [pytest.param(ATTENTIONS[name], id=name) for name in TAKE_TABLES])
+MESSAGE = "cu_seqlens_q must ascend, got 10 at index 2 after 30"
+NOT_ASCENDING = torch.tensor([0, 30, 10, 40])
+
+
+def launches_of(function: Callable[[], object]) -> Counter[str]:
+    before = Counter({name: of.count for name, of in library.launches().items()})
+    function()
+    return Counter({name: of.count for name, of in library.launches().items()}) - before
+
+
+@CAUSAL
+@pytest.mark.parametrize("padding", ["", "right"])
+@EVERY
+def test_launches_do_not_depend_on_the_number_of_sequences(it: Attention, padding: str, causal: bool) -> None:
+    counts = []
+    for number in (2, 50):
+        case = Case([300 // number] * number, [300 // number] * number, padding, more=300 - 300 // number)
+        inputs, grad_y = it.inputs(*case.sizes)
+        call = functools.partial(it.function, causal=causal, **case.options)
+        counts.append(launches_of(functools.partial(run, call, inputs, grad_y)))
+    assert counts[0] == counts[1] != Counter()
+
+
+@EVERY
+def test_no_call_waits_for_the_gpu(it: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to the host would wait."""
+    monkeypatch.setenv("MEMCHECK_CHECK", "0")
+    for case in (Case([100, 0, 200], [100, 0, 200]), Case([100, 0, 200], [100, 0, 200], "left")):
+        (q, k, v), grad_y = it.inputs(*case.sizes)
+        leaves, options = [x.requires_grad_() for x in (q, k, v)], case.options
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            torch.autograd.grad(it.function(*leaves, **options), leaves, grad_y)
+        ran = {event.name for event in profile.events()}
+        assert any(name.startswith("memcheck::") for name in ran)
+        assert not ran & {"aten::item", "aten::_local_scalar_dense", "aten::copy_", "aten::_to_copy"}
+
+
+@EVERY
+def test_lengths_that_break_a_rule_are_raised_by_the_next_call(it: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever operator that calls. Kernels take all sequences for empty."""
+    monkeypatch.setenv("MEMCHECK_CHECK", "0")
+    (q, k, v), grad_y = it.inputs(1, 40, 40)
+    it.function(q, k, v, cu_seqlens=NOT_ASCENDING)
+    with pytest.raises(ValueError, match=MESSAGE):
+        memcheck.combinator(torch.ones(2, 4), torch.ones(2, 4, 4))
+    run(it.function, [q, k, v], grad_y)
+
+
+@EVERY
+def test_lengths_that_break_a_rule_are_raised_at_once_if_that_is_asked_for(it: Attention) -> None:
+    (q, k, v), _ = it.inputs(1, 40, 40)
+    with pytest.raises(ValueError, match=MESSAGE):
+        it.function(q, k, v, cu_seqlens=NOT_ASCENDING)
+
+
+def test_sums_over_many_chunks_have_the_same_bits_packed_and_alone() -> None:
+    """Of softplus attention, whose blocks pass sums on in hops of 32 chunks, 8,192 positions."""
+    lengths = [300, 9000, 17_000]
+    T = sum(lengths)
+    random = generator()
+    inputs = [torch.randn(shape, generator=random) for shape in ((1, T, 1), (1, 1, T), (1, 1, T))]
+    grad_y = torch.randn(1, T, 1, generator=random)
+    packed = run(functools.partial(memcheck.softplus_attention, cu_seqlens=cumulative(lengths)), inputs, grad_y)
+    first = 0
+    for length in lengths:
+        part = slice(first, first + length)
+        alone = run(
+            memcheck.softplus_attention, [inputs[0][:, part], *(x[..., part] for x in inputs[1:])], grad_y[:, part]
+        )
+        dims = (1, 1, 2, 2)
+        assert same_bits([x.narrow(dim, first, length) for x, dim in zip(packed, dims, strict=True)], alone)
+        first += length
