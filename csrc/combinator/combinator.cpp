@@ -294,35 +294,14 @@ Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at
           empty_gradient(wanted[1], weight, {2, E, E}, grad_y.options())};
 }
 
-// grad_weight = the sum over chunks of grad_pair^T x. In 16-bit types it is formed in float32 and rounded once.
-class WeightGradient {
- public:
-  WeightGradient(at::Tensor grad_weight, const CombinatorPlan& plan) : grad_weight_(std::move(grad_weight)) {
-    if (!grad_weight_.defined()) return;
-    const int64_t E = grad_weight_.size(2);
-    const auto wide = grad_weight_.options().dtype(acc_scalar_type(grad_weight_.scalar_type()));
-    if (plan.sums_bytes == 0) sum_ = matrix_of(grad_weight_);
-    in_place_ = sum_.defined();
-    if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
-  }
-
-  // grad_pair (count,2E), x (count,E). memory: see multiply_transposed.
-  void add(const at::Tensor& grad_pair, const at::Tensor& x, const at::Tensor& memory) {
-    if (!grad_weight_.defined()) return;
-    multiply_transposed(sum_, grad_pair, x, /*adds=*/!first_, memory);
-    first_ = false;
-  }
-
-  void finish() {
-    if (grad_weight_.defined() && !in_place_) grad_weight_.copy_(sum_.view(grad_weight_.sizes()));
-  }
-
- private:
-  at::Tensor grad_weight_;
-  at::Tensor sum_;  // (2E,E)
-  bool in_place_ = false;
-  bool first_ = true;
-};
+// (2E,E): grad_weight itself if it can be summed in place, else memory, which is in float32 for 16-bit types.
+at::Tensor sum_for(const at::Tensor& grad_weight, const CombinatorPlan& plan) {
+  if (!grad_weight.defined()) return {};
+  const at::Tensor matrix = plan.sums_bytes == 0 ? matrix_of(grad_weight) : at::Tensor();
+  if (matrix.defined()) return matrix;
+  const auto wide = grad_weight.options().dtype(acc_scalar_type(grad_weight.scalar_type()));
+  return at::empty({2 * grad_weight.size(1), grad_weight.size(2)}, wide);
+}
 
 BackwardOp::Results backward_meta(const BackwardOp::Arguments& in) {
   return check_backward(in.grad_y, in.x.value_or(at::Tensor()), in.weight.value_or(at::Tensor()),
@@ -358,7 +337,7 @@ BackwardOp::Results backward(const CombinatorKernels& kernels, const BackwardOp:
   const bool in_float = plan.weight_bytes > 0;  // all products
   const bool widens = in_float || (plan.wide_bytes > 0 && grad_weight.defined());
   const WideChunk wide = widens ? empty_wide(plan, E, grad_y.options()) : WideChunk();
-  WeightGradient sum(grad_weight, plan);
+  WeightGradient sum(grad_weight, sum_for(grad_weight, plan));
   const auto run = [&](int64_t first, int64_t count) {
     const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
     const at::Tensor wide_x = reads_x && in_float ? converted(x, wide.tokens) : x;

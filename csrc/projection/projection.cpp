@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "common/cpu_products.h"
+#include "common/integer.h"
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/matrix.h"
@@ -58,14 +59,15 @@ void merge_batches(std::initializer_list<at::Tensor*> tensors) {
 // Memory in float32 for a piece of rows of x (B,S,E) and of a gradient or result (B,S,R).
 struct WidePiece {
   int64_t rows;
-  at::Tensor x;  // (rows E)
-  at::Tensor y;  // (rows R)
+  at::Tensor memory;  // of both
+  at::Tensor x;       // (rows E)
+  at::Tensor y;       // (rows R)
 };
 
 WidePiece empty_wide(const at::Tensor& y, int64_t E) {
   const int64_t R = y.size(2), rows = projection_wide_rows(y.size(0), y.size(1), E, R, y.element_size());
   const at::Tensor memory = at::empty({rows * (E + R)}, y.options().dtype(at::kFloat));
-  return {rows, memory.narrow(0, 0, rows * E), memory.narrow(0, rows * E, rows * R)};
+  return {rows, memory, memory.narrow(0, 0, rows * E), memory.narrow(0, rows * E, rows * R)};
 }
 
 // Calls run(part) for every piece of so many of the rows (B,S), where part(x) is the piece of x (B,S,..).
@@ -151,37 +153,9 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
           empty_gradient(wanted[1], w, {E, R}, grad.options())};
 }
 
-// grad_w as a sum of products. A single product over all rows is formed in the dtype of w. Several products in 16-bit
-// types are summed in float32, and the sum is rounded once.
-class WeightGradient {
- public:
-  // wide_rows: the rows of x and grad_y that are converted to float32 at a time, 0 if GEMM has a float32 product of
-  // 16-bit matrices. Packed rows take no more memory.
-  WeightGradient(at::Tensor grad_w, int64_t terms, int64_t wide_rows) : grad_w_(std::move(grad_w)) {
-    if (!grad_w_.defined()) return;
-    if (terms == 0) grad_w_.zero_();
-    const auto wide = acc_scalar_type(grad_w_.scalar_type());
-    if (terms < 2 || wide == grad_w_.scalar_type()) return;
-    const auto options = grad_w_.options().dtype(wide);
-    sum_ = at::empty(grad_w_.sizes(), options);
-    if (wide_rows > 0) wide_ = at::empty({wide_rows * (grad_w_.size(0) + grad_w_.size(1))}, options);
-  }
-  // x (count,E), grad (count,R)
-  void add(const at::Tensor& x, const at::Tensor& grad) {
-    if (!grad_w_.defined()) return;
-    multiply_transposed(sum_.defined() ? sum_ : grad_w_, x, grad, adds_, wide_);
-    adds_ = true;
-  }
-  void finish() {
-    if (sum_.defined()) grad_w_.copy_(sum_);
-  }
-
- private:
-  at::Tensor grad_w_;
-  at::Tensor sum_;
-  at::Tensor wide_;  // (wide rows (E+R))
-  bool adds_ = false;
-};
+at::Tensor empty_sum(const at::Tensor& grad_w) {
+  return at::empty(grad_w.sizes(), grad_w.options().dtype(at::kFloat));
+}
 
 // Products of pieces in float32. grad_w is their sum, rounded once.
 void backward_in_float(at::Tensor grad, at::Tensor x, const at::Tensor& w, const Gradients& gradients) {
@@ -191,17 +165,14 @@ void backward_in_float(at::Tensor grad, at::Tensor x, const at::Tensor& w, const
   const int64_t E = (grad_w.defined() ? x : grad_x).size(2);
   merge_batches({&grad, &x, &grad_x});
   const at::Tensor wide_w = grad_x.defined() ? w.to(at::kFloat).t() : at::Tensor();
-  const at::Tensor sum =
-      grad_w.defined() ? at::empty(grad_w.sizes(), grad_w.options().dtype(at::kFloat)) : at::Tensor();
+  WeightGradient sum(grad_w, grad_w.defined() ? empty_sum(grad_w) : at::Tensor());
   const WidePiece wide = empty_wide(grad, E);
-  bool adds = false;
   for_pieces(grad, wide.rows, [&](const auto& part) {
     const at::Tensor wide_grad = converted(part(grad), wide.y);
-    if (sum.defined()) multiply(sum, converted(part(x), wide.x).t(), wide_grad, adds);
-    adds = true;
+    if (grad_w.defined()) sum.add(converted(part(x), wide.x), wide_grad, /*memory=*/{});
     if (grad_x.defined()) multiply_rounded(part(grad_x), wide_grad, wide_w, wide.x);
   });
-  if (grad_w.defined()) grad_w.copy_(sum);
+  sum.finish();
 }
 
 // Forms each gradient whose strides allow that by one product over all rows. Returns those that are left, if any.
@@ -216,7 +187,7 @@ Gradients backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::
     grad_x = at::Tensor();
   }
   if (x_rows.defined()) {
-    WeightGradient(grad_w, /*terms=*/1, /*wide_rows=*/0).add(x_rows, grad_rows);
+    multiply_transposed(grad_w, x_rows, grad_rows, /*adds=*/false, /*memory=*/{});
     grad_w = at::Tensor();
   }
   return {grad_x, grad_w};
@@ -231,16 +202,19 @@ void backward_in_pieces(const ProjectionProducts& products, const at::Tensor& gr
   const at::Tensor piece = copies ? at::empty({rows, R}, grad.options()) : at::Tensor();
   const bool all_at_once = products.batches && !copies;
   if (all_at_once && grad_x.defined()) multiply_rows(products, grad_x, grad, w.t());
-  const bool widens = grad_w.defined() && !products.into_float;
-  const int64_t wide_rows = widens ? projection_wide_rows(B, S, grad_w.size(0), R, grad.element_size()) : 0;
-  WeightGradient weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows), wide_rows);
+  // A single product is formed in the dtype of w. Several in 16-bit types are summed in float32.
+  const bool sums = grad_w.defined() && grad_w.element_size() == 2 && B * ceil_div(S, rows) > 1;
+  WeightGradient weight(grad_w, sums ? empty_sum(grad_w) : grad_w);
+  // Rows of x and grad_y in float32, if GEMM has no float32 product of 16-bit matrices. Packed rows take no more
+  // memory.
+  const at::Tensor wide = sums && !products.into_float ? empty_wide(grad, grad_w.size(0)).memory : at::Tensor();
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t s = 0; s < S; s += rows) {
       const int64_t count = std::min(rows, S - s);
       const auto part = [&](const at::Tensor& whole) { return whole.select(0, b).narrow(0, s, count); };
       const at::Tensor grad_part = copies ? piece.narrow(0, 0, count).copy_(part(grad)) : part(grad);
       if (grad_x.defined() && !all_at_once) multiply(part(grad_x), grad_part, w.t(), /*adds=*/false);
-      if (grad_w.defined()) weight.add(part(x), grad_part);
+      if (grad_w.defined()) weight.add(part(x), grad_part, wide);
     }
   }
   weight.finish();

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "common/torch/packed_product.h"
 
@@ -83,6 +84,32 @@ inline void multiply_transposed(const at::Tensor& sum, const at::Tensor& a, cons
     multiply_same(sum, wide_a.t(), wide_b, adds || row > 0);
   }
 }
+
+// The gradient of a weight as a sum of products.
+class WeightGradient {
+ public:
+  // sum: memory in which the products are added up, and from which the gradient is rounded once; or the gradient
+  // itself. Both are undefined if it is not wanted.
+  WeightGradient(at::Tensor gradient, at::Tensor sum) : gradient_(std::move(gradient)), sum_(std::move(sum)) {}
+
+  // Adds a^T b, as multiply_transposed does.
+  void add(const at::Tensor& a, const at::Tensor& b, const at::Tensor& memory) {
+    if (!sum_.defined()) return;
+    multiply_transposed(sum_, a, b, adds_, memory);
+    adds_ = true;
+  }
+
+  void finish() {
+    if (!sum_.defined()) return;
+    if (!adds_) sum_.zero_();
+    if (!sum_.is_alias_of(gradient_)) gradient_.copy_(sum_.view(gradient_.sizes()));
+  }
+
+ private:
+  at::Tensor gradient_;
+  at::Tensor sum_;
+  bool adds_ = false;
+};
 
 // to (M,N) = a (M,K) b (K,N). If `to` is in 16 bits and the others in float32, their product is formed in memory of
 // M N elements or more and rounded once.
