@@ -43,7 +43,7 @@ struct Combinator : Differentiable<Combinator, operators::Combinator> {
     if (kept && at::GradMode::is_enabled())
       kept = KeptProducts::apply(stands_for_input(0, *kept), stands_for_input(1, *kept), *kept, x, weight)[0];
     const auto [grad_x, grad_weight] =
-        call<operators::CombinatorBackward>({grads[0], x, weight, kept, {saved.wanted[0], saved.wanted[1]}});
+        call<operators::CombinatorBackward>({grads[0], x, weight, kept, saved.wanted_of<2>()});
     return {grad_x, grad_weight};
   }
 };

@@ -20,7 +20,7 @@ struct Projection : Differentiable<Projection<Forward, Backward>, Forward> {
   template <typename Saved>
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
     const auto [grad_x, grad_w] = call<Backward>(
-        {grads[0], if_defined(saved.tensors[0]), if_defined(saved.tensors[1]), {saved.wanted[0], saved.wanted[1]}});
+        {grads[0], if_defined(saved.tensors[0]), if_defined(saved.tensors[1]), saved.template wanted_of<2>()});
     return {grad_x, grad_w};
   }
 };

@@ -10,11 +10,16 @@
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
 #include "softplus_attention/softplus_attention_checks.h"
+#include "softplus_attention/softplus_attention_operators.h"
 
 namespace memcheck::softplus_attention_operators {
 namespace {
 
 using namespace softplus_attention_glue;
+
+using Op = operators::SoftplusAttention;
+using BackwardOp = operators::SoftplusAttentionBackward;
+using StepOp = operators::SoftplusAttentionStep;
 
 constexpr const char* kForward = "softplus_attention";
 constexpr const char* kBackward = "softplus_attention_backward";
@@ -26,71 +31,58 @@ Strided<3> given(const MaybeTensor& x) {
 
 // ---- forward
 
-using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // y, carries, new_state, new_rest
-
-Sizes check_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& state,
-                    const MaybeTensor& rest, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                    const MaybeTensor& lengths, bool left_padded, bool causal, double eps) {
-  Sizes n = check_inputs(kForward, q, k, v, causal, eps);
-  n.sequences = check_sequences(kForward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
-  n.N = n.sequences.count(n.B);
-  check_state(kForward, "state", state, q, n);
-  check_state(kForward, "rest", rest, q, n);
+Sizes check_forward(const Op::Arguments& in) {
+  Sizes n = check_inputs(kForward, in.q, in.k, in.v, in.causal, in.eps);
+  n.set_sequences(kForward, in);
+  check_state(kForward, "state", in.state, in.q, n);
+  check_state(kForward, "rest", in.rest, in.q, n);
   return n;
 }
 
-Results empty_results(const Sizes& n, const at::Tensor& q, bool return_state, bool keep_carries) {
-  return {empty_output(n, q), empty_carries(n, keep_carries, q), empty_state(n, return_state, q),
-          empty_state(n, return_state, q)};
+Op::Results empty_results(const Sizes& n, const Op::Arguments& in) {
+  return {empty_output(n, in.q), empty_carries(n, in.keep_carries, in.q), empty_state(n, in.return_state, in.q),
+          empty_state(n, in.return_state, in.q)};
 }
 
-Results forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& state,
-                     const MaybeTensor& rest, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                     const MaybeTensor& lengths, bool left_padded, bool causal, double eps, bool return_state,
-                     bool keep_carries) {
-  const Sizes n = check_forward(q, k, v, state, rest, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, causal, eps);
-  return empty_results(n, q, return_state, keep_carries);
+Op::Results forward_meta(const Op::Arguments& in) {
+  return empty_results(check_forward(in), in);
 }
 
-Results forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                const MaybeTensor& state, const MaybeTensor& rest, const MaybeTensor& cu_seqlens_q,
-                const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal, double eps,
-                bool return_state, bool keep_carries) {
-  const Sizes n = check_forward(q, k, v, state, rest, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, causal, eps);
+Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments& in) {
+  const Sizes n = check_forward(in);
   SoftplusAttentionShape shape = n.shape();
-  const DeviceScope device(q);
-  const Sequences sequences(kForward, n.sequences, *kernels.sequences, q, shape.S, shape.T, causal, device.stream);
+  const DeviceScope device(in.q);
+  const Sequences sequences(kForward, n.sequences, *kernels.sequences, in.q, shape.S, shape.T, shape.causal,
+                            device.stream);
   shape.sequences = sequences.table();
-  const Results results = empty_results(n, q, return_state, keep_carries);
+  const Op::Results results = empty_results(n, in);
   const auto& [y, carries, new_state, new_rest] = results;
-  if (keep_carries && causal && shape.sequences) carries.zero_();  // some are of no sequence
+  if (in.keep_carries && shape.causal && shape.sequences) carries.zero_();  // some are of no sequence
   sequences.fill_padded_queries(y, 1);
-  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const Scratch scratch(plan.forward_scratch_bytes + (keep_carries ? 0 : plan.forward_carries_bytes), q);
+  const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
+  const Scratch scratch(plan.forward_scratch_bytes + (in.keep_carries ? 0 : plan.forward_carries_bytes), in.q);
   const SoftplusAttentionForward p{
       shape,
-      eps,
-      reads<3>(q),
-      reads<3>(k),
-      reads<3>(v),
+      in.eps,
+      reads<3>(in.q),
+      reads<3>(in.k),
+      reads<3>(in.v),
       writes<3>(y),
-      keep_carries ? carries.mutable_data_ptr() : nullptr,
+      in.keep_carries ? carries.mutable_data_ptr() : nullptr,
       scratch.data(),
       device.threads,
-      {given(state), given(rest), writes<3>(new_state), writes<3>(new_rest)}};  // null without elements
-  kernels.forward(p, dtype_of(q), device.stream);
+      {given(in.state), given(in.rest), writes<3>(new_state), writes<3>(new_rest)}};  // null without elements
+  kernels.forward(p, dtype_of(in.q), device.stream);
   return results;
 }
 
 // ---- backward
 
-Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const MaybeTensor& v,
-                     const at::Tensor& carries, const MaybeTensor& state, const MaybeTensor& grad_state,
-                     const MaybeTensor& grad_rest, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                     const MaybeTensor& lengths, bool left_padded, bool causal, double eps, const Mask& wanted) {
-  Sizes n = check_inputs(kBackward, q, k, v.value_or(at::Tensor()), causal, eps, wanted[0] || wanted[1] || wanted[3]);
-  n.sequences = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
-  n.N = n.sequences.count(n.B);
+Sizes check_backward(const BackwardOp::Arguments& in) {
+  const auto& [grad_y, q, carries, wanted] = std::tie(in.grad_y, in.q, in.carries, in.output_mask);
+  Sizes n = check_inputs(kBackward, q, in.k, in.v.value_or(at::Tensor()), in.causal, in.eps,
+                         wanted[0] || wanted[1] || wanted[3]);
+  n.set_sequences(kBackward, in);
   check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
   check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
   check_like(kBackward, "grad_y", grad_y, q, "q");
@@ -98,130 +90,105 @@ Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Te
   check_shape(kBackward, "carries", carries, "(B,C,2,R)", {n.B, n.carries(), 2, n.R}, "q and k");
   check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
   check_device(kBackward, "carries", carries, q, "q");
-  check_state(kBackward, "state", state, q, n);
-  check_state(kBackward, "grad_state", grad_state, q, n);
-  check_state(kBackward, "grad_rest", grad_rest, q, n);
-  TORCH_CHECK_VALUE(!grad_rest || grad_state, kBackward, ": grad_rest needs grad_state");
+  check_state(kBackward, "state", in.state, q, n);
+  check_state(kBackward, "grad_state", in.grad_state, q, n);
+  check_state(kBackward, "grad_rest", in.grad_rest, q, n);
+  TORCH_CHECK_VALUE(!in.grad_rest || in.grad_state, kBackward, ": grad_rest needs grad_state");
   TORCH_CHECK_VALUE(!wanted[4] || wanted[3], kBackward,
                     ": output_mask must want the gradient of the state with that of its rest");
   return n;
 }
 
-Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const MaybeTensor& v,
-                        const at::Tensor& carries, const MaybeTensor& state, const MaybeTensor& grad_state,
-                        const MaybeTensor& grad_rest, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                        const MaybeTensor& lengths, bool left_padded, bool causal, double eps, Mask output_mask) {
-  const Sizes n = check_backward(grad_y, q, k, v, carries, state, grad_state, grad_rest, cu_seqlens_q, cu_seqlens_k,
-                                 lengths, left_padded, causal, eps, output_mask);
-  return empty_gradients(n, q, k, v.value_or(at::Tensor()), output_mask);
+Gradients backward_meta(const BackwardOp::Arguments& in) {
+  return empty_gradients(check_backward(in), in.q, in.k, in.v.value_or(at::Tensor()), in.output_mask);
 }
 
-Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                   const at::Tensor& k, const MaybeTensor& v, const at::Tensor& carries, const MaybeTensor& state,
-                   const MaybeTensor& grad_state, const MaybeTensor& grad_rest, const MaybeTensor& cu_seqlens_q,
-                   const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                   double eps, Mask output_mask) {
-  const Sizes n = check_backward(grad_y, q, k, v, carries, state, grad_state, grad_rest, cu_seqlens_q, cu_seqlens_k,
-                                 lengths, left_padded, causal, eps, output_mask);
+Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Arguments& in) {
+  const Sizes n = check_backward(in);
   SoftplusAttentionShape shape = n.shape();
-  const DeviceScope device(q);
-  const Sequences sequences(kBackward, n.sequences, *kernels.sequences, q, shape.S, shape.T, causal, device.stream);
+  const DeviceScope device(in.q);
+  const Sequences sequences(kBackward, n.sequences, *kernels.sequences, in.q, shape.S, shape.T, shape.causal,
+                            device.stream);
   shape.sequences = sequences.table();
-  const Gradients gradients = empty_gradients(n, q, k, v.value_or(at::Tensor()), output_mask);
+  const Gradients gradients = empty_gradients(n, in.q, in.k, in.v.value_or(at::Tensor()), in.output_mask);
   const auto& [grad_q, grad_k, grad_v, grad_before, grad_before_rest] = gradients;
-  if (grad_before_rest.defined() && !causal) grad_before_rest.zero_();
+  if (grad_before_rest.defined() && !shape.causal) grad_before_rest.zero_();
   sequences.fill_padded_queries(grad_q, 1);
   sequences.fill_padded_keys(grad_k, 2);
   sequences.fill_padded_keys(grad_v, 2);
-  const at::Tensor dense_carries = carries.contiguous();
-  const Scratch scratch(kernels.plan(shape, dtype_of(q), device.threads).backward_scratch_bytes, q);
+  const at::Tensor dense_carries = in.carries.contiguous();
+  const Scratch scratch(kernels.plan(shape, dtype_of(in.q), device.threads).backward_scratch_bytes, in.q);
   const SoftplusAttentionBackward p{shape,
-                                    eps,
-                                    reads<3>(grad_y),
-                                    reads<3>(q),
-                                    reads<3>(k),
-                                    given(v),
+                                    in.eps,
+                                    reads<3>(in.grad_y),
+                                    reads<3>(in.q),
+                                    reads<3>(in.k),
+                                    given(in.v),
                                     writes<3>(grad_q),
                                     writes<3>(grad_k),
                                     writes<3>(grad_v),
                                     dense_carries.const_data_ptr(),
                                     scratch.data(),
                                     device.threads,
-                                    given(state),
-                                    given(grad_state),
-                                    given(grad_rest),
+                                    given(in.state),
+                                    given(in.grad_state),
+                                    given(in.grad_rest),
                                     writes<3>(grad_before),
                                     writes<3>(grad_before_rest)};
-  kernels.backward(p, dtype_of(q), device.stream);
+  kernels.backward(p, dtype_of(in.q), device.stream);
   return gradients;
 }
 
 // ---- one step
 
-using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
-Sizes check_step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z,
-                 const at::Tensor& a, double eps) {
-  const Sizes n = check_inputs(kStep, q, k, v, false, eps);
-  TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,1,R), got ", q.sym_sizes());
-  check_shape(kStep, "z", z, "(B,R)", {n.B, n.R}, "q");
-  check_shape(kStep, "a", a, "(B,R)", {n.B, n.R}, "q");
-  for (const auto& [name, state] : {std::pair{"z", z}, std::pair{"a", a}}) {
-    check_dtype(kStep, name, state, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-    check_device(kStep, name, state, q, "q");
+Sizes check_step(const StepOp::Arguments& in) {
+  const Sizes n = check_inputs(kStep, in.q, in.k, in.v, false, in.eps);
+  TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,1,R), got ", in.q.sym_sizes());
+  check_shape(kStep, "z", in.z, "(B,R)", {n.B, n.R}, "q");
+  check_shape(kStep, "a", in.a, "(B,R)", {n.B, n.R}, "q");
+  for (const auto& [name, state] : {std::pair{"z", in.z}, std::pair{"a", in.a}}) {
+    check_dtype(kStep, name, state, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
+    check_device(kStep, name, state, in.q, "q");
   }
   return n;
 }
 
-StepResult empty_step(const Sizes& n, const at::Tensor& q, const at::Tensor& z) {
-  return {empty_output(n, q), at::empty_symint({n.B, n.R}, z.options()), at::empty_symint({n.B, n.R}, z.options())};
+StepOp::Results empty_step(const Sizes& n, const StepOp::Arguments& in) {
+  return {empty_output(n, in.q), at::empty_symint({n.B, n.R}, in.z.options()),
+          at::empty_symint({n.B, n.R}, in.z.options())};
 }
 
-StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z,
-                     const at::Tensor& a, double eps) {
-  return empty_step(check_step(q, k, v, z, a, eps), q, z);
+StepOp::Results step_meta(const StepOp::Arguments& in) {
+  return empty_step(check_step(in), in);
 }
 
-StepResult step(const SoftplusAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                const at::Tensor& z, const at::Tensor& a, double eps) {
-  const Sizes n = check_step(q, k, v, z, a, eps);
+StepOp::Results step(const SoftplusAttentionKernels& kernels, const StepOp::Arguments& in) {
+  const Sizes n = check_step(in);
   const SoftplusAttentionShape shape = n.shape();
-  StepResult result = empty_step(n, q, z);
+  const StepOp::Results result = empty_step(n, in);
   const auto& [y, new_z, new_a] = result;
-  const DeviceScope device(q);
+  const DeviceScope device(in.q);
   const SoftplusAttentionStep p{shape.B,
                                 shape.T,
                                 shape.R,
-                                eps,
-                                reads<3>(q),
-                                reads<3>(k),
-                                reads<3>(v),
-                                with_dimension(reads<2>(z), 1),
-                                with_dimension(reads<2>(a), 1),
+                                in.eps,
+                                reads<3>(in.q),
+                                reads<3>(in.k),
+                                reads<3>(in.v),
+                                with_dimension(reads<2>(in.z), 1),
+                                with_dimension(reads<2>(in.a), 1),
                                 writes<3>(y),
                                 with_dimension(writes<2>(new_z), 1),
                                 with_dimension(writes<2>(new_a), 1),
                                 device.threads};
-  kernels.step(p, dtype_of(q), device.stream);
+  kernels.step(p, dtype_of(in.q), device.stream);
   return result;
 }
 
-const Registration registration(
-    MEMCHECK_KERNELS(softplus_attention),
-    OperatorRow{"softplus_attention(Tensor q, Tensor k, Tensor v, Tensor? state=None, Tensor? rest=None, *,"
-                " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False,"
-                " bool causal=True, float eps=1e-06, bool return_state=False, bool keep_carries=False)"
-                " -> (Tensor y, Tensor carries, Tensor new_state, Tensor new_rest)",
-                forward_meta, forward, /*cast_inputs=*/3},
-    OperatorRow{"softplus_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries,"
-                " Tensor? state=None, Tensor? grad_state=None, Tensor? grad_rest=None, *, Tensor? cu_seqlens_q=None,"
-                " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, bool causal, float eps,"
-                " bool[5] output_mask)"
-                " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_initial, Tensor grad_initial_rest)",
-                backward_meta, backward},
-    OperatorRow{"softplus_attention_step(Tensor q, Tensor k, Tensor v, Tensor z, Tensor a, *, float eps=1e-06)"
-                " -> (Tensor y, Tensor new_z, Tensor new_a)",
-                step_meta, step, /*cast_inputs=*/3});
+const Registration registration(MEMCHECK_KERNELS(softplus_attention),
+                                kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/3),
+                                kernels_of<BackwardOp>(backward_meta, backward),
+                                kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3));
 
 }  // namespace
 }  // namespace memcheck::softplus_attention_operators

@@ -22,6 +22,12 @@ struct Sizes {
   bool causal;
   SequenceArguments sequences;
 
+  // From the arguments of an operator.
+  template <typename Arguments>
+  void set_sequences(const char* op, const Arguments& in) {
+    sequences = check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, B);
+    N = sequences.count(B);
+  }
   c10::SymInt carries() const { return causal ? T / kCarrySpacing : sequences.packed() ? N : c10::SymInt(1); }
   SoftplusAttentionShape shape() const {
     return {B.expect_int(), S.expect_int(), T.expect_int(), R.expect_int(), causal};

@@ -14,7 +14,7 @@ struct GatedSum : Differentiable<GatedSum, operators::GatedSum> {
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
     const auto [grad_g, grad_x] = call<operators::GatedSumBackward>(
-        {grads[0], saved.tensors[0], if_defined(saved.tensors[1]), {saved.wanted[0], saved.wanted[1]}});
+        {grads[0], saved.tensors[0], if_defined(saved.tensors[1]), saved.wanted_of<2>()});
     return {grad_g, grad_x};
   }
 };

@@ -94,7 +94,7 @@ variable_list list_of(const std::tuple<Tensors...>& result) {
   return std::apply([](const Tensors&... tensors) { return variable_list{tensors...}; }, result);
 }
 
-// The first tensors of a list, as the result of an operator.
+// The first tensors of a list, as the result of an operator; those that are missing are undefined.
 template <typename Result>
 struct ResultOf;
 template <>
@@ -110,7 +110,7 @@ struct ResultOf<std::tuple<Tensors...>> {
  private:
   template <size_t... i>
   static std::tuple<Tensors...> from(const variable_list& list, std::index_sequence<i...>) {
-    return {list[i]...};
+    return {(i < list.size() ? list[i] : Tensor())...};
   }
 };
 
@@ -158,6 +158,10 @@ inline void check_arguments(const char* op, const c10::FunctionSchema& schema, c
     check_tensor(op, name, tensor_at(i));
     check_device(op, name, tensor_at(i), tensor_at(0), schema.arguments()[0].name().c_str());
   }
+}
+
+inline bool requires_gradient(const MaybeTensor& x) {
+  return x && x->requires_grad();
 }
 
 inline bool wants_gradient(const variable_list& inputs) {
@@ -409,6 +413,13 @@ struct Differentiable : Function<Node> {
     variable_list tensors;
     Arguments options;         // arguments, of which the tensors are left out
     std::vector<bool> wanted;  // which gradients, by the positions of Inputs
+
+    template <size_t kCount>
+    std::array<bool, kCount> wanted_of() const {
+      std::array<bool, kCount> first{};
+      std::copy_n(wanted.begin(), std::min(kCount, wanted.size()), first.begin());
+      return first;
+    }
   };
 
   static variable_list forward(AutogradContext* ctx, Arguments x, const std::vector<int64_t>& positions,
@@ -457,8 +468,9 @@ struct AutogradOf {
     if (!wants_gradient(inputs.tensors)) return below(op, stack);
     refuse_torch_func(shown_name());
     auto arguments = take_arguments<typename Op::Arguments>(*stack);
-    for (Tensor& x : Node::apply(std::move(arguments), inputs.positions, at::TensorList(inputs.tensors)))
-      stack->emplace_back(std::move(x));
+    variable_list results = Node::apply(std::move(arguments), inputs.positions, at::TensorList(inputs.tensors));
+    results.resize(std::tuple_size_v<typename Op::Results>);  // the last ones may be undefined
+    for (Tensor& x : results) stack->emplace_back(std::move(x));
   }
 
   static void backward(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
