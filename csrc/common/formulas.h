@@ -298,10 +298,4 @@ MEMCHECK_INLINE acc_t softmax_gradient(acc_t p, acc_t dp, acc_t delta) {
   return weighted(p, dp - delta);
 }
 
-// The same without a look at the weight, for tiles on CUDA: there a mask that the kernel has anyway hides unseen keys.
-template <typename acc_t>
-MEMCHECK_INLINE acc_t softmax_gradient_of_seen(acc_t p, acc_t dp, acc_t delta) {
-  return p * (dp - delta);
-}
-
 }  // namespace memcheck

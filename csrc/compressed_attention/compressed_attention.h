@@ -191,7 +191,8 @@ inline CompressedAttentionBackward parameters_of(const CompressedAttentionBackwa
 //
 // If there are too few tiles to keep a GPU busy, several thread blocks share a tile: in the forward each takes some of
 // the blocks that the tile's queries see, in the backward some of the queries that see the tile's keys. Each writes its
-// part in the accumulation type, and the parts are added in their order.
+// part in the accumulation type, and the parts are added in their order. With a table of sequences nothing is split, so
+// that the bits of a sequence do not depend on the others.
 
 constexpr int64_t kCompressedThreadBlocks = 264;  // two for each multiprocessor of an H100
 constexpr int64_t kCompressedFewestTiles = 4;     // for a part
@@ -204,7 +205,7 @@ inline bool is_empty(const CompressedAttentionShape& shape) {
 inline int64_t compressed_attention_query_parts_cuda(const CompressedAttentionShape& shape, Dtype dtype) {
   constexpr int64_t kTile = 64;
   constexpr int64_t kBytes = 1 << 20;
-  if (is_empty(shape)) return 1;
+  if (is_empty(shape) || shape.sequences) return 1;
   const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.group() * shape.S, kTile);
   const int64_t part_bytes = shape.B * shape.H * shape.S * (shape.D + 1) * acc_bytes(dtype);
   const int64_t wanted =
@@ -224,7 +225,7 @@ inline CompressedAttentionKeySplit compressed_attention_key_split_cuda(const Com
                                                                        Dtype dtype, int64_t block_length) {
   constexpr int64_t kTile = 64;
   constexpr int64_t kBytes = 1 << 19;
-  if (is_empty(shape)) return {1, kTile, false};
+  if (is_empty(shape) || shape.sequences) return {1, kTile, false};
   const int64_t eighth = shape.B * shape.H * shape.S * shape.D * element_bytes(dtype) / 8;
   const int64_t part_bytes = 2 * shape.B * shape.Hkv * shape.C * shape.D * acc_bytes(dtype);
   const int64_t in_scratch = std::max(eighth, kBytes) / part_bytes;
@@ -250,17 +251,7 @@ inline int64_t compressed_attention_key_scratch_cuda(const CompressedAttentionSh
 }
 
 inline CompressedAttentionPlan compressed_attention_plan_cuda(const CompressedAttentionShape& shape, Dtype dtype,
-                                                              int64_t threads) {
-  if (shape.sequences) {  // its entry points run sequences one after another
-    CompressedAttentionPlan most{0, 0, shape.B * shape.H * shape.S * acc_bytes(dtype), 0};
-    for (int64_t i = 0; i < shape.sequences.count; ++i) {
-      const auto one = compressed_attention_plan_cuda(shape_of(shape, shape.sequences.sequences[i]), dtype, threads);
-      most.forward_scratch_bytes = std::max(most.forward_scratch_bytes, one.forward_scratch_bytes);
-      most.pooled_forward_scratch_bytes = most.forward_scratch_bytes;
-      most.backward_scratch_bytes = std::max(most.backward_scratch_bytes, one.backward_scratch_bytes);
-    }
-    return most;
-  }
+                                                              int64_t /*threads*/) {
   const int64_t parts = compressed_attention_query_parts_cuda(shape, dtype);
   const int64_t acc = acc_bytes(dtype);
   const int64_t queries = shape.B * shape.H * shape.S;

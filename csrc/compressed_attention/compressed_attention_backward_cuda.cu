@@ -1,7 +1,6 @@
 #include <cmath>
-#include <vector>
 
-#include "compressed_attention/compressed_attention_rows_cuda.cuh"
+#include "compressed_attention/compressed_attention_tiles_cuda.cuh"
 
 // The backward in the accumulation type. With p = softmax(scale q . kc), dp = grad_y . vc and delta = grad_y . y =
 // sum_j p_j dp_j the gradient of a score is ds = p (dp - delta), and so
@@ -26,6 +25,7 @@ struct QueryGradientShared {
   int64_t limit[TileSize<acc_t>::kSize];
   acc_t shift[TileSize<acc_t>::kSize];
   acc_t delta[TileSize<acc_t>::kSize];
+  int absent[TileSize<acc_t>::kSize];
 };
 
 // Stores how many blocks each row of the tile sees, and the shift of its scores, from its lse.
@@ -34,8 +34,8 @@ __device__ __forceinline__ void describe_rows(const CompressedAttentionBackward&
                                               QueryGradientShared<acc_t>& memory) {
   if (threadIdx.x < TileSize<acc_t>::kSize) {
     const int64_t row = work.row + threadIdx.x;
-    const bool exists = row < work.of.group * p.shape.S;
-    memory.limit[threadIdx.x] = exists ? p.shape.visible(row / work.of.group) : 0;
+    const bool exists = row < work.of.rows();
+    memory.limit[threadIdx.x] = exists ? work.of.visible(p.shape, row) : 0;
     memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, row)) : acc_t(0);
   }
   __syncthreads();
@@ -49,19 +49,22 @@ struct Matrices {
   __device__ __forceinline__ Matrices(const CompressedAttentionBackward& p, const KeyHead& of)
       : q(queries_of<scalar_t>(p.shape, p.q, of)),
         grad_y(queries_of<scalar_t>(p.shape, p.grad_y, of)),
-        kc(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, of)),
-        vc(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, of)) {}
+        kc(blocks_of<scalar_t>(p.shape, p.kc, of)),
+        vc(blocks_of<scalar_t>(p.shape, p.vc, of)) {}
 };
 
-// Forms the weights of a tile of blocks from `key` on, and their gradients.
+// Forms the weights of a tile of blocks, and their gradients.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                           const QueryWork& work, bool queries_are_loaded, int64_t key,
+                                           const QueryWork& work, int64_t tile, bool careful,
                                            QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
                                            ThreadTile<acc_t>& grad_weights) {
   const auto scale = static_cast<acc_t>(p.scale);
+  const int64_t key = tile * TileSize<acc_t>::kSize;
+  const bool queries_are_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
   multiply_rows(of.q, work.row, queries_are_loaded, of.kc, key, memory.q, memory.kc, weights);
   multiply_rows(of.grad_y, work.row, queries_are_loaded, of.vc, key, memory.grad_y, memory.vc, grad_weights);
+  if (careful) find_absent(of.kc, key, memory.absent);
 #pragma unroll
   for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
     const acc_t shift = memory.shift[row_of(i)];
@@ -69,7 +72,8 @@ __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p,
 #pragma unroll
     for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
       const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), shift);
-      weights[i][j] = spread_column(j) < seen ? weight : acc_t(0);
+      const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
+      weights[i][j] = sees ? weight : acc_t(0);
     }
   }
 }
@@ -103,18 +107,17 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
 // delta = sum_j p_j dp_j, because y was rounded to 16 bits, and its error would be in the gradient of every score.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                                   const QueryWork& work, QueryGradientShared<acc_t>& memory) {
-  constexpr int kSize = TileSize<acc_t>::kSize;
+                                                   const QueryWork& work, bool careful,
+                                                   QueryGradientShared<acc_t>& memory) {
   acc_t delta[TileSize<acc_t>::kThreadRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
-    const bool queries_are_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-    weigh_keys(p, of, work, queries_are_loaded, tile * kSize, memory, weights, grad_weights);
+    weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
 #pragma unroll
     for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
       acc_t sum = acc_t(0);
 #pragma unroll
-      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) sum += weights[i][j] * grad_weights[i][j];
+      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) sum += weighted(weights[i][j], grad_weights[i][j]);
       delta[i] += sum;
     }
   }
@@ -127,10 +130,11 @@ __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBack
   __syncthreads();
 }
 
-// Forms a tile of columns of grad_q of the same queries.
+// Forms a tile of columns of grad_q of the same queries. Returns whether a number of this thread is not finite.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void query_gradient(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                               const QueryWork& work, QueryGradientShared<acc_t>& memory) {
+__device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
+                                               const QueryWork& work, bool careful,
+                                               QueryGradientShared<acc_t>& memory) {
   using Size = TileSize<acc_t>;
   const bool all_columns = stays<acc_t>(p.shape.D);
   ThreadTile<acc_t> chunk;
@@ -139,42 +143,33 @@ __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
     const int64_t key = tile * Size::kSize;
-    weigh_keys(p, of, work, all_columns && tile > work.begin, key, memory, weights, grad_weights);
+    weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
 #pragma unroll
     for (int i = 0; i < Size::kThreadRows; ++i) {
       const acc_t delta = memory.delta[row_of(i)];
-      const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
-      for (int j = 0; j < Size::kThreadColumns; ++j) {
-        const acc_t gradient = softmax_gradient_of_seen(weights[i][j], grad_weights[i][j], delta);
-        weights[i][j] = spread_column(j) < seen ? gradient : acc_t(0);
-      }
+      for (int j = 0; j < Size::kThreadColumns; ++j)
+        weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], delta);
     }
     __syncthreads();
     keep_tile(weights, memory.vc);
     if (!all_columns) load_tile(of.kc, key, work.column, memory.kc);
     __syncthreads();
-    add_product_of_tile(memory.vc, memory.kc, chunk);
+    add_product_of_tile(careful, memory.vc, memory.kc, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.grad_q);
   }
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
   const auto scale = static_cast<acc_t>(p.scale);
-  unsigned not_finite = 0;
 #pragma unroll
   for (int i = 0; i < Size::kThreadRows; ++i) {
     acc_t of_row[Size::kThreadColumns];
 #pragma unroll
-    for (int j = 0; j < Size::kThreadColumns; ++j) {
-      of_row[j] = scale * memory.grad_q.of(i, j);
-      if (work.row + row_of(i) < to.count && !is_finite(of_row[j])) not_finite |= 1u << i;
-    }
+    for (int j = 0; j < Size::kThreadColumns; ++j) of_row[j] = scale * memory.grad_q.of(i, j);
     if (work.row + row_of(i) < to.count)
       store_columns<scalar_t, Size::kThreadColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0),
                                                     of_row);
   }
-  if (!__any_sync(~0u, not_finite != 0)) return;
-  each_row_of_warp<acc_t>(
-      not_finite, [&](int row) { differentiate_row<scalar_t>(p, work.of, work.column, Size::kSize, work.row + row); });
+  return any_not_finite(memory.grad_q);
 }
 
 template <typename scalar_t>
@@ -183,28 +178,24 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
   constexpr int kSize = TileSize<acc_t>::kSize;
   auto& memory = shared<QueryGradientShared<acc_t>>();
   const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
+  if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
   describe_rows(p, work, memory);
-  if (p.y) {
-    delta_from_y(p, of, work, memory);
-  } else {
-    delta_from_weights(p, of, work, memory);
-  }
-  const int64_t row = work.row + threadIdx.x;
-  const bool exists = threadIdx.x < kSize && row < work.of.group * p.shape.S;
-  if (p.grad_lse) {
-    if (exists) memory.delta[threadIdx.x] -= number_of<acc_t>(p.grad_lse, work.of, row);
-    __syncthreads();
-  }
-  if (p.delta && work.column == 0 && exists) number_of<acc_t>(p.delta, work.of, row) = memory.delta[threadIdx.x];
-  if (p.grad_q) return query_gradient(p, of, work, memory);
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
-    // All threads of a warp form both of its rows together.
-    for (int half = 0; half < 2; ++half) {
-      const int mine = static_cast<int>(threadIdx.x) / 32 * 2 + half + kRowLanes * i;
-      if (work.row + mine < work.of.group * p.shape.S && !is_finite(memory.delta[mine]))
-        differentiate_row<scalar_t>(p, work.of, 0, kSize, work.row + mine);
+#pragma unroll 1
+  for (bool careful = false, again = true; again; careful = true) {
+    if (p.y) {
+      delta_from_y(p, of, work, memory);
+    } else {
+      delta_from_weights(p, of, work, careful, memory);
     }
+    const int64_t row = work.row + threadIdx.x;
+    const bool exists = threadIdx.x < kSize && row < work.of.rows();
+    if (exists && p.grad_lse) memory.delta[threadIdx.x] -= number_of<acc_t>(p.grad_lse, work.of, row);
+    if (exists && p.delta && work.column == 0) number_of<acc_t>(p.delta, work.of, row) = memory.delta[threadIdx.x];
+    bool not_finite = exists && !is_finite(memory.delta[threadIdx.x]);
+    __syncthreads();
+    if (p.grad_q) not_finite |= query_gradient(p, of, work, careful, memory);
+    again = __syncthreads_or(!careful && not_finite) != 0;
   }
 }
 
@@ -213,14 +204,11 @@ void query_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) 
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
-  if (shape.B * shape.H * shape.S == 0) return;
   if constexpr (sizeof(scalar_t) == 2)
     if (query_gradients_on_tensor_cores<scalar_t>(p, stream)) return;
   const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
-  const int64_t row_tiles = ceil_div(shape.group() * shape.S, kSize);
-  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * column_tiles);
-  launch({"compressed_attention_backward_queries", dim3(blocks), dim3(kThreads), sizeof(QueryGradientShared<acc_t>),
-          stream},
+  const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles;
+  launch({"compressed_attention_backward_queries", blocks, dim3(kThreads), sizeof(QueryGradientShared<acc_t>), stream},
          query_gradient_kernel<scalar_t>, p, column_tiles);
 }
 
@@ -245,7 +233,7 @@ struct QueryColumns {
 
   __device__ __forceinline__ QueryColumns(const CompressedAttentionBackward& p, const KeyHead& of, int64_t first,
                                           bool reads_delta)
-      : count(static_cast<int>(smaller<int64_t>(of.group * p.shape.S - first, TileSize<acc_t>::kSize))) {
+      : count(static_cast<int>(smaller<int64_t>(of.rows() - first, TileSize<acc_t>::kSize))) {
 #pragma unroll
     for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
       const bool exists = spread_column(j) < count;
@@ -260,10 +248,8 @@ struct QueryColumns {
 template <typename acc_t>
 __device__ __forceinline__ void describe_keys(const CompressedAttentionShape& shape, const KeyWork& work,
                                               KeyGradientShared<acc_t>& memory) {
-  if (threadIdx.x < TileSize<acc_t>::kSize) {
-    const int64_t j = work.key + threadIdx.x;
-    memory.first_row[threadIdx.x] = (j < shape.C ? smaller(shape.first_query(j), shape.S) : shape.S) * work.of.group;
-  }
+  if (threadIdx.x < TileSize<acc_t>::kSize)
+    memory.first_row[threadIdx.x] = work.of.first_row(shape, work.key + threadIdx.x);
   __syncthreads();
 }
 
@@ -271,8 +257,8 @@ __device__ __forceinline__ void describe_keys(const CompressedAttentionShape& sh
 template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const Strided<4>& gradient,
                                                    const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
-  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length(), of);
-  const BlockPositions positions = positions_of(p, j);
+  const auto to = gradient_of<scalar_t>(p, gradient, of);
+  const BlockPositions positions = positions_of(p, of, j);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] /= static_cast<acc_t>(positions.length);
   for (int64_t t = 0; t < positions.length; ++t) store_columns<scalar_t, kCount>(to, positions.begin + t, column, x);
@@ -284,17 +270,13 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   using Size = TileSize<acc_t>;
   const int64_t column = work.column + joint_column<acc_t>(0);
   const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
-  unsigned not_finite = 0;
 #pragma unroll
   for (int i = 0; i < Size::kThreadRows; ++i) {
     const int64_t j = work.key + row_of(i);
-    if (j >= p.shape.C) continue;
+    if (j >= work.of.blocks) continue;
     acc_t of_row[Size::kThreadColumns];
 #pragma unroll
-    for (int x = 0; x < Size::kThreadColumns; ++x) {
-      of_row[x] = scale * total.of(i, x);
-      if (!is_finite(of_row[x])) not_finite |= 1u << i;
-    }
+    for (int x = 0; x < Size::kThreadColumns; ++x) of_row[x] = scale * total.of(i, x);
     if (parts.count == 1) {
       store_at_positions<scalar_t, Size::kThreadColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column,
                                                          of_row);
@@ -302,10 +284,16 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
     }
     parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, of_row);
   }
-  if (!__any_sync(~0u, not_finite != 0)) return;
-  each_row_of_warp<acc_t>(not_finite, [&](int row) {
-    differentiate_key<scalar_t>(p, work, Size::kSize, Size::kSize, parts, of_values, work.key + row);
-  });
+}
+
+// No query sees an absent block.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void hide_absent(const KeyWork& work, const KeyMatrix<scalar_t>& kc,
+                                            KeyGradientShared<acc_t>& memory) {
+  const int64_t j = work.key + threadIdx.x;
+  if (threadIdx.x < TileSize<acc_t>::kSize && j < kc.count && is_absent(kc, j))
+    memory.first_row[threadIdx.x] = work.of.rows();
+  __syncthreads();
 }
 
 // The gradient of keys or of values. If both are wanted, the thread blocks alternate.
@@ -319,55 +307,56 @@ __global__ void __launch_bounds__(kThreads)
   const bool of_values = both ? blockIdx.x % 2 == 1 : static_cast<bool>(p.grad_v);
   const int64_t index = both ? blockIdx.x / 2 : blockIdx.x;
   const KeyWork work = key_work(p.shape, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
+  if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
   describe_keys(p.shape, work, memory);
   const bool all_columns = stays<acc_t>(p.shape.D);
   const auto scale = static_cast<acc_t>(p.scale);
-  ThreadTile<acc_t> chunk;
-  set_zero<acc_t>(chunk);
-  start(memory.gradient);
-  for (int64_t tile = work.begin; tile < work.end; ++tile) {
-    const int64_t row = work.first_row + tile * Size::kSize;
-    const bool keys_are_loaded = all_columns && tile > work.begin;
-    const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
-    ThreadTile<acc_t> weights;
-    multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
-#pragma unroll
-    for (int i = 0; i < Size::kThreadRows; ++i) {
-      const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
-#pragma unroll
-      for (int j = 0; j < Size::kThreadColumns; ++j) {
-        const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
-        const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
-        weights[i][j] = seen ? weight : acc_t(0);
-      }
-    }
-    if (!of_values) {
-      ThreadTile<acc_t> grad_weights;
-      multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
+#pragma unroll 1
+  for (bool careful = false, again = true; again; careful = true) {
+    ThreadTile<acc_t> chunk;
+    set_zero<acc_t>(chunk);
+    start(memory.gradient);
+    for (int64_t tile = work.begin; tile < work.end; ++tile) {
+      const int64_t row = work.first_row + tile * Size::kSize;
+      const bool keys_are_loaded = all_columns && tile > work.begin;
+      const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
+      ThreadTile<acc_t> weights;
+      multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
 #pragma unroll
       for (int i = 0; i < Size::kThreadRows; ++i) {
         const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
 #pragma unroll
         for (int j = 0; j < Size::kThreadColumns; ++j) {
-          const acc_t gradient = softmax_gradient_of_seen(weights[i][j], grad_weights[i][j], queries.delta[j]);
+          const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
           const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
-          weights[i][j] = seen ? gradient : acc_t(0);
+          weights[i][j] = seen ? weight : acc_t(0);
         }
       }
+      if (!of_values) {
+        ThreadTile<acc_t> grad_weights;
+        multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
+#pragma unroll
+        for (int i = 0; i < Size::kThreadRows; ++i)
+#pragma unroll
+          for (int j = 0; j < Size::kThreadColumns; ++j)
+            weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], queries.delta[j]);
+      }
+      auto& kept = of_values ? memory.q : memory.grad_y;
+      auto& factor = of_values ? memory.grad_y : memory.q;
+      __syncthreads();
+      keep_tile(weights, kept);
+      if (of_values) {
+        load_tile(of.grad_y, row, work.column, factor);
+      } else if (!all_columns) {
+        load_tile(of.q, row, work.column, factor);
+      }
+      __syncthreads();
+      add_product_of_tile(careful, kept, factor, chunk);
+      if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
     }
-    auto& kept = of_values ? memory.q : memory.grad_y;
-    auto& factor = of_values ? memory.grad_y : memory.q;
-    __syncthreads();
-    keep_tile(weights, kept);
-    if (of_values) {
-      load_tile(of.grad_y, row, work.column, factor);
-    } else if (!all_columns) {
-      load_tile(of.q, row, work.column, factor);
-    }
-    __syncthreads();
-    add_product_of_tile(kept, factor, chunk);
-    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
+    again = __syncthreads_or(!careful && any_not_finite(memory.gradient)) != 0;
+    if (again) hide_absent(work, of.kc, memory);
   }
   finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);
 }
@@ -389,7 +378,8 @@ __global__ void __launch_bounds__(kJoinThreads)
   index /= packs;
   if (index >= blocks * (both ? 2 : 1)) return;
   const bool of_values = both ? index >= blocks : static_cast<bool>(p.grad_v);
-  const KeyHead of = key_head_at(shape, index % blocks / shape.C);
+  const int64_t head = index % blocks / shape.C;
+  const KeyHead of = key_head(shape, head / shape.Hkv, head % shape.Hkv);
   const int64_t j = index % shape.C;
   const KeyMatrix<scalar_t> block = parts.of_block(shape, of, of_values, j);
   acc_type<scalar_t> sum[kCount] = {};
@@ -402,8 +392,7 @@ void join_keys(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& p
   const int64_t gradients = p.grad_k && p.grad_v ? 2 : 1;
   const int64_t packs = ceil_div(p.shape.D, int64_t{kPackSize<scalar_t>});
   const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * packs;
-  launch({"compressed_attention_backward_join", dim3(static_cast<unsigned>(ceil_div(threads, kJoinThreads))),
-          dim3(kJoinThreads), 0, stream},
+  launch({"compressed_attention_backward_join", ceil_div(threads, kJoinThreads), dim3(kJoinThreads), 0, stream},
          join_keys_kernel<scalar_t>, p, parts);
 }
 
@@ -414,16 +403,16 @@ void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
   const int64_t column_tiles = ceil_div(shape.D, kSize);
-  const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.C, kSize) * column_tiles * parts.count;
-  const auto blocks = static_cast<unsigned>(p.grad_k && p.grad_v ? 2 * tiles : tiles);
-  launch({"compressed_attention_backward_keys", dim3(blocks), dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
+  const int64_t tiles = tile_count(shape, block_rows(shape), block_tile(shape, kSize)) * column_tiles * parts.count;
+  const int64_t blocks = p.grad_k && p.grad_v ? 2 * tiles : tiles;
+  launch({"compressed_attention_backward_keys", blocks, dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
          key_gradient_kernel<scalar_t>, p, parts, column_tiles);
 }
 
 template <typename scalar_t>
 void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   const CompressedAttentionShape& shape = p.shape;
-  if (shape.B * shape.Hkv * shape.C * shape.D == 0) return;
+  if (sequence_count(shape) * shape.Hkv * shape.C * shape.D == 0) return;
   const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, p.block_length());
   const KeyParts<scalar_t> parts(p, split);
   bool done = false;
@@ -436,24 +425,10 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
 }  // namespace compressed_cuda
 
 void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
-  if (p.shape.sequences) {  // one after another, which the stand-in for the CUDA language can do
-    std::vector<double> total(p.shape.H), part(p.shape.H);
-    for (int64_t i = 0; i < p.shape.sequences.count; ++i) {
-      CompressedAttentionBackward one = parameters_of(p, dtype, i, p.shape.sequences.sequences[i]);
-      one.grad_sink = p.grad_sink == nullptr ? nullptr : part.data();
-      compressed_attention_backward_cuda(one, dtype, stream);
-      for (int64_t h = 0; h < p.shape.H; ++h)
-        total[h] += dtype == Dtype::Float64 ? part[h] : reinterpret_cast<const float*>(part.data())[h];
-    }
-    for (int64_t h = 0; h < p.shape.H && p.grad_sink != nullptr; ++h) {
-      if (dtype == Dtype::Float64) static_cast<double*>(p.grad_sink)[h] = total[h];
-      if (dtype != Dtype::Float64) static_cast<float*>(p.grad_sink)[h] = static_cast<float>(total[h]);
-    }
-    return;
-  }
+  const bool has_queries = sequence_count(p.shape) * p.shape.H * p.shape.S > 0;
   with_device_type(dtype, [&](auto type) {
     using scalar_t = decltype(type);
-    if (p.grad_q || p.delta) compressed_cuda::query_gradients<scalar_t>(p, stream);
+    if (has_queries && (p.grad_q || p.delta)) compressed_cuda::query_gradients<scalar_t>(p, stream);
     if (p.grad_k || p.grad_v) compressed_cuda::key_gradients<scalar_t>(p, dtype, stream);
     if (p.grad_sink != nullptr) compressed_attention_sink_gradients_cuda(p, dtype, stream);
   });

@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include "compressed_attention/compressed_attention_rows_cuda.cuh"
+#include "compressed_attention/compressed_attention_tiles_cuda.cuh"
 
 // The forward in the accumulation type: of float32, float64, and 16-bit heads that are too wide for tensor cores.
 
@@ -17,6 +17,7 @@ struct ForwardShared {
   SharedTile<acc_t> weights;
   Totals<acc_t> y;
   int64_t limit[TileSize<acc_t>::kSize];  // how many blocks each row sees
+  int absent[TileSize<acc_t>::kSize];
 };
 
 // The running maximum of the scores of a thread's rows, and the sums of exponentials relative to it. All threads of a
@@ -97,7 +98,7 @@ __device__ __forceinline__ void describe_rows(const CompressedAttentionShape& sh
                                               ForwardShared<acc_t>& memory) {
   if (threadIdx.x < TileSize<acc_t>::kSize) {
     const int64_t row = work.row + threadIdx.x;
-    memory.limit[threadIdx.x] = row < work.of.group * shape.S ? shape.visible(row / work.of.group) : 0;
+    memory.limit[threadIdx.x] = row < work.of.rows() ? work.of.visible(shape, row) : 0;
   }
   __syncthreads();
 }
@@ -111,7 +112,6 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   const CompressedAttentionShape& shape = p.shape;
   const auto y = queries_of<scalar_t>(shape, p.y, work.of);
   const int64_t column = work.column + joint_column<acc_t>(0);
-  unsigned not_finite = 0;
 #pragma unroll
   for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
     const int64_t row = work.row + row_of(i);
@@ -122,27 +122,19 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
     const acc_t share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : acc_t(1);
     acc_t of_row[kColumns];
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) {
-      of_row[j] = memory.y.of(i, j) / divisor * share;
-      if (!is_finite(of_row[j])) not_finite |= 1u << i;
-    }
-    const int64_t index = query_index(shape, work.of, row);
+    for (int j = 0; j < kColumns; ++j) of_row[j] = memory.y.of(i, j) / divisor * share;
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
       store_columns<scalar_t, kColumns>(y, row, column, of_row);
       if (writes_lse && p.lse) number_of<acc_t>(p.lse, work.of, row) = lse;
       continue;
     }
-    const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;
+    const int64_t of_part = work.part * shape.B * shape.H * shape.S + query_index(shape, work.of, row);
 #pragma unroll
     for (int j = 0; j < kColumns; ++j)
       if (column + j < shape.D) parts.y[of_part * shape.D + column + j] = of_row[j];
     if (writes_lse) parts.lse[of_part] = lse;
   }
-  if (!__any_sync(~0u, not_finite != 0)) return;
-  each_row_of_warp<acc_t>(not_finite, [&](int row) {
-    attend_row<scalar_t>(p, work, TileSize<acc_t>::kSize, TileSize<acc_t>::kSize, parts, work.row + row);
-  });
 }
 
 template <typename scalar_t>
@@ -152,42 +144,50 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kSize = TileSize<acc_t>::kSize;
   auto& memory = shared<ForwardShared<acc_t>>();
   const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, parts.count);
+  if (!work.exists()) return;
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
-  const auto kc = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
-  const auto vc = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+  const auto kc = blocks_of<scalar_t>(p.shape, p.kc, work.of);
+  const auto vc = blocks_of<scalar_t>(p.shape, p.vc, work.of);
   describe_rows(p.shape, work, memory);
   const auto scale = static_cast<acc_t>(p.scale);
-  Softmax<acc_t> softmax;
-  ThreadTile<acc_t> chunk;
-  set_zero<acc_t>(chunk);
-  start(memory.y);
-  acc_t rescale[TileSize<acc_t>::kThreadRows];
-  for (int64_t tile = work.begin; tile < work.end; ++tile) {
-    const int64_t key = tile * kSize;
-    ThreadTile<acc_t> scores;
-    const bool q_is_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-    multiply_rows(q, work.row, q_is_loaded, kc, key, memory.q, memory.kc, scores);
-    // Waits for the products of the last tile. With one column or more, multiply_rows had a barrier.
-    if (p.shape.D == 0) __syncthreads();
-    load_tile(vc, key, work.column, memory.vc);
+#pragma unroll 1
+  for (bool careful = false;; careful = true) {
+    Softmax<acc_t> softmax;
+    ThreadTile<acc_t> chunk;
+    set_zero<acc_t>(chunk);
+    start(memory.y);
+    acc_t rescale[TileSize<acc_t>::kThreadRows];
+    for (int64_t tile = work.begin; tile < work.end; ++tile) {
+      const int64_t key = tile * kSize;
+      ThreadTile<acc_t> scores;
+      const bool q_is_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
+      multiply_rows(q, work.row, q_is_loaded, kc, key, memory.q, memory.kc, scores);
+      // Waits for the products of the last tile. With one column or more, multiply_rows had a barrier.
+      if (p.shape.D == 0) __syncthreads();
+      load_tile(vc, key, work.column, memory.vc);
+      if (careful) find_absent(kc, key, memory.absent);
 #pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
-      const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
+      for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+        const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
-      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j)
-        scores[i][j] = spread_column(j) < seen ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
+        for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+          const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
+          scores[i][j] = sees ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
+        }
+      }
+      softmax.add(scores, rescale);
+      keep_tile(scores, memory.weights);
+      __syncthreads();
+      rescale_tile(rescale, chunk);
+      add_product_of_tile(careful, memory.weights, memory.vc, chunk);
+      if ((tile - work.begin + 1) % kChunkTiles != 0 && tile + 1 < work.end) continue;
+      softmax.end_chunk(rescale);
+      rescale_totals(rescale, memory.y);
+      add_chunk(chunk, memory.y);
     }
-    softmax.add(scores, rescale);
-    keep_tile(scores, memory.weights);
-    __syncthreads();
-    rescale_tile(rescale, chunk);
-    add_product_of_tile(memory.weights, memory.vc, chunk);
-    if ((tile - work.begin + 1) % kChunkTiles != 0 && tile + 1 < work.end) continue;
-    softmax.end_chunk(rescale);
-    rescale_totals(rescale, memory.y);
-    add_chunk(chunk, memory.y);
+    if (__syncthreads_or(!careful && any_not_finite(memory.y)) != 0) continue;
+    return finish_queries<scalar_t>(p, work, parts, softmax, memory);
   }
-  finish_queries<scalar_t>(p, work, parts, softmax, memory);
 }
 
 constexpr int kJoinThreads = 256;
@@ -230,35 +230,29 @@ void forward_of_parts(const CompressedAttentionForward& p, const ForwardParts<ac
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
   const int64_t column_tiles = larger<int64_t>(1, ceil_div(shape.D, kSize));
-  const int64_t row_tiles = ceil_div(shape.group() * shape.S, kSize);
-  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * column_tiles * parts.count);
-  launch({"compressed_attention_forward", dim3(blocks), dim3(kThreads), sizeof(ForwardShared<acc_t>), stream},
+  const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles * parts.count;
+  launch({"compressed_attention_forward", blocks, dim3(kThreads), sizeof(ForwardShared<acc_t>), stream},
          forward_kernel<scalar_t>, p, parts, column_tiles);
 }
 
 template <typename scalar_t>
 void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
-  const int64_t queries = p.shape.B * p.shape.H * p.shape.S;
+  const int64_t queries = sequence_count(p.shape) == 0 ? 0 : p.shape.B * p.shape.H * p.shape.S;
   if (queries == 0) return;
   const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_query_parts_cuda(p.shape, dtype));
   bool done = false;
   if constexpr (sizeof(scalar_t) == 2) done = forward_on_tensor_cores<scalar_t>(p, parts, stream);
   if (!done) forward_of_parts<scalar_t>(p, parts, stream);
   if (parts.count == 1) return;
-  const auto blocks = static_cast<unsigned>(ceil_div(queries * p.shape.D, kJoinThreads));
-  launch({"compressed_attention_forward_join", dim3(blocks), dim3(kJoinThreads), 0, stream},
-         join_parts_kernel<scalar_t>, p, parts);
+  launch(
+      {"compressed_attention_forward_join", ceil_div(queries * p.shape.D, kJoinThreads), dim3(kJoinThreads), 0, stream},
+      join_parts_kernel<scalar_t>, p, parts);
 }
 
 }  // namespace
 }  // namespace compressed_cuda
 
 void compressed_attention_forward_cuda(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
-  if (p.shape.sequences) {  // one after another, which the stand-in for the CUDA language can do
-    for (int64_t i = 0; i < p.shape.sequences.count; ++i)
-      compressed_attention_forward_cuda(parameters_of(p, dtype, i, p.shape.sequences.sequences[i]), dtype, stream);
-    return;
-  }
   with_device_type(dtype, [&](auto type) { compressed_cuda::forward<decltype(type)>(p, dtype, stream); });
 }
 

@@ -101,36 +101,79 @@ MEMCHECK_INLINE bool is_packed(const Strided<4>& x, int64_t columns) {
   return strides && x.stride[3] == 1 && columns % kCount == 0 && reinterpret_cast<uintptr_t>(x.data) % kPackBytes == 0;
 }
 
-// The key head and batch entry of a block of threads.
+// A key head of a sequence, and where this is in the tensors of the batch.
 struct KeyHead {
   int64_t b, head, group;
+  int64_t first_query, queries;
+  int64_t first_key, keys;
+  int64_t first_block, blocks;
+
+  MEMCHECK_INLINE int64_t rows() const { return group * queries; }
+  MEMCHECK_INLINE int64_t visible(const CompressedAttentionShape& shape, int64_t row) const {
+    return alone(shape).visible(query_row(row, group).position);
+  }
+  // The first row that sees block j.
+  MEMCHECK_INLINE int64_t first_row(const CompressedAttentionShape& shape, int64_t j) const {
+    return (j < blocks ? smaller(alone(shape).first_query(j), queries) : queries) * group;
+  }
+
+ private:
+  MEMCHECK_INLINE CompressedAttentionShape alone(CompressedAttentionShape shape) const {
+    shape.S = queries;
+    shape.T = keys;
+    shape.C = blocks;
+    return shape;
+  }
 };
 
-MEMCHECK_INLINE KeyHead key_head_at(const CompressedAttentionShape& shape, int64_t index) {
-  return {index / shape.Hkv, index % shape.Hkv, shape.group()};
+MEMCHECK_INLINE KeyHead key_head(const CompressedAttentionShape& shape, int64_t sequence, int64_t head) {
+  const Sequence x = sequence_of(shape, sequence);
+  return {x.row,
+          head,
+          shape.group(),
+          x.first_query,
+          x.queries,
+          x.first_key,
+          x.keys,
+          shape.first_block(sequence, x),
+          shape.sequences ? shape.blocks_of(x) : shape.C};
 }
 
 // x (B,H,S,D)
 template <typename scalar_t>
 MEMCHECK_INLINE QueryMatrix<scalar_t> queries_of(const CompressedAttentionShape& shape, const Strided<4>& x,
                                                  const KeyHead& of) {
-  return {x.at<scalar_t>(of.b, of.head * of.group, 0, 0),
+  return {x.at<scalar_t>(of.b, of.head * of.group, of.first_query, 0),
           x.stride[2],
           x.stride[1],
           x.stride[3],
           of.group,
           0,
-          of.group * shape.S,
+          of.rows(),
           shape.D,
           is_packed<scalar_t>(x, shape.D)};
 }
 
-// x (B,Hkv,count,D)
+// Rows of one key head of x (B,Hkv,length,D).
 template <typename scalar_t>
-MEMCHECK_INLINE KeyMatrix<scalar_t> keys_of(const CompressedAttentionShape& shape, const Strided<4>& x, int64_t count,
-                                            const KeyHead& of) {
-  return {x.at<scalar_t>(of.b, of.head, 0, 0), x.stride[2], 0, x.stride[3], 1, 0, count, shape.D,
+MEMCHECK_INLINE KeyMatrix<scalar_t> rows_of(const CompressedAttentionShape& shape, const Strided<4>& x,
+                                            const KeyHead& of, int64_t first, int64_t count) {
+  return {x.at<scalar_t>(of.b, of.head, first, 0), x.stride[2], 0, x.stride[3], 1, 0, count, shape.D,
           is_packed<scalar_t>(x, shape.D)};
+}
+
+// x (B,Hkv,T,D)
+template <typename scalar_t>
+MEMCHECK_INLINE KeyMatrix<scalar_t> keys_of(const CompressedAttentionShape& shape, const Strided<4>& x,
+                                            const KeyHead& of) {
+  return rows_of<scalar_t>(shape, x, of, of.first_key, of.keys);
+}
+
+// x (B,Hkv,C,D)
+template <typename scalar_t>
+MEMCHECK_INLINE KeyMatrix<scalar_t> blocks_of(const CompressedAttentionShape& shape, const Strided<4>& x,
+                                              const KeyHead& of) {
+  return rows_of<scalar_t>(shape, x, of, of.first_block, of.blocks);
 }
 
 // The query head of a row.
@@ -141,14 +184,14 @@ MEMCHECK_INLINE int64_t query_head(const KeyHead& of, int64_t row) {
 // Index of a row's element in a contiguous tensor (B,H,S).
 MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const KeyHead& of, int64_t row) {
   const QueryRow of_group = query_row(row, of.group);
-  return (of.b * shape.H + of.head * of.group + of_group.head) * shape.S + of_group.position;
+  return (of.b * shape.H + of.head * of.group + of_group.head) * shape.S + of.first_query + of_group.position;
 }
 
 // A row's element of x (B,H,S).
 template <typename acc_t>
 MEMCHECK_INLINE acc_t& number_of(const Strided<3>& x, const KeyHead& of, int64_t row) {
   const QueryRow of_group = query_row(row, of.group);
-  return *x.at<acc_t>(of.b, of.head * of.group + of_group.head, of_group.position);
+  return *x.at<acc_t>(of.b, of.head * of.group + of_group.head, of.first_query + of_group.position);
 }
 
 // Stores kCount columns of a row, as far as they exist.

@@ -2,7 +2,6 @@
 #include <type_traits>
 
 #include "compressed_attention/compressed_attention_mma_cuda.cuh"
-#include "compressed_attention/compressed_attention_rows_cuda.cuh"
 
 // The backward of 16-bit types on tensor cores, by the formulas of compressed_attention_backward_cuda.cu. Weights and
 // the gradients of scores are rounded to 16 bits for their products with queries, keys and grad_y.
@@ -64,6 +63,8 @@ struct MmaQueryShared {
   };
   std::conditional_t<kInRegisters, InTurns<Queries, Keys>, Together<Queries, Keys>> tiles;
   float delta[kQueries];
+  int careful;
+  int absent[kKeys];
   // In shared memory, because sums take the registers.
   QueryWork work;
   KeyMatrix<scalar_t> keys, values;
@@ -106,17 +107,18 @@ struct MmaQueries {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t row = work.row + row_of(m, half);
-        const bool exists = row < work.of.group * p.shape.S;
-        limit[m][half] = exists ? p.shape.visible(row / work.of.group) : 0;
+        const bool exists = row < work.of.rows();
+        limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
         shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
       }
   }
 
-  // Forms the weights of keys from row `first` of a tile on, of which the first is `key`, and the gradients of weights;
-  // both are 0 where a query does not see the key.
+  // Forms the weights of keys from row `first` of a tile on, of which the first is `key`, and the gradients of weights.
+  // A weight is 0 where a query does not see the key. absent: of the tile's keys, null if it is not known.
   template <typename scalar_t, int kWide, typename Tile>
   __device__ __forceinline__ void weigh(const Tile& kc, const Tile& vc, int first, int64_t key, float scale,
-                                        WarpTile<kTall, kWide>& weights, WarpTile<kTall, kWide>& grad_weights) const {
+                                        const int* absent, WarpTile<kTall, kWide>& weights,
+                                        WarpTile<kTall, kWide>& grad_weights) const {
     multiply_rows<scalar_t, kTall, kWide>(q, kc, first, weights);
     multiply_rows<scalar_t, kTall, kWide>(grad_y, vc, first, grad_weights);
 #pragma unroll
@@ -129,12 +131,18 @@ struct MmaQueries {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& weight = weights[m][n][2 * half + i];
-            float& gradient = grad_weights[m][n][2 * half + i];
             const bool sees = fragment_column(n) + i < seen;
             weight = sees ? exp2_approximate(weight * scale - shift[m][half]) : 0;
-            gradient = sees ? gradient : 0;
           }
       }
+    if (absent == nullptr) return;
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (absent[first + fragment_column(n) + i % 2]) weights[m][n][i] = 0;
   }
 };
 
@@ -157,6 +165,7 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memor
     cp_async_wait<0>();
     __syncthreads();
     if (kBuffers > 1 && tile + 1 < tiles) request_keys(key + Shared::kKeys, kBuffers - 1 - now);
+    if (memory.careful) find_absent(memory.keys, key, memory.absent);
 #pragma unroll 1
     for (int row = 0; row < Shared::kKeys && key + row < memory.work.seen; row += 8 * Shared::kWide)
       visit(now, row, key + row);
@@ -169,9 +178,10 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memor
 }
 
 // Forms delta = sum_j p_j dp_j, less the gradient of lse. It takes a pass of its own, because y was rounded to 16 bits,
-// and its error would be in the gradient of every score.
+// and its error would be in the gradient of every score. Returns whether that of one of this thread's rows is not
+// finite.
 template <typename scalar_t, int kD>
-__device__ __forceinline__ void form_delta(const CompressedAttentionBackward& p, MmaQueryShared<scalar_t, kD>& memory) {
+__device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p, MmaQueryShared<scalar_t, kD>& memory) {
   using Shared = MmaQueryShared<scalar_t, kD>;
   constexpr int kTall = Shared::kTall;
   constexpr int kWide = Shared::kWide;
@@ -190,34 +200,37 @@ __device__ __forceinline__ void form_delta(const CompressedAttentionBackward& p,
   __syncthreads();
   through_keys(memory, [&](int now, int row, int64_t key) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale, weights,
-                                         grad_weights);
+    rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale,
+                                         memory.careful ? memory.absent : nullptr, weights, grad_weights);
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
       for (int n = 0; n < kWide; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) delta[m][i / 2] += weights[m][n][i] * grad_weights[m][n][i];
+        for (int i = 0; i < 4; ++i) delta[m][i / 2] += weighted(weights[m][n][i], grad_weights[m][n][i]);
   });
+  bool not_finite = false;
 #pragma unroll
   for (int m = 0; m < kTall; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float of_row = sum_of_row(delta[m][half]);
+      not_finite |= !is_finite(of_row);
       const int64_t row = memory.work.row + Shared::row_of(m, half);
       if (lane() % 4 != 0) continue;
-      if (row < memory.work.of.group * p.shape.S) {
+      if (row < memory.work.of.rows()) {
         if (p.grad_lse) of_row -= number_of<float>(p.grad_lse, memory.work.of, row);
         if (p.delta) number_of<float>(p.delta, memory.work.of, row) = of_row;
       }
       memory.delta[Shared::row_of(m, half)] = of_row;
     }
   __syncwarp();
+  return not_finite;
 }
 
-// Forms and stores grad_q of a slab. Where it is not finite, delta becomes NaN.
+// Forms and stores grad_q of a slab. Returns whether a number of this thread is not finite.
 template <typename scalar_t, int kD>
-__device__ __forceinline__ void form_grad_q(const CompressedAttentionBackward& p, int slab,
+__device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p, int slab,
                                             MmaQueryShared<scalar_t, kD>& memory) {
   using Shared = MmaQueryShared<scalar_t, kD>;
   constexpr int kTall = Shared::kSlabTall;
@@ -241,29 +254,21 @@ __device__ __forceinline__ void form_grad_q(const CompressedAttentionBackward& p
   __syncthreads();
   through_keys(memory, [&](int now, int row, int64_t key) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e, weights,
-                                         grad_weights);
+    rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e,
+                                         memory.careful ? memory.absent : nullptr, weights, grad_weights);
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
       for (int n = 0; n < kWide; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          weights[m][n][i] = softmax_gradient_of_seen(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
+          weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
     uint32_t grad_scores[kTall][kWide / 2][4];
     round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
-    add_product<scalar_t, kTall, kWide, kD / 8>(grad_scores, tiles.keys.kc[now], row, grad_q);
+    add_product_or_careful<scalar_t, kTall, kWide, kD / 8>(memory.careful, grad_scores, tiles.keys.kc[now], row,
+                                                           grad_q);
   });
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float zero = 0;
-#pragma unroll
-      for (int n = 0; n < kD / 8; ++n) zero += 0 * grad_q[m][n][2 * half] + 0 * grad_q[m][n][2 * half + 1];
-      zero = sum_of_row(zero);
-      if (lane() % 4 == 0) memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)] += zero;
-    }
+  const bool not_finite = any_not_finite<kTall, kD / 8>(grad_q);
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
   keep_rows<scalar_t, kTall, kD / 8>(grad_q, first, tiles.queries.q);
   for (int index = lane(); index < 2 * kTall * kD; index += 32) {
@@ -271,6 +276,7 @@ __device__ __forceinline__ void form_grad_q(const CompressedAttentionBackward& p
     const int64_t row_of_all = memory.work.row + slab * Shared::kSlab + row;
     if (row_of_all < to.count) store_row_pack(tiles.queries.q, row, index % (kD / 8), to, row_of_all);
   }
+  return not_finite;
 }
 
 template <typename scalar_t, int kD>
@@ -279,30 +285,29 @@ __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Compres
   auto& memory = shared<Shared>();
   if (threadIdx.x == 0) {
     memory.work = query_work(p.shape, blockIdx.x, Shared::kQueries, Shared::kKeys, 1, kD, 1);
-    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, memory.work.of);
-    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, memory.work.of);
+    memory.keys = blocks_of<scalar_t>(p.shape, p.kc, memory.work.of);
+    memory.values = blocks_of<scalar_t>(p.shape, p.vc, memory.work.of);
+    memory.careful = false;
   }
   __syncthreads();
-  form_delta(p, memory);
+  if (!memory.work.exists()) return;
 #pragma unroll 1
-  for (int slab = 0; p.grad_q && slab < Shared::kSlabs; ++slab) form_grad_q(p, slab, memory);
-  unsigned not_finite = 0;
-#pragma unroll
-  for (int i = 0; i < 2 * Shared::kTall; ++i)
-    if (!is_finite(memory.delta[Shared::row_of(i / 2, i % 2)])) not_finite |= 1u << i;
-  if (!__any_sync(~0u, not_finite != 0)) return;
-  each_row_of_fragments<Shared::kTall>(not_finite, [&](int row) {
-    const int64_t mine = memory.work.row + Shared::row_of_tile(row / 16, row % 16);
-    if (mine < memory.work.of.group * p.shape.S) differentiate_row<scalar_t>(p, memory.work.of, 0, kD, mine);
-  });
+  for (bool again = true; again;) {
+    bool not_finite = form_delta(p, memory);
+#pragma unroll 1
+    for (int slab = 0; p.grad_q && slab < Shared::kSlabs; ++slab) not_finite |= form_grad_q(p, slab, memory);
+    again = __syncthreads_or(not_finite) != 0 && !memory.careful;
+    __syncthreads();
+    if (threadIdx.x == 0) memory.careful = true;
+    __syncthreads();
+  }
 }
 
 template <typename scalar_t, int kD>
 void query_gradients_of_width(const CompressedAttentionBackward& p, cudaStream_t stream) {
   using Shared = MmaQueryShared<scalar_t, kD>;
-  const CompressedAttentionShape& shape = p.shape;
-  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * ceil_div(shape.group() * shape.S, Shared::kQueries));
-  launch({"compressed_attention_backward_queries_mma", dim3(blocks), dim3(kThreads), sizeof(Shared), stream},
+  const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries);
+  launch({"compressed_attention_backward_queries_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
          mma_query_gradient_kernel<scalar_t, kD>, p);
 }
 
@@ -412,12 +417,12 @@ __device__ __forceinline__ void add_warps(Tile* tiles, float (&gradient)[1][kCol
 template <typename scalar_t, typename Tile>
 __device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const KeyWork& work,
                                                    const Strided<4>& gradient, const Tile& tile) {
-  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length(), work.of);
+  const auto to = gradient_of<scalar_t>(p, gradient, work.of);
   constexpr int kPacks = Tile::kColumns / 8;
   for (int row = warp() * 16; row < warp() * 16 + 16; ++row) {
     const int64_t j = work.key + row;
-    if (j >= p.shape.C) return;
-    const BlockPositions positions = positions_of(p, j);
+    if (j >= work.of.blocks) return;
+    const BlockPositions positions = positions_of(p, work.of, j);
     for (int64_t index = lane(); index < positions.length * kPacks; index += 32)
       store_row_pack(tile, row, static_cast<int>(index % kPacks), to, positions.begin + index / kPacks);
   }
@@ -435,7 +440,7 @@ __device__ __forceinline__ void store_part(const CompressedAttentionBackward& p,
                             [&](float x, float y) { return pack_pair(parts.word(x, word), parts.word(y, word)); });
     for (int index = lane(); index < 16 * kColumns; index += 32) {
       const int64_t j = work.key + first + index / kColumns;
-      if (j < p.shape.C)
+      if (j < work.of.blocks)
         store_row_pack(tile, first + index / kColumns, index % kColumns, parts.of_block(p.shape, work.of, of_values, j),
                        work.part * parts.kWords + word);
     }
@@ -443,26 +448,22 @@ __device__ __forceinline__ void store_part(const CompressedAttentionBackward& p,
   }
 }
 
-// Stores the gradients of keys or of values. Returns which of a thread's two rows are not finite.
+// Stores the gradients of keys or of values.
 template <typename scalar_t, int kColumns, typename Tile>
-__device__ __forceinline__ unsigned finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
-                                                const KeyParts<scalar_t>& parts, bool of_values,
-                                                float (&gradient)[1][kColumns][4], Tile& tile) {
+__device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
+                                            const KeyParts<scalar_t>& parts, bool of_values,
+                                            float (&gradient)[1][kColumns][4], Tile& tile) {
   const int first = warp() * 16;
-  unsigned not_finite = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = work.key + first + fragment_row(0, half);
     const float unit = of_values ? kWeightUnit<scalar_t> : 1;
-    const bool whole = j < p.shape.C && parts.count == 1;
-    const float share = whole ? unit / static_cast<float>(positions_of(p, j).length) : unit;
+    const bool whole = j < work.of.blocks && parts.count == 1;
+    const float share = whole ? unit / static_cast<float>(positions_of(p, work.of, j).length) : unit;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-      for (int i = 2 * half; i < 2 * half + 2; ++i) {
-        gradient[0][n][i] *= share;
-        if (!is_finite(gradient[0][n][i])) not_finite |= 1u << half;
-      }
+      for (int i = 2 * half; i < 2 * half + 2; ++i) gradient[0][n][i] *= share;
   }
   if (parts.count == 1) {
     keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
@@ -470,18 +471,17 @@ __device__ __forceinline__ unsigned finish_keys(const CompressedAttentionBackwar
   } else {
     store_part<scalar_t, kColumns>(p, work, parts, of_values, gradient, tile);
   }
-  return not_finite;
 }
 
-// Forms rows that are not finite again. Called when no sums are left, which calls would have to save.
-template <typename scalar_t, int kD>
-__device__ __forceinline__ void form_keys_again(const CompressedAttentionBackward& p, const KeyWork& work,
-                                                const KeyParts<scalar_t>& parts, bool of_values, unsigned not_finite) {
-  if (!__any_sync(~0u, not_finite != 0)) return;
-  each_row_of_fragments<1>(not_finite, [&](int row) {
-    const int64_t j = work.key + warp() * 16 + row;
-    if (j < p.shape.C) differentiate_key<scalar_t>(p, work, kOtherRows<kD>, kD, parts, of_values, j);
-  });
+// No query sees an absent block.
+template <typename scalar_t, int kD, int kKeys>
+__device__ __forceinline__ void hide_absent(const CompressedAttentionBackward& p,
+                                            MmaKeyShared<scalar_t, kD, kKeys>& memory) {
+  const int64_t j = memory.work.key + threadIdx.x;
+  if (threadIdx.x < kKeys && j < memory.work.of.blocks &&
+      is_absent(blocks_of<scalar_t>(p.shape, p.kc, memory.work.of), j))
+    memory.first_row[threadIdx.x] = memory.queries.count;
+  __syncthreads();
 }
 
 // kOfKeys, kOfValues: which gradients have registers. One without is not formed.
@@ -494,6 +494,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr int kBuffers = kStages<kD>;
   auto& memory = shared<Shared>();
   const KeyWork work = key_work(p.shape, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
+  if (!work.exists()) return;
   const int first = warp() % Shared::kKeyWarps * 16;
   const int first_query = warp() / Shared::kKeyWarps * Shared::kQueriesOfWarp;
   const bool of_keys = kOfKeys && p.grad_k;
@@ -504,15 +505,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
     memory.gradients = queries_of<scalar_t>(p.shape, p.grad_y, work.of);
   }
-  if (threadIdx.x < kKeys) {
-    const int64_t j = work.key + threadIdx.x;
-    memory.first_row[threadIdx.x] =
-        (j < p.shape.C ? smaller(p.shape.first_query(j), p.shape.S) : p.shape.S) * work.of.group;
-  }
+  if (threadIdx.x < kKeys) memory.first_row[threadIdx.x] = work.of.first_row(p.shape, work.key + threadIdx.x);
   auto& keys = memory.tiles.keys;
   auto& queries = memory.tiles.queries;
-  request_rows(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, keys.kc);
-  if (of_keys) request_rows(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, keys.vc);
+  request_rows(blocks_of<scalar_t>(p.shape, p.kc, work.of), work.key, keys.kc);
+  if (of_keys) request_rows(blocks_of<scalar_t>(p.shape, p.vc, work.of), work.key, keys.vc);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -520,74 +517,76 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Rows of_k(keys.kc, first), of_v(keys.vc, first);
   __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
-  set_zero<1, kD / 8>(grad_k);
-  set_zero<1, kD / 8>(grad_v);
   const int tiles = static_cast<int>(work.end - work.begin);
-  if (tiles > 0) request_queries(p, work.first_row + work.begin * kQueries, 0, memory);
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int now = tile % kBuffers;
-    const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
-    cp_async_wait<0>();
-    __syncthreads();
-    if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
-    const MmaSeenBy seen_by(memory.first_row + first, row, memory.queries.count);
+  for (bool careful = false, again = true; again; careful = true) {
+    set_zero<1, kD / 8>(grad_k);
+    set_zero<1, kD / 8>(grad_v);
+    if (tiles > 0) request_queries(p, memory.work.first_row + memory.work.begin * kQueries, 0, memory);
 #pragma unroll 1
-    for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
-      float weights[1][kWide][4];
-      uint32_t factor[1][kWide / 2][4];
-      multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int now = tile % kBuffers;
+      const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
+      cp_async_wait<0>();
+      __syncthreads();
+      if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
+      const MmaSeenBy seen_by(memory.first_row + first, row, memory.queries.count);
+#pragma unroll 1
+      for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
+        float weights[1][kWide][4];
+        uint32_t factor[1][kWide / 2][4];
+        multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
 #pragma unroll
-      for (int n = 0; n < kWide; ++n)
+        for (int n = 0; n < kWide; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = query + fragment_column(n) + i % 2;
-          const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
-          weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
+          for (int i = 0; i < 4; ++i) {
+            const int column = query + fragment_column(n) + i % 2;
+            const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
+            weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
+          }
+        if (of_values) {
+          if (careful) keep_small_weights<scalar_t, 1, kWide>(weights);
+          round_factor<scalar_t, 1, kWide>(weights, factor);
+          add_product_or_careful<scalar_t, 1, kWide, kD / 8>(careful, factor, queries.grad_y[now], query, grad_v);
         }
-      if (of_values) {
+        if (!of_keys) continue;
+        float grad_weights[1][kWide][4];
+        multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
+#pragma unroll
+        for (int n = 0; n < kWide; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = query + fragment_column(n) + i % 2;
+            const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
+            weights[0][n][i] = softmax_gradient(weight, grad_weights[0][n][i], memory.delta[now][column]);
+          }
         round_factor<scalar_t, 1, kWide>(weights, factor);
-        add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.grad_y[now], query, grad_v);
+        add_product_or_careful<scalar_t, 1, kWide, kD / 8>(careful, factor, queries.q[now], query, grad_k);
       }
-      if (!of_keys) continue;
-      float grad_weights[1][kWide][4];
-      multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int column = query + fragment_column(n) + i % 2;
-          const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
-          const float gradient = softmax_gradient_of_seen(weight, grad_weights[0][n][i], memory.delta[now][column]);
-          weights[0][n][i] = seen_by(i / 2, column) ? gradient : 0;
-        }
-      round_factor<scalar_t, 1, kWide>(weights, factor);
-      add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.q[now], query, grad_k);
+      if (kBuffers > 1 || tile + 1 >= tiles) continue;
+      __syncthreads();
+      request_queries(p, row + kQueries, 0, memory);
     }
-    if (kBuffers > 1 || tile + 1 >= tiles) continue;
-    __syncthreads();
-    request_queries(p, row + kQueries, 0, memory);
+    cp_async_wait<0>();
+    const bool not_finite =
+        (of_keys && any_not_finite<1, kD / 8>(grad_k)) || (of_values && any_not_finite<1, kD / 8>(grad_v));
+    again = __syncthreads_or(!careful && not_finite) != 0;
+    if (again) hide_absent(p, memory);
   }
-  cp_async_wait<0>();
-  __syncthreads();
   if (of_keys) add_warps<Shared::kKeyWarps>(queries.q, grad_k);
   if (of_values) add_warps<Shared::kKeyWarps>(queries.grad_y, grad_v);
   if (Shared::kKeyWarps < kWarps) __syncthreads();
   if (warp() >= Shared::kKeyWarps) return;
-  unsigned of_k_again = 0, of_v_again = 0;
-  if (of_keys) of_k_again = finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, keys.kc);
-  if (of_values) of_v_again = finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, keys.vc);
-  form_keys_again<scalar_t, kD>(p, memory.work, parts, false, of_k_again);
-  form_keys_again<scalar_t, kD>(p, memory.work, parts, true, of_v_again);
+  if (of_keys) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, keys.kc);
+  if (of_values) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, keys.vc);
 }
 
 template <typename scalar_t, int kD, int kKeys, bool kOfKeys = true, bool kOfValues = true>
 void key_gradients_of_width(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
                             cudaStream_t stream) {
-  const CompressedAttentionShape& shape = p.shape;
-  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * ceil_div(shape.C, kKeys) * parts.count);
-  launch({"compressed_attention_backward_keys_mma", dim3(blocks), dim3(kThreads),
-          sizeof(MmaKeyShared<scalar_t, kD, kKeys>), stream},
+  const int64_t blocks = tile_count(p.shape, block_rows(p.shape), block_tile(p.shape, kKeys)) * parts.count;
+  launch({"compressed_attention_backward_keys_mma", blocks, dim3(kThreads), sizeof(MmaKeyShared<scalar_t, kD, kKeys>),
+          stream},
          mma_key_gradient_kernel<scalar_t, kD, kKeys, kOfKeys, kOfValues>, p, parts);
 }
 

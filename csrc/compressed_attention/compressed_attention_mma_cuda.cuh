@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cmath>
+#include <type_traits>
+
 #include "compressed_attention/compressed_attention_tiles_cuda.cuh"
 
 // Tiles of 16-bit values and their products on tensor cores, summed in float32. Each warp of a block has some rows of a
@@ -235,24 +238,126 @@ __device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, c
   }
 }
 
+// ---- numbers that are not finite
+//
+// A query that does not see a block has a weight of 0 in the product of their tiles, and 0 times NaN or infinity is
+// NaN. So a careful product is that of the finite numbers, and what each infinity and NaN adds to the rows that give it
+// a weight: a second product counts these, by powers of two that stay exact in a sum over 64.
+
+template <typename scalar_t>
+struct HalfBits {
+  static constexpr int kMantissa = std::is_same_v<scalar_t, __half> ? 10 : 7;
+  static constexpr uint32_t kInfinity = std::is_same_v<scalar_t, __half> ? 0x7c00 : 0x7f80;
+  static constexpr uint32_t kOne = std::is_same_v<scalar_t, __half> ? 0x3c00 : 0x3f80;
+
+  static constexpr uint32_t power(int n) { return kOne + (static_cast<uint32_t>(n) << kMantissa); }
+  __device__ __forceinline__ static uint32_t finite_or_zero(uint32_t x) { return (x & kInfinity) == kInfinity ? 0 : x; }
+  // 1 for infinity, 2^7 for minus infinity, 2^14 for NaN, else 0.
+  __device__ __forceinline__ static uint32_t kind(uint32_t x) {
+    if ((x & kInfinity) != kInfinity) return 0;
+    return x == kInfinity ? power(0) : x == (kInfinity | 0x8000) ? power(7) : power(14);
+  }
+  __device__ __forceinline__ static uint32_t one_or_zero(uint32_t x) { return (x & 0x7fff) != 0 ? kOne : 0; }
+};
+
+// Replaces both 16-bit values of each register.
+template <int kCount, typename Of>
+__device__ __forceinline__ void replace_halves(uint32_t (&x)[kCount], const Of& of) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = of(x[i] & 0xffff) | of(x[i] >> 16) << 16;
+}
+
+// The sum of infinities and NaNs that were counted by their kinds.
+__device__ __forceinline__ float sum_of_kinds(float kinds) {
+  const int count = static_cast<int>(kinds);
+  if (count == 0) return 0;
+  if (count < 1 << 7) return -minus_infinity<float>();
+  return count < 1 << 14 && count % (1 << 7) == 0 ? minus_infinity<float>() : NAN;
+}
+
+// c += a b for the rows of b from `row` on, in which a weight of 0 adds nothing. Other weights of rows that are not
+// finite are above 0.
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_careful_product(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row,
+                                                    WarpTile<kTall, kWide>& c) {
+  using Bits = HalfBits<scalar_t>;
+  const auto second = Operand<Tile>::down(b, row);
+#pragma unroll
+  for (int pair = 0; pair < kWide / 2; ++pair) {
+#pragma unroll
+    for (const bool counts : {false, true}) {
+      float product[kTall][2][4];
+      set_zero<kTall, 2>(product);
+#pragma unroll
+      for (int step = 0; step < kDeep / 2; ++step) {
+        uint32_t of_a[kTall][4], of_b[4];
+        ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
+        replace_halves(of_b, [&](uint32_t x) { return counts ? Bits::kind(x) : Bits::finite_or_zero(x); });
+#pragma unroll
+        for (int m = 0; m < kTall; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+          if (counts) replace_halves(of_a[m], Bits::one_or_zero);
+        }
+        multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
+      }
+#pragma unroll
+      for (int m = 0; m < kTall; ++m)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            c[m][2 * pair + n][i] += counts ? sum_of_kinds(product[m][n][i]) : product[m][n][i];
+    }
+  }
+}
+
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_product_or_careful(bool careful, const WarpFactor<kTall, kDeep>& a, const Tile& b,
+                                                       int row, WarpTile<kTall, kWide>& c) {
+  if (careful) {
+    add_careful_product<scalar_t, kTall, kDeep, kWide>(a, b, row, c);
+  } else {
+    add_product<scalar_t, kTall, kDeep, kWide>(a, b, row, c);
+  }
+}
+
+// Makes weights that 16 bits would round to 0 large enough to count.
+template <typename scalar_t, int kTall, int kWide>
+__device__ __forceinline__ void keep_small_weights(WarpTile<kTall, kWide>& weights) {
+  constexpr float kSmallest = 0x1p-24f;  // of float16; bfloat16 has the exponents of float32
+  if constexpr (std::is_same_v<scalar_t, __half>) {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (weights[m][n][i] > 0 && weights[m][n][i] < kSmallest) weights[m][n][i] = kSmallest;
+  }
+}
+
+// Whether a number of this thread is not finite.
+template <int kTall, int kWide>
+__device__ __forceinline__ bool any_not_finite(const WarpTile<kTall, kWide>& c) {
+  float zero = 0;
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) zero += 0 * c[m][n][i];
+  return !(zero == 0);
+}
+
+// ---- places of results
+
 // The row of this thread's c[m][n][2 half + i], counted from the warp's first row, and the column of c[m][n][2 half].
 __device__ __forceinline__ int fragment_row(int m, int half) {
   return 16 * m + 8 * half + lane() / 4;
 }
 __device__ __forceinline__ int fragment_column(int n) {
   return 8 * n + lane() % 4 * 2;
-}
-
-// Calls run(row) for each row of the warp, counted from its first, that a thread marks with bit 2 m + half for
-// fragment_row(m, half).
-template <int kTall, typename Run>
-__device__ __forceinline__ void each_row_of_fragments(unsigned marked, const Run& run) {
-  __syncwarp();
-  for (int i = 0; i < 2 * kTall; ++i) {
-    const unsigned yes = __ballot_sync(~0u, marked >> i & 1);
-    for (int row = 0; row < 8; ++row)
-      if ((yes >> (4 * row) & 0xfu) != 0) run(8 * i + row);
-  }
 }
 
 // Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.

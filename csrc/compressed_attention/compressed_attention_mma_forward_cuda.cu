@@ -1,7 +1,6 @@
 #include <cmath>
 
 #include "compressed_attention/compressed_attention_mma_cuda.cuh"
-#include "compressed_attention/compressed_attention_rows_cuda.cuh"
 
 // The forward of 16-bit types on tensor cores. A block of threads has a tile of queries. Each warp has 16 or 32 of its
 // rows, with y in registers. Keys and values are loaded in tiles; if there is room for two, the next tile is loaded
@@ -23,6 +22,7 @@ struct MmaForwardShared {
   HalfTile<scalar_t, kKeys, kD> kc[kStages];
   HalfTile<scalar_t, kKeys, kD> vc[kStages];
   int64_t limit[kQueries];  // how many blocks each row sees
+  int absent[kKeys];
   // In shared memory, because sums take the registers.
   QueryWork work;
   KeyMatrix<scalar_t> keys, values;
@@ -85,6 +85,18 @@ struct MmaSoftmax {
   }
 };
 
+// Sets scores of absent blocks to -inf.
+template <int kTall, int kWide>
+__device__ __forceinline__ void hide_absent(const int* absent, WarpTile<kTall, kWide>& scores) {
+#pragma unroll
+  for (int n = 0; n < kWide; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (absent[fragment_column(n) + i % 2])
+#pragma unroll
+        for (int m = 0; m < kTall; ++m) scores[m][n][i] = minus_infinity<float>();
+}
+
 // Sets scores to -inf where a query does not see the block. `limit` points to that of the warp's first row.
 template <int kTall, int kWide>
 __device__ __forceinline__ void hide_keys(const int64_t* limit, int64_t key, WarpTile<kTall, kWide>& scores) {
@@ -109,9 +121,8 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
                                                MmaForwardShared<scalar_t, kD, kStages>& memory,
                                                WarpTile<kTall, kColumns>& y) {
   const CompressedAttentionShape& shape = p.shape;
-  const int64_t rows = work.of.group * shape.S;
+  const int64_t rows = work.of.rows();
   const int first = warp() * 16 * kTall;
-  unsigned not_finite = 0;
 #pragma unroll
   for (int m = 0; m < kTall; ++m)
 #pragma unroll
@@ -126,19 +137,14 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
 #pragma unroll
       for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          // If the weights are 0, the sum of weighted values is 0 or not finite.
-          y[m][n][i] *= inverse;
-          if (!is_finite(y[m][n][i])) not_finite |= 1u << (2 * m + half);
-        }
+        for (int i = 2 * half; i < 2 * half + 2; ++i) y[m][n][i] *= inverse;
       if (row >= rows) continue;
-      const int64_t index = query_index(shape, work.of, row);
       const bool writes_lse = lane() % 4 == 0;
       if (parts.count == 1) {
         if (writes_lse && p.lse) number_of<float>(p.lse, work.of, row) = lse;
         continue;
       }
-      const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;
+      const int64_t of_part = work.part * shape.B * shape.H * shape.S + query_index(shape, work.of, row);
       if (writes_lse) parts.lse[of_part] = lse;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n)
@@ -147,19 +153,13 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
           if (fragment_column(n) + i < shape.D)
             parts.y[of_part * shape.D + fragment_column(n) + i] = y[m][n][2 * half + i];
     }
-  if (parts.count == 1) {
-    const auto to = queries_of<scalar_t>(shape, p.y, work.of);
-    keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
-    for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
-      const int row = first + index / kColumns;
-      if (work.row + row < rows) store_row_pack(memory.q, row, index % kColumns, to, work.row + row);
-    }
+  if (parts.count > 1) return;
+  const auto to = queries_of<scalar_t>(shape, p.y, work.of);
+  keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
+  for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
+    const int row = first + index / kColumns;
+    if (work.row + row < rows) store_row_pack(memory.q, row, index % kColumns, to, work.row + row);
   }
-  if (!__any_sync(~0u, not_finite != 0)) return;
-  each_row_of_fragments<kTall>(not_finite, [&](int row) {
-    if (work.row + first + row < rows)
-      attend_row<scalar_t>(p, work, kKeys, 8 * kColumns, parts, work.row + first + row);
-  });
 }
 
 template <typename scalar_t, int kD, int kStages>
@@ -169,66 +169,72 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr int kTall = Shared::kTall;
   auto& memory = shared<Shared>();
   const QueryWork work = query_work(p.shape, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
+  if (!work.exists()) return;
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   if (threadIdx.x == 0) {
     memory.work = work;
-    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
-    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+    memory.keys = blocks_of<scalar_t>(p.shape, p.kc, work.of);
+    memory.values = blocks_of<scalar_t>(p.shape, p.vc, work.of);
   }
   if (threadIdx.x < Shared::kQueries) {
     const int64_t row = work.row + threadIdx.x;
-    memory.limit[threadIdx.x] = row < q.count ? p.shape.visible(row / work.of.group) : 0;
+    memory.limit[threadIdx.x] = row < q.count ? work.of.visible(p.shape, row) : 0;
   }
   __syncthreads();
   const float scale = static_cast<float>(p.scale) * kLog2e;
   const bool rises = scale > 0;  // then the largest product has the largest score
   const int first = warp() * 16 * kTall;
   const int tiles = static_cast<int>(work.end - work.begin);
-  MmaSoftmax<kTall> softmax;
-  float y[kTall][kD / 8][4];
-  set_zero<kTall, kD / 8>(y);
   request_rows(q, work.row, memory.q);
   const auto request_keys = [&](int64_t key, int stage) {
     request_rows(memory.keys, key, memory.kc[stage]);
     request_rows(memory.values, key, memory.vc[stage]);
     cp_async_commit();
   };
-  if (tiles > 0) request_keys(work.begin * kKeys, 0);
-  cp_async_commit();
+  for (bool careful = false;; careful = true) {
+    MmaSoftmax<kTall> softmax;
+    float y[kTall][kD / 8][4];
+    set_zero<kTall, kD / 8>(y);
+    if (tiles > 0) request_keys(memory.work.begin * kKeys, 0);
+    cp_async_commit();
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
-    const int now = tile % kStages;
-    const int64_t key = (memory.work.begin + tile) * kKeys;
-    cp_async_wait<0>();
-    __syncthreads();
-    if (kStages > 1 && tile + 1 < tiles) request_keys(key + kKeys, kStages - 1 - now);
-    float scores[kTall][kKeys / 8][4];
-    const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
-    multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
-    if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
-    // The first row sees fewest blocks.
-    if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
-    softmax.add(rises ? scale : 1, scores, y);
-    uint32_t weights[kTall][kKeys / 16][4];
-    round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
-    add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], 0, y);
-    if (kStages == 1 && tile + 1 < tiles) {
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int now = tile % kStages;
+      const int64_t key = (memory.work.begin + tile) * kKeys;
+      cp_async_wait<0>();
       __syncthreads();
-      request_keys(key + kKeys, 0);
+      if (kStages > 1 && tile + 1 < tiles) request_keys(key + kKeys, kStages - 1 - now);
+      float scores[kTall][kKeys / 8][4];
+      const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
+      multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
+      if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
+      // The first row sees fewest blocks.
+      if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
+      if (careful) {
+        find_absent(memory.keys, key, memory.absent);
+        hide_absent<kTall, kKeys / 8>(memory.absent, scores);
+      }
+      softmax.add(rises ? scale : 1, scores, y);
+      if (careful) keep_small_weights<scalar_t, kTall, kKeys / 8>(scores);
+      uint32_t weights[kTall][kKeys / 16][4];
+      round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
+      add_product_or_careful<scalar_t, kTall, kKeys / 8, kD / 8>(careful, weights, memory.vc[now], 0, y);
+      if (kStages == 1 && tile + 1 < tiles) {
+        __syncthreads();
+        request_keys(key + kKeys, 0);
+      }
     }
+    cp_async_wait<0>();
+    if (__syncthreads_or(!careful && any_not_finite<kTall, kD / 8>(y)) != 0) continue;
+    return finish_queries(p, memory.work, parts, softmax, memory, y);
   }
-  cp_async_wait<0>();
-  __syncthreads();
-  finish_queries(p, memory.work, parts, softmax, memory, y);
 }
 
 template <typename scalar_t, int kD, int kStages = 2>
 void forward_of_width(const CompressedAttentionForward& p, const ForwardParts<float>& parts, cudaStream_t stream) {
   using Shared = MmaForwardShared<scalar_t, kD, kStages>;
-  const CompressedAttentionShape& shape = p.shape;
-  const int64_t row_tiles = ceil_div(shape.group() * shape.S, Shared::kQueries);
-  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * parts.count);
-  launch({"compressed_attention_forward_mma", dim3(blocks), dim3(kThreads), sizeof(Shared), stream},
+  const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries) * parts.count;
+  launch({"compressed_attention_forward_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
          mma_forward_kernel<scalar_t, kD, kStages>, p, parts);
 }
 

@@ -25,11 +25,18 @@ struct PoolShared {
   acc_t sums[kColumns][kPoolThreads];
 };
 
-// A head of x (B,Hkv,count,D); the rows are positions or blocks.
-template <typename scalar_t>
-MEMCHECK_INLINE KeyMatrix<scalar_t> matrix_of_head(const CompressedAttentionShape& shape, const Strided<4>& x,
-                                                   int64_t count, int64_t head) {
-  return keys_of<scalar_t>(shape, x, count, {head / shape.Hkv, head % shape.Hkv, 1});
+// A place for a block: the head of a sequence, and a block of it, which may lie behind the sequence's end.
+struct BlockPlace {
+  KeyHead of;
+  int64_t j;
+};
+
+// index: of (b, key head, place).
+MEMCHECK_INLINE BlockPlace block_place(const CompressedAttentionShape& shape, int64_t index) {
+  const int64_t head = index / shape.C, place = index % shape.C;
+  if (!shape.sequences.packed) return {key_head(shape, head / shape.Hkv, head % shape.Hkv), place};
+  const SequenceTile at = tile_at(shape, place, shape.T, shape.factor, FirstKey());
+  return {key_head(shape, at.sequence, head), at.tile};
 }
 
 // Adds every lanes-th position from begin to end to the total, in chains of kPoolChain.
@@ -71,14 +78,13 @@ __global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(CompressedAttenti
   const int64_t row =
       (of_values ? tile - row_tiles : tile) * threads.blocks() + thread / (threads.lanes * threads.packs);
   const int64_t column = (blockIdx.x % column_tiles * threads.packs + pack) * kColumns;
-  const bool mine = row < rows && column < shape.D;
-  const int64_t head = mine ? row / shape.C : 0;
-  const int64_t j = mine ? row % shape.C : 0;
+  const auto [of, j] = block_place(shape, row < rows ? row : 0);
+  const bool mine = row < rows && column < shape.D && j < of.blocks;
   const int64_t begin = j * shape.factor;
-  const int64_t end = smaller(shape.T, begin + shape.factor);
+  const int64_t end = smaller(of.keys, begin + shape.factor);
   acc_t total[kColumns] = {};
   if (mine) {
-    const auto from = matrix_of_head<scalar_t>(shape, of_values ? p.v : p.k, shape.T, head);
+    const auto from = keys_of<scalar_t>(shape, of_values ? p.v : p.k, of);
     sum_positions(from, begin + lane, end, threads.lanes, column, total);
   }
   for (int others = threads.lanes / 2; others > 0; others /= 2) {
@@ -94,7 +100,7 @@ __global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(CompressedAttenti
   if (!mine || lane > 0) return;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) total[i] /= static_cast<acc_t>(end - begin);
-  const auto to = matrix_of_head<scalar_t>(shape, of_values ? p.vc : p.kc, shape.C, head);
+  const auto to = blocks_of<scalar_t>(shape, of_values ? p.vc : p.kc, of);
   store_columns<scalar_t, kColumns>(to, j, column, total);
 }
 
@@ -110,21 +116,22 @@ PoolThreads pool_threads(const CompressedAttentionPooling& p) {
   const int64_t packs = ceil_div(p.shape.D, kPackSize<scalar_t>);
   const bool lanes_first = p.k.stride[3] != 1 && p.v.stride[3] != 1;
   PoolThreads threads{1, power_of_two_from(packs, lanes_first ? 8 : 32), lanes_first};
-  const int64_t positions = smaller(p.shape.factor, p.shape.T);
-  threads.lanes = power_of_two_from(ceil_div(positions, lanes_first ? 1 : kPositions), kPoolThreads / threads.packs);
+  // It does not depend on T, so that a sequence has the same sums in any batch.
+  threads.lanes =
+      power_of_two_from(ceil_div(p.shape.factor, lanes_first ? 1 : kPositions), kPoolThreads / threads.packs);
   return threads;
 }
 
 template <typename scalar_t>
 void pool(const CompressedAttentionPooling& p, cudaStream_t stream) {
   const int64_t rows = p.shape.B * p.shape.Hkv * p.shape.C;
-  if (rows == 0 || p.shape.D == 0) return;
+  if (rows * sequence_count(p.shape) * p.shape.D == 0) return;
   const PoolThreads threads = pool_threads<scalar_t>(p);
   constexpr int kColumns = kPackSize<scalar_t>;
   const int64_t column_tiles = ceil_div(p.shape.D, int64_t{threads.packs} * kColumns);
-  const auto blocks = static_cast<unsigned>(2 * ceil_div(rows, threads.blocks()) * column_tiles);
-  launch({"compressed_attention_pool", dim3(blocks), dim3(kPoolThreads),
-          sizeof(PoolShared<kColumns, acc_type<scalar_t>>), stream},
+  const int64_t blocks = 2 * ceil_div(rows, threads.blocks()) * column_tiles;
+  launch({"compressed_attention_pool", blocks, dim3(kPoolThreads), sizeof(PoolShared<kColumns, acc_type<scalar_t>>),
+          stream},
          pool_kernel<scalar_t>, p, threads);
 }
 
@@ -132,11 +139,6 @@ void pool(const CompressedAttentionPooling& p, cudaStream_t stream) {
 }  // namespace compressed_cuda
 
 void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t stream) {
-  if (p.shape.sequences) {  // one after another, which the stand-in for the CUDA language can do
-    for (int64_t i = 0; i < p.shape.sequences.count; ++i)
-      compressed_attention_pool_cuda(parameters_of(p, dtype, i, p.shape.sequences.sequences[i]), dtype, stream);
-    return;
-  }
   with_device_type(dtype, [&](auto type) { compressed_cuda::pool<decltype(type)>(p, stream); });
 }
 

@@ -79,8 +79,8 @@ __device__ __forceinline__ void add_product_with_rows(const SharedTile<acc_t>& a
   }
 }
 
-// c += a b
-template <typename acc_t>
+// c += a b. Carefully, a weight of 0 in a adds nothing, whatever is in b.
+template <bool kCareful, typename acc_t>
 __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
                                             ThreadTile<acc_t>& c) {
   using Size = TileSize<acc_t>;
@@ -95,7 +95,8 @@ __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const Sh
 #pragma unroll
       for (int x = 0; x < Size::kPack; ++x)
 #pragma unroll
-        for (int j = 0; j < Size::kThreadColumns; ++j) c[i][j] += of_a.values[x] * of_b[x].values[j];
+        for (int j = 0; j < Size::kThreadColumns; ++j)
+          c[i][j] += kCareful ? weighted(of_a.values[x], of_b[x].values[j]) : of_a.values[x] * of_b[x].values[j];
     }
   }
 }
@@ -134,6 +135,33 @@ __device__ __forceinline__ void load_tile(const HeadMatrix<scalar_t, kGrouped>& 
 template <typename acc_t>
 __device__ __forceinline__ int of_tile_before(int64_t end, int64_t first) {
   return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, TileSize<acc_t>::kSize)));
+}
+
+// ---- numbers that are not finite
+//
+// In a product of tiles a query that does not see a block has a weight of 0, and 0 times NaN or infinity is NaN. So a
+// block of threads whose result is not finite forms it again, carefully: a weight of 0 then adds nothing, and an absent
+// block is one that no query sees.
+
+template <typename acc_t>
+MEMCHECK_INLINE bool is_finite(acc_t x) {
+  return x * acc_t(0) == acc_t(0);
+}
+
+// Whether a key is -inf in every column: then its block is absent.
+template <typename scalar_t>
+__device__ __forceinline__ bool is_absent(const KeyMatrix<scalar_t>& kc, int64_t j) {
+  int64_t d = 0;
+  while (d < kc.columns && to_acc(kc.at(j)[d * kc.column_stride]) == minus_infinity<acc_type<scalar_t>>()) ++d;
+  return d == kc.columns && d > 0;
+}
+
+// Finds which of kCount blocks from `key` on are absent. A word for each, because threads store them side by side.
+template <typename scalar_t, int kCount>
+__device__ __forceinline__ void find_absent(const KeyMatrix<scalar_t>& kc, int64_t key, int (&absent)[kCount]) {
+  const int64_t j = key + threadIdx.x;
+  if (threadIdx.x < kCount) absent[threadIdx.x] = j < kc.count && is_absent(kc, j);
+  __syncthreads();
 }
 
 // Stores a thread's part of a product with rows, for the next product to read.
@@ -194,6 +222,17 @@ __device__ __forceinline__ void start(Totals<acc_t>& total) {
     for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) total.of(i, j) = acc_t(0);
 }
 
+// Whether a number of this thread is not finite.
+template <typename acc_t>
+__device__ __forceinline__ bool any_not_finite(Totals<acc_t>& total) {
+  acc_t zero = acc_t(0);
+#pragma unroll
+  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
+#pragma unroll
+    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) zero += acc_t(0) * total.of(i, j);
+  return !(zero == acc_t(0));
+}
+
 // Adds a chunk to the total and clears it.
 template <typename acc_t>
 __device__ __forceinline__ void add_chunk(ThreadTile<acc_t>& chunk, Totals<acc_t>& total) {
@@ -208,11 +247,15 @@ __device__ __forceinline__ void add_chunk(ThreadTile<acc_t>& chunk, Totals<acc_t
 
 // chunk += a b
 template <typename acc_t>
-__device__ __forceinline__ void add_product_of_tile(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
-                                                    ThreadTile<acc_t>& chunk) {
+__device__ __forceinline__ void add_product_of_tile(bool careful, const SharedTile<acc_t>& a,
+                                                    const SharedTile<acc_t>& b, ThreadTile<acc_t>& chunk) {
   ThreadTile<acc_t> product;
   set_zero<acc_t>(product);
-  add_product(a, b, product);
+  if (careful) {
+    add_product<true>(a, b, product);
+  } else {
+    add_product<false>(a, b, product);
+  }
 #pragma unroll
   for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
 #pragma unroll

@@ -16,15 +16,53 @@ namespace compressed_cuda {
 // A tile of queries, and the tiles of blocks that it reads: all that any of its queries sees, or its part of them.
 struct QueryWork {
   KeyHead of;
-  int64_t row;     // the first
+  int64_t row;     // the first; none of the tile exists if this does not
   int64_t column;  // the first of y or grad_q
   int64_t part;
   int64_t begin, end;  // tiles of blocks
   int64_t seen;        // by the last query
+
+  MEMCHECK_INLINE bool exists() const { return row < of.rows(); }
 };
 
 MEMCHECK_INLINE int64_t part_of(int64_t tiles, int64_t part, int64_t parts) {
   return tiles * part / parts;
+}
+
+// Where a block of threads is: a tile of one key head of a sequence. It may lie behind the sequence's end.
+struct TilePlace {
+  int64_t sequence, head, tile;
+};
+
+// The tiles of all key heads, where rows of a batch have `length` rows in tiles of `size`.
+MEMCHECK_INLINE int64_t tile_count(const CompressedAttentionShape& shape, int64_t length, int64_t size) {
+  return tile_places(shape, length, size) * shape.Hkv;
+}
+
+// Tiles of as late rows as there are first, or last. first_of(sequence): its first row.
+template <typename FirstOf>
+MEMCHECK_INLINE TilePlace tile_place(const CompressedAttentionShape& shape, int64_t index, int64_t length, int64_t size,
+                                     bool late_first, const FirstOf& first_of) {
+  const int64_t heads = shape.sequences.packed ? shape.Hkv : sequence_count(shape) * shape.Hkv;
+  const int64_t places = shape.sequences.packed ? tile_places(shape, length, size) : ceil_div(length, size);
+  const int64_t place = late_first ? places - 1 - index / heads : index / heads;
+  const int64_t head = index % heads;
+  if (!shape.sequences.packed) return {head / shape.Hkv, head % shape.Hkv, place};
+  const SequenceTile at = tile_at(shape, place, length, size, first_of);
+  return {at.sequence, head, at.tile};
+}
+
+// Rows of queries in a row of the batch.
+MEMCHECK_INLINE int64_t query_rows(const CompressedAttentionShape& shape) {
+  return shape.group() * shape.S;
+}
+
+// What a row of the batch has for tiles of blocks, and the size of one: packed, blocks lie where their positions do.
+MEMCHECK_INLINE int64_t block_rows(const CompressedAttentionShape& shape) {
+  return shape.sequences.packed ? shape.T : shape.C;
+}
+MEMCHECK_INLINE int64_t block_tile(const CompressedAttentionShape& shape, int64_t blocks) {
+  return shape.sequences.packed ? blocks * shape.factor : blocks;
 }
 
 // Late queries see most blocks. Their tiles go first, so that short tiles fill the end of the launch.
@@ -34,11 +72,12 @@ MEMCHECK_INLINE QueryWork query_work(const CompressedAttentionShape& shape, int6
   index /= parts;
   const int64_t column = index % column_tiles * tile_columns;
   index /= column_tiles;
-  const int64_t key_heads = shape.B * shape.Hkv;
-  const KeyHead of = key_head_at(shape, index % key_heads);
-  const int64_t rows = of.group * shape.S;
-  const int64_t row = (ceil_div(rows, tile_rows) - 1 - index / key_heads) * tile_rows;
-  const int64_t seen = shape.visible((smaller(row + tile_rows, rows) - 1) / of.group);
+  const int64_t group = shape.group();
+  const TilePlace at = tile_place(shape, index, query_rows(shape), tile_rows, true,
+                                  [group](const Sequence& x) { return group * x.first_query; });
+  const KeyHead of = key_head(shape, at.sequence, at.head);
+  const int64_t row = at.tile * tile_rows;
+  const int64_t seen = row < of.rows() ? of.visible(shape, smaller(row + tile_rows, of.rows()) - 1) : 0;
   const int64_t tiles = ceil_div(seen, tile_keys);
   return {of, row, column, part, part_of(tiles, part, parts), part_of(tiles, part + 1, parts), seen};
 }
@@ -46,11 +85,13 @@ MEMCHECK_INLINE QueryWork query_work(const CompressedAttentionShape& shape, int6
 // A tile of blocks, and the tiles of queries that it reads, from the first query that sees any of it.
 struct KeyWork {
   KeyHead of;
-  int64_t key;     // the first
+  int64_t key;     // the first; none of the tile exists if this does not
   int64_t column;  // the first of the gradients
   int64_t part;
   int64_t first_row;   // of the queries
   int64_t begin, end;  // tiles of queries from there on
+
+  MEMCHECK_INLINE bool exists() const { return key < of.blocks; }
 };
 
 // Most queries see early keys. Their tiles go first.
@@ -60,11 +101,11 @@ MEMCHECK_INLINE KeyWork key_work(const CompressedAttentionShape& shape, int64_t 
   index /= parts;
   const int64_t column = index % column_tiles * tile_columns;
   index /= column_tiles;
-  const int64_t key_heads = shape.B * shape.Hkv;
-  const KeyHead of = key_head_at(shape, index % key_heads);
-  const int64_t key = index / key_heads * tile_keys;
-  const int64_t first_row = smaller(shape.first_query(key), shape.S) * of.group;
-  const int64_t tiles = ceil_div(of.group * shape.S - first_row, tile_rows);
+  const TilePlace at = tile_place(shape, index, block_rows(shape), block_tile(shape, tile_keys), false, FirstKey());
+  const KeyHead of = key_head(shape, at.sequence, at.head);
+  const int64_t key = at.tile * tile_keys;
+  const int64_t first_row = of.first_row(shape, key);
+  const int64_t tiles = ceil_div(of.rows() - first_row, tile_rows);
   return {of, key, column, part, first_row, part_of(tiles, part, parts), part_of(tiles, part + 1, parts)};
 }
 
@@ -73,9 +114,16 @@ struct BlockPositions {
   int64_t begin, length;
 };
 
-MEMCHECK_INLINE BlockPositions positions_of(const CompressedAttentionBackward& p, int64_t j) {
+MEMCHECK_INLINE BlockPositions positions_of(const CompressedAttentionBackward& p, const KeyHead& of, int64_t j) {
   const int64_t begin = j * p.block_length();
-  return {begin, smaller(p.gradient_length() - begin, p.block_length())};
+  return {begin, smaller((p.pooled ? of.blocks : of.keys) - begin, p.block_length())};
+}
+
+// A gradient of keys or of values.
+template <typename scalar_t>
+MEMCHECK_INLINE KeyMatrix<scalar_t> gradient_of(const CompressedAttentionBackward& p, const Strided<4>& x,
+                                                const KeyHead& of) {
+  return p.pooled ? blocks_of<scalar_t>(p.shape, x, of) : keys_of<scalar_t>(p.shape, x, of);
 }
 
 // Where the parts of a split forward lie in the plan's scratch: y (parts,B,H,S,D), then lse (parts,B,H,S).
@@ -91,9 +139,22 @@ struct ForwardParts {
         count(parts) {}
 };
 
-// Parts of the gradients of kc and vc until they are added. A number in the accumulation type is one or two words of
-// the size of scalar_t. Each row of a part has one word of its numbers, in the columns of these, so that the thread
-// that adds the parts of some columns and stores the sum there needs no other thread.
+// Adds the sink of a query's head, if there is one, to the query's lse. Returns what y is to be multiplied by.
+template <typename acc_t>
+__device__ __forceinline__ acc_t add_sink(const CompressedAttentionForward& p, int64_t head, acc_t& lse) {
+  if (p.sink == nullptr) return acc_t(1);
+  const acc_t sink = static_cast<const acc_t*>(p.sink)[head];
+  const acc_t shift = softmax_shift(larger(lse, sink));
+  const acc_t weight = softmax_weight<CudaMaths<acc_t>>(lse, shift);
+  const acc_t sum = weight + softmax_weight<CudaMaths<acc_t>>(sink, shift);
+  if (sum == acc_t(0)) return acc_t(1);
+  lse = shift + log(sum);
+  return weight / sum;
+}
+
+// Parts of the gradients of kc and vc of a dense batch until they are added. A number in the accumulation type is one
+// or two words of the size of scalar_t. Each row of a part has one word of its numbers, in the columns of these, so
+// that the thread that adds the parts of some columns and stores the sum there needs no other thread.
 template <typename scalar_t>
 struct KeyParts {
   using acc_t = acc_type<scalar_t>;
@@ -124,7 +185,7 @@ struct KeyParts {
   __device__ __forceinline__ KeyMatrix<scalar_t> of_block(const CompressedAttentionShape& shape, const KeyHead& of,
                                                           bool of_values, int64_t j) const {
     const bool apart = of_last[of_values] && j == shape.C - 1;
-    KeyMatrix<scalar_t> block = keys_of<scalar_t>(shape, (apart ? of_last : rows)[of_values], count * kWords, of);
+    KeyMatrix<scalar_t> block = rows_of<scalar_t>(shape, (apart ? of_last : rows)[of_values], of, 0, count * kWords);
     if (!apart) block.data += j * block_rows * block.position_stride;
     return block;
   }

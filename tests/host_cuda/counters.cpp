@@ -700,6 +700,13 @@ void __sanitizer_cov_trace_pc() {
 unsigned char __tsan_atomic8_load(const volatile unsigned char* at, int) {
   return __atomic_load_n(at, __ATOMIC_ACQUIRE);
 }
+// A pointer of the code that launches.
+uint64_t __tsan_atomic64_load(const volatile uint64_t* at, int) {
+  return __atomic_load_n(at, __ATOMIC_ACQUIRE);
+}
+void __tsan_atomic64_store(volatile uint64_t* at, uint64_t x, int) {
+  __atomic_store_n(at, x, __ATOMIC_RELEASE);
+}
 
 // ---- for tests, which load this as a library
 

@@ -14,7 +14,7 @@ import memcheck
 
 pytestmark = pytest.mark.host_cuda
 # Those whose kernels take a table of sequences.
-TAKE_TABLES = ("softplus",)
+TAKE_TABLES = ("softplus", "compressed")
 EVERY = pytest.mark.parametrize("it", [pytest.param(ATTENTIONS[name], id=name) for name in TAKE_TABLES])
 MESSAGE = "cu_seqlens_q must ascend, got 10 at index 2 after 30"
 NOT_ASCENDING = torch.tensor([0, 30, 10, 40])

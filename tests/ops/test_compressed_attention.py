@@ -671,6 +671,24 @@ def test_nan_in_a_query_reaches_the_blocks_it_sees(sizes: tuple[int, ...], mode:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_in_grad_y_reach_the_values_that_their_queries_see(dtype: torch.dtype) -> None:
+    """One query has infinity, and a later one minus infinity: blocks that both see get NaN."""
+    B, H, Hkv, S, T, D, factor = 2, 4, 2, 150, 200, 40, 3
+    inputs, grad_y = make_inputs(B, H, Hkv, S, T, D, dtype)
+    clean = run(contract(factor).function, inputs, grad_y)[3]
+    visible = visible_blocks(inputs[0], T, factor, "causal")
+    first, second = (visible[s].repeat_interleave(factor)[:T] for s in (80, 120))
+    grad_y[B - 1, H - 1, 80, 7], grad_y[B - 1, H - 1, 120, 7] = math.inf, -math.inf
+    grad_v = run(contract(factor).function, inputs, grad_y)[3]
+    column = grad_v[B - 1, Hkv - 1, :, 7]
+    assert column[first].isnan().all()
+    assert (column[second & ~first] == -math.inf).all()
+    for x in (grad_v, clean):
+        x[B - 1, Hkv - 1, second, 7] = 0
+    assert_as_clean(grad_v, clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [(0, 30), (31, 32), (0, 100)])
 def test_keys_of_minus_infinity_hide_their_blocks(padded: tuple[int, int], mode: str, dtype: torch.dtype) -> None:

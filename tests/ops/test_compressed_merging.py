@@ -14,6 +14,7 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
+    KERNELS,
     LAYOUTS,
     ON_HOST,
     Bound,
@@ -512,7 +513,9 @@ def test_lse_and_sinks_of_sequences(kind: str, return_lse: bool) -> None:
         assert same_bits([x.grad[here] for x in (q, k, v)], [x.grad for x in one])
         inside[here] = True
         of_sink += its_sink.grad
-    assert same_bits([sink.grad], [of_sink.float()])
+    if KERNELS == "cpu":
+        assert same_bits([sink.grad], [of_sink.float()])
+    torch.testing.assert_close(sink.grad, of_sink.float())
     assert (lse[~inside] == -math.inf).all()
     assert not y[~inside].any()
 

@@ -147,6 +147,14 @@ def spoilt(tensors: list[Tensor], it: Attention, case: Case, causal: bool) -> li
     return found
 
 
+def options_alone(it: Attention, queries: slice, keys: slice) -> dict[str, Any]:
+    """Options of a call for one sequence alone. Compressed attention on a GPU splits a dense call by its size, and
+    sequences never: there, a sequence alone is a packed batch of one."""
+    if KERNELS == "cpu" or it is not COMPRESSED:
+        return {}
+    return {f"cu_seqlens_{name}": cumulative([part.stop - part.start]) for name, part in (("q", queries), ("k", keys))}
+
+
 def assert_as_alone(it: Attention, case: Case, causal: bool, inputs: list[Tensor], grad_y: Tensor) -> list[Tensor]:
     """Asserts that each sequence has the bits that it has alone, and that results of padding are 0. Returns y and the
     gradients."""
@@ -154,7 +162,8 @@ def assert_as_alone(it: Attention, case: Case, causal: bool, inputs: list[Tensor
     padding = [torch.ones_like(x, dtype=torch.bool) for x in results]
     for sequence in case.sequences(causal):
         (its_grad_y,) = it.part([grad_y], *sequence)
-        alone = run(functools.partial(it.function, causal=causal), it.part(inputs, *sequence), its_grad_y)
+        function = functools.partial(it.function, causal=causal, **options_alone(it, *sequence[1:]))
+        alone = run(function, it.part(inputs, *sequence), its_grad_y)
         assert same_bits(it.part(results, *sequence), alone)
         for x in it.part(padding, *sequence):
             x.fill_(False)
