@@ -1,0 +1,370 @@
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "common/formulas.h"
+#include "common/ptx.cuh"
+
+// Tiles of 16-bit values and their products on tensor cores, summed in float32. Each warp of a block has some rows of a
+// product, in tiles of 16 rows and 8 columns. Of such a tile thread 4 g + c has columns 2 c and 2 c + 1 of rows g and
+// g + 8.
+
+namespace memcheck {
+
+__device__ __forceinline__ int lane() {
+  return static_cast<int>(threadIdx.x) % 32;
+}
+__device__ __forceinline__ int warp() {
+  return static_cast<int>(threadIdx.x) / 32;
+}
+
+// Rows of a multiple of 64 columns. Pack i of a row, of 8 values, is at place i ^ (row % 8), so that the same
+// pack of 8 rows is spread over all banks.
+template <typename scalar_t, int kTileRows, int kTileColumns>
+struct alignas(128) HalfTile {
+  static constexpr int kRows = kTileRows;
+  static constexpr int kColumns = kTileColumns;
+  scalar_t x[kTileRows * kTileColumns];
+
+  __device__ __forceinline__ scalar_t* pack(int row, int index) {
+    return &x[row * kTileColumns + (index ^ (row & 7)) * 8];
+  }
+  __device__ __forceinline__ const scalar_t* pack(int row, int index) const {
+    return &x[row * kTileColumns + (index ^ (row & 7)) * 8];
+  }
+};
+
+// ---- operands
+
+// Where a lane finds its row of the first packs of an operand. The packs that are 2 step further differ by one
+// exclusive or, so that their addresses need no registers.
+template <typename Tile>
+struct Operand {
+  const Tile& tile;
+  int place;
+
+  // Rows from `row` on. Lanes 0 to 15 have the first pack, lanes 16 to 31 the second.
+  __device__ __forceinline__ static Operand down(const Tile& tile, int row) {
+    return at(tile, row + lane() % 16, lane() / 16);
+  }
+  // Lanes 0 to 7 have the first pack of 8 rows, lanes 8 to 15 the second; the other lanes have those of the next 8
+  // rows.
+  __device__ __forceinline__ static Operand across(const Tile& tile, int row) {
+    return at(tile, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+  }
+  __device__ __forceinline__ static Operand at(const Tile& tile, int row, int index) {
+    return {tile, row * Tile::kColumns + (index ^ (row & 7)) * 8};
+  }
+  __device__ __forceinline__ const void* row(int further, int step) const {
+    return &tile.x[(place ^ (16 * step)) + further * Tile::kColumns];
+  }
+};
+
+__device__ __forceinline__ uint32_t rounded_pair(__half, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+__device__ __forceinline__ uint32_t rounded_pair(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+// A warp's part of a product: kTall tiles of 16 rows by kWide tiles of 8 columns.
+template <int kTall, int kWide>
+using WarpTile = float[kTall][kWide][4];
+
+// The same, rounded, as the first factor of a product over its columns.
+template <int kTall, int kWide>
+using WarpFactor = uint32_t[kTall][kWide / 2][4];
+
+template <int kTall, int kWide>
+__device__ __forceinline__ void set_zero(WarpTile<kTall, kWide>& c) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[m][n][i] = 0;
+}
+
+template <typename scalar_t, int kTall, int kWide>
+__device__ __forceinline__ void round_factor(const WarpTile<kTall, kWide>& c, WarpFactor<kTall, kWide>& a) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n) {
+      a[m][n / 2][n % 2 * 2] = rounded_pair(scalar_t(), c[m][n][0], c[m][n][1]);
+      a[m][n / 2][n % 2 * 2 + 1] = rounded_pair(scalar_t(), c[m][n][2], c[m][n][3]);
+    }
+}
+
+// c += a b for tiles n and n + 1 of c.
+template <typename scalar_t, int kTall, int kWide>
+__device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], const uint32_t (&b)[4], int n,
+                                              WarpTile<kTall, kWide>& c) {
+  const uint32_t left[2] = {b[0], b[1]};
+  const uint32_t right[2] = {b[2], b[3]};
+#pragma unroll
+  for (int m = 0; m < kTall; ++m) {
+    mma_m16n8k16<scalar_t>(c[m][n], a[m], left);
+    mma_m16n8k16<scalar_t>(c[m][n + 1], a[m], right);
+  }
+}
+
+// kTall tiles of 16 rows, as the first factor of products over their columns: read from shared memory by every product,
+template <int kTall, typename Tile>
+struct RowsInTile {
+  Operand<Tile> first;
+
+  __device__ __forceinline__ RowsInTile(const Tile& tile, int row) : first(Operand<Tile>::down(tile, row)) {}
+  // Of 16 columns.
+  __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m) ldmatrix_x4(to[m], first.row(16 * m, step));
+  }
+};
+
+// or kept in registers.
+template <int kTall, int kColumns>
+struct RowsInRegisters {
+  uint32_t x[kColumns / 16][kTall][4];
+
+  RowsInRegisters() = default;
+  template <typename Tile>
+  __device__ __forceinline__ RowsInRegisters(const Tile& tile, int row) {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m) load(m, tile, row + 16 * m);
+  }
+  // Reads tile m of 16 rows.
+  template <typename Tile>
+  __device__ __forceinline__ void load(int m, const Tile& tile, int row) {
+    static_assert(Tile::kColumns == kColumns);
+    const auto from = Operand<Tile>::down(tile, row);
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) ldmatrix_x4(x[step][m], from.row(0, step));
+  }
+  __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[m][i] = x[step][m][i];
+  }
+};
+
+// c = a b^T for the rows of b from `row` on.
+template <typename scalar_t, int kTall, int kWide, typename Rows, typename Tile>
+__device__ __forceinline__ void multiply_rows(const Rows& a, const Tile& b, int row, WarpTile<kTall, kWide>& c) {
+  const auto second = Operand<Tile>::across(b, row);
+  set_zero<kTall, kWide>(c);
+#pragma unroll
+  for (int step = 0; step < Tile::kColumns / 16; ++step) {
+    uint32_t of_a[kTall][4];
+    a.read(step, of_a);
+#pragma unroll
+    for (int pair = 0; pair < kWide / 2; ++pair) {
+      uint32_t of_b[4];
+      ldmatrix_x4(of_b, second.row(16 * pair, step));
+      multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, 2 * pair, c);
+    }
+  }
+}
+
+// c += a b for the rows of b from `row` on. Tensor cores cut a sum towards zero at every step, and the errors of equal
+// terms add up. So the product is summed from zero, and added to c with rounding to nearest.
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row,
+                                            WarpTile<kTall, kWide>& c) {
+  static_assert(8 * kWide == Tile::kColumns && 8 * kDeep <= Tile::kRows);
+  const auto second = Operand<Tile>::down(b, row);
+#pragma unroll
+  for (int pair = 0; pair < kWide / 2; ++pair) {
+    float product[kTall][2][4];
+    set_zero<kTall, 2>(product);
+#pragma unroll
+    for (int step = 0; step < kDeep / 2; ++step) {
+      uint32_t of_a[kTall][4];
+#pragma unroll
+      for (int m = 0; m < kTall; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+      uint32_t of_b[4];
+      ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
+      multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
+    }
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c[m][2 * pair + n][i] += product[m][n][i];
+  }
+}
+
+// ---- numbers that are not finite
+//
+// Where a mask hides a row of b from a row of a, its weight in a is 0, and 0 times NaN or infinity is NaN. So a careful
+// product is that of the finite numbers, and what each infinity and NaN of b adds to the rows that give it a weight: a
+// second product counts these, by powers of two that stay exact in a sum over 64.
+
+template <typename scalar_t>
+struct HalfBits {
+  static constexpr int kMantissa = std::is_same_v<scalar_t, __half> ? 10 : 7;
+  static constexpr uint32_t kInfinity = std::is_same_v<scalar_t, __half> ? 0x7c00 : 0x7f80;
+  static constexpr uint32_t kOne = std::is_same_v<scalar_t, __half> ? 0x3c00 : 0x3f80;
+
+  static constexpr uint32_t power(int n) { return kOne + (static_cast<uint32_t>(n) << kMantissa); }
+  __device__ __forceinline__ static uint32_t finite_or_zero(uint32_t x) { return (x & kInfinity) == kInfinity ? 0 : x; }
+  // 1 for infinity, 2^7 for minus infinity, 2^14 for NaN, else 0.
+  __device__ __forceinline__ static uint32_t kind(uint32_t x) {
+    if ((x & kInfinity) != kInfinity) return 0;
+    return x == kInfinity ? power(0) : x == (kInfinity | 0x8000) ? power(7) : power(14);
+  }
+  __device__ __forceinline__ static uint32_t one_or_zero(uint32_t x) { return (x & 0x7fff) != 0 ? kOne : 0; }
+};
+
+// Replaces both 16-bit values of each register.
+template <int kCount, typename Of>
+__device__ __forceinline__ void replace_halves(uint32_t (&x)[kCount], const Of& of) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = of(x[i] & 0xffff) | of(x[i] >> 16) << 16;
+}
+
+// The sum of infinities and NaNs that were counted by their kinds.
+__device__ __forceinline__ float sum_of_kinds(float kinds) {
+  const int count = static_cast<int>(kinds);
+  if (count == 0) return 0;
+  if (count < 1 << 7) return -minus_infinity<float>();
+  return count < 1 << 14 && count % (1 << 7) == 0 ? minus_infinity<float>() : NAN;
+}
+
+// c += a b for the rows of b from `row` on, in which a weight of 0 adds nothing. Weights of infinities are not below 0.
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_careful_product(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row,
+                                                    WarpTile<kTall, kWide>& c) {
+  using Bits = HalfBits<scalar_t>;
+  const auto second = Operand<Tile>::down(b, row);
+#pragma unroll
+  for (int pair = 0; pair < kWide / 2; ++pair) {
+#pragma unroll
+    for (const bool counts : {false, true}) {
+      float product[kTall][2][4];
+      set_zero<kTall, 2>(product);
+#pragma unroll
+      for (int step = 0; step < kDeep / 2; ++step) {
+        uint32_t of_a[kTall][4], of_b[4];
+        ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
+        replace_halves(of_b, [&](uint32_t x) { return counts ? Bits::kind(x) : Bits::finite_or_zero(x); });
+#pragma unroll
+        for (int m = 0; m < kTall; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+          if (counts) replace_halves(of_a[m], Bits::one_or_zero);
+        }
+        multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
+      }
+#pragma unroll
+      for (int m = 0; m < kTall; ++m)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            c[m][2 * pair + n][i] += counts ? sum_of_kinds(product[m][n][i]) : product[m][n][i];
+    }
+  }
+}
+
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_product_or_careful(bool careful, const WarpFactor<kTall, kDeep>& a, const Tile& b,
+                                                       int row, WarpTile<kTall, kWide>& c) {
+  if (careful) {
+    add_careful_product<scalar_t, kTall, kDeep, kWide>(a, b, row, c);
+  } else {
+    add_product<scalar_t, kTall, kDeep, kWide>(a, b, row, c);
+  }
+}
+
+// Makes weights that 16 bits would round to 0 large enough to count.
+template <typename scalar_t, int kTall, int kWide>
+__device__ __forceinline__ void keep_small_weights(WarpTile<kTall, kWide>& weights) {
+  constexpr float kSmallest = 0x1p-24f;  // of float16; bfloat16 has the exponents of float32
+  if constexpr (std::is_same_v<scalar_t, __half>) {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (weights[m][n][i] > 0 && weights[m][n][i] < kSmallest) weights[m][n][i] = kSmallest;
+  }
+}
+
+// Whether a number of this thread is not finite.
+template <int kTall, int kWide>
+__device__ __forceinline__ bool any_not_finite(const WarpTile<kTall, kWide>& c) {
+  float zero = 0;
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) zero += 0 * c[m][n][i];
+  return !(zero == 0);
+}
+
+// ---- places of results
+
+// The row of this thread's c[m][n][2 half + i], counted from the warp's first row, and the column of c[m][n][2 half].
+__device__ __forceinline__ int fragment_row(int m, int half) {
+  return 16 * m + 8 * half + lane() / 4;
+}
+__device__ __forceinline__ int fragment_column(int n) {
+  return 8 * n + lane() % 4 * 2;
+}
+
+// Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.
+template <int kTall, int kWide, typename Tile, typename PairOf>
+__device__ __forceinline__ void keep_pairs(const WarpTile<kTall, kWide>& c, int row, Tile& to, const PairOf& pair) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+        *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
+            pair(c[m][n][2 * half], c[m][n][2 * half + 1]);
+  __syncwarp();
+}
+
+// The same for c, rounded.
+template <typename scalar_t, int kTall, int kWide, typename Tile>
+__device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {
+  keep_pairs<kTall, kWide>(c, row, to, [](float x, float y) { return rounded_pair(scalar_t(), x, y); });
+}
+
+// to *= factor
+template <int kTall, int kWide>
+__device__ __forceinline__ void scale_all(float factor, WarpTile<kTall, kWide>& to) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[m][n][i] *= factor;
+}
+
+__device__ __forceinline__ float largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+}  // namespace memcheck
