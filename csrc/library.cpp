@@ -14,7 +14,7 @@
 #include "common/cpu_level.h"
 #include "common/cpu_products.h"
 #include "compressed_attention/compressed_attention.h"
-#include "linear_attention/linear_attention.h"
+#include "linear_attention/linear_attention_plan_cuda.h"
 #include "memory/allocation_timeline.h"
 #include "memory/peak_ledger.h"
 #include "memory/python_line.h"
@@ -218,11 +218,13 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
                                                             int64_t D, int64_t Dv, bool causal,
                                                             const std::string& dtype, int64_t threads,
                                                             const std::string& device, bool decayed, bool continued,
-                                                            bool normalize) {
+                                                            bool normalize, const Lengths& lengths, bool packed) {
   memcheck::LinearAttentionShape shape{B, H, Hkv, S, T, D, Dv, causal, memcheck::FeatureMap::EluPlusOne};
   shape.decayed = decayed;
   shape.continued = continued;
   shape.normalize = normalize;
+  const PlannedSequences sequences(lengths, packed);
+  shape.sequences = sequences.table;
   const memcheck::Dtype type = dtype_named(dtype);
   const auto plan_of = is_cuda(device) ? memcheck::linear_attention_plan_cuda : memcheck::linear_attention_cpu.plan;
   const auto plan = plan_of(shape, type, threads);
@@ -319,9 +321,10 @@ static void bind_plans(py::module_& m) {
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
         py::arg("threads"), py::arg("device") = "cpu", py::arg("decayed") = false, py::arg("continued") = false,
-        py::arg("normalize") = true,
+        py::arg("normalize") = true, py::arg("sequences") = py::none(), py::arg("packed") = false,
         "bytes: forward_scratch, of which forward_states are allocated first; backward_scratch, of which backward_rows "
-        "are allocated first and then backward_states; those of CUDA are the same for any number of threads");
+        "are allocated first and then backward_states; those of CUDA are the same for any number of threads. "
+        "sequences: (queries, keys) of each");
   m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
         py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
         py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu", py::arg("sequences") = py::none(),

@@ -1,8 +1,10 @@
 #include "linear_attention/linear_attention.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <array>
+#include <stdexcept>
 #include <string_view>
 #include <tuple>
 
@@ -10,91 +12,357 @@
 #include "common/torch/checks.h"
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
-#include "linear_attention/linear_attention_checks.h"
+#include "common/torch/sequences.h"
 
 namespace memcheck::linear_attention_operators {
 namespace {
 
-using namespace linear_attention_glue;
+using MaybeTensor = std::optional<at::Tensor>;
 
 constexpr const char* kForward = "linear_attention";
 constexpr const char* kBackward = "linear_attention_backward";
 constexpr const char* kStep = "linear_attention_step";
 
-at::Tensor forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                        std::string_view feature_map, double eps) {
-  return empty_output(check_inputs(kForward, q, k, v, causal, feature_map, eps), q);
+// Symbolic while torch.compile traces.
+struct Sizes {
+  c10::SymInt B, H, Hkv, S, T, D, Dv;
+  bool causal;
+  FeatureMap feature_map;
+  bool normalize = true, decayed = false, continued = false;
+
+  LinearAttentionShape shape() const {
+    return {B.expect_int(),  H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(), D.expect_int(),
+            Dv.expect_int(), causal,         feature_map,      normalize,      decayed,        continued};
+  }
+};
+
+// The arguments beside q, k and v, as the schemas have them.
+struct Arguments {
+  const MaybeTensor &decay, &initial_m, &initial_z, &cu_seqlens_q, &cu_seqlens_k, &lengths;
+  bool left_padded, causal;
+  std::string_view feature_map;
+  bool normalize;
+  double eps;
+};
+
+// Arguments after all checks that need no values. Tensors that are not given are undefined.
+struct Call {
+  const char* op;
+  Sizes n;
+  SequenceArguments sequences;
+  at::Tensor decay, initial_m, initial_z;
+
+  c10::SymInt N() const { return sequences.count(n.B); }
+};
+
+// ---- checks
+
+FeatureMap feature_map_named(const char* op, std::string_view name) {
+  const bool identity = name == "identity";
+  TORCH_CHECK_VALUE(identity || name == "elu+1", op, ": feature_map must be 'elu+1' or 'identity', got '", name, "'");
+  return identity ? FeatureMap::Identity : FeatureMap::EluPlusOne;
 }
 
-at::Tensor forward(const LinearAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   bool causal, std::string_view feature_map, double eps) {
-  const Sizes n = check_inputs(kForward, q, k, v, causal, feature_map, eps);
-  const LinearAttentionShape shape = n.shape();
-  const at::Tensor y = empty_output(n, q);
-  const DeviceScope device(q);
-  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const Scratch states(plan.forward_states_bytes, q);
-  const Scratch scratch(plan.forward_scratch_bytes, q);
-  const LinearAttentionForward p{shape,        eps,           reads<4>(q),    reads<4>(k),   reads<4>(v),
-                                 writes<4>(y), states.data(), scratch.data(), device.threads};
-  kernels.forward(p, dtype_of(q), device.stream);
-  return y;
-}
-
-Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     bool causal, std::string_view feature_map, double eps, const std::array<bool, 3>& wanted) {
-  const bool needs_v = wanted[0] || wanted[1];
-  check_rank(kBackward, "grad_y", grad_y, 4, "(B,H,S,Dv)");
-  const Sizes n = check_inputs(kBackward, q, k, v, causal, feature_map, eps, needs_v ? at::Tensor() : grad_y);
-  check_shape(kBackward, "grad_y", grad_y, "(B,H,S,Dv)", {n.B, n.H, n.S, n.Dv}, "q and v");
-  check_like(kBackward, "grad_y", grad_y, q, "q");
+// Dv is that of v, or of another tensor if v is not needed.
+Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                   std::string_view feature_map, double eps, const at::Tensor& instead_of_v = {}) {
+  check_rank(op, "q", q, 4, "(B,H,S,D)");
+  check_rank(op, "k", k, 4, "(B,Hkv,T,D)");
+  if (v.defined() || !instead_of_v.defined()) check_rank(op, "v", v, 4, "(B,Hkv,T,Dv)");
+  const at::Tensor& has_Dv = v.defined() ? v : instead_of_v;
+  Sizes n{q.sym_size(0),      q.sym_size(1), k.sym_size(1),
+          q.sym_size(2),      k.sym_size(2), q.sym_size(3),
+          has_Dv.sym_size(3), causal,        feature_map_named(op, feature_map)};
+  check_shape(op, "k", k, "(B,Hkv,T,D)", {n.B, n.Hkv, n.T, n.D}, "q");
+  check_groups(op, n.H, n.Hkv);
+  check_floating(op, "q", q);
+  check_like(op, "k", k, q, "q");
+  if (v.defined()) {
+    check_shape(op, "v", v, "(B,Hkv,T,Dv)", {n.B, n.Hkv, n.T, n.Dv}, "k");
+    check_like(op, "v", v, q, "q");
+  }
+  check_causal(op, causal, n.S, n.T);
+  check_eps(op, eps, q.scalar_type());
   return n;
 }
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+void check_causal_for(const char* op, const char* argument, bool causal) {
+  TORCH_CHECK_VALUE(causal, op, ": ", argument, " needs causal=True, got causal=False");
+}
+
+void check_acc(const char* op, const char* name, const at::Tensor& x, const at::Tensor& q) {
+  check_dtype(op, name, x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(op, name, x, q, "q");
+}
+
+void check_state(const Call& x, const char* m_name, const at::Tensor& m, const char* z_name, const at::Tensor& z,
+                 const at::Tensor& q) {
+  if (m.defined()) {
+    check_shape(x.op, m_name, m, "(N,Hkv,D,Dv)", {x.N(), x.n.Hkv, x.n.D, x.n.Dv}, "k and v");
+    check_acc(x.op, m_name, m, q);
+  }
+  TORCH_CHECK_VALUE(x.n.normalize || !z.defined(), x.op, ": ", z_name, " must be None if normalize is False, got ",
+                    z.sym_sizes());
+  if (z.defined()) {
+    check_shape(x.op, z_name, z, "(N,Hkv,D)", {x.N(), x.n.Hkv, x.n.D}, "k");
+    check_acc(x.op, z_name, z, q);
+  }
+}
+
+void check_decay(const Call& x, const at::Tensor& q) {
+  check_causal_for(x.op, "decay", x.n.causal);
+  if (x.decay.dim() == 1) {
+    check_shape(x.op, "decay", x.decay, "(Hkv,)", {x.n.Hkv}, "k");
+  } else {
+    check_shape(x.op, "decay", x.decay, "(Hkv,) or (B,Hkv,T)", {x.n.B, x.n.Hkv, x.n.T}, "k");
+  }
+  check_acc(x.op, "decay", x.decay, q);
+}
+
+Call check_call(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Arguments& given,
+                const at::Tensor& instead_of_v = {}) {
+  const Sizes n = check_inputs(op, q, k, v, given.causal, given.feature_map, given.eps, instead_of_v);
+  Call x{op,
+         n,
+         check_sequences(op, given.cu_seqlens_q, given.cu_seqlens_k, given.lengths, given.left_padded, q, n.B),
+         given.decay.value_or(at::Tensor()),
+         given.initial_m.value_or(at::Tensor()),
+         given.initial_z.value_or(at::Tensor())};
+  x.n.normalize = given.normalize;
+  x.n.decayed = x.decay.defined();
+  x.n.continued = x.initial_m.defined();
+  if (x.n.decayed) check_decay(x, q);
+  if (x.n.continued || x.initial_z.defined()) {
+    check_causal_for(op, "initial_state", n.causal);
+    TORCH_CHECK_VALUE(x.n.continued && x.initial_z.defined() == given.normalize, op, ": initial_state must be ",
+                      given.normalize ? "a pair (m, z)" : "(m, None) if normalize is False");
+    check_state(x, "m of initial_state", x.initial_m, "z of initial_state", x.initial_z, q);
+  }
+  return x;
+}
+
+// ---- what kernels get
+
+Strided<3> reads_decay(const at::Tensor& x) {
+  if (!x.defined() || x.dim() == 3) return reads<3>(x);
+  const Strided<1> heads = reads<1>(x);
+  return {heads.data, {0, heads.stride[0], 0}};
+}
+
+LinearAttentionState reads_state(const at::Tensor& m, const at::Tensor& z) {
+  return {reads<4>(m), with_dimension(reads<3>(z), 2)};
+}
+
+LinearAttentionState writes_state(const at::Tensor& m, const at::Tensor& z) {
+  return {writes<4>(m), with_dimension(writes<3>(z), 2)};
+}
+
+// The sequences of a call, as its shape has them.
+Sequences sequences_of(const Call& x, const LinearAttentionKernels& kernels, const at::Tensor& q,
+                       const DeviceScope& device, LinearAttentionShape& shape) {
+  Sequences sequences(x.op, x.sequences, *kernels.sequences, q, shape.S, shape.T, shape.causal, device.stream);
+  shape.sequences = sequences.table();
+  return sequences;
+}
+
+// ---- forward
+
+using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
+  return empty_result({n.B, n.H, n.S, n.Dv}, q.options());
+}
+
+// y, and the last state as far as it is wanted: else undefined, and its z too if y is not normalized.
+ForwardResult empty_results(const Call& x, const at::Tensor& q, bool return_state) {
+  const at::Tensor y = empty_output(x.n, q);
+  if (!return_state) return {y, {}, {}};
+  const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
+  const at::Tensor m = at::empty_symint({x.N(), x.n.Hkv, x.n.D, x.n.Dv}, acc);
+  return {y, m, x.n.normalize ? at::empty_symint({x.N(), x.n.Hkv, x.n.D}, acc) : at::Tensor()};
+}
+
+Call check_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Arguments& given,
+                   bool return_state) {
+  Call x = check_call(kForward, q, k, v, given);
+  if (return_state) check_causal_for(kForward, "return_state", given.causal);
+  x.n.continued |= return_state;
+  return x;
+}
+
+ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& decay,
+                           const MaybeTensor& initial_m, const MaybeTensor& initial_z, const MaybeTensor& cu_seqlens_q,
+                           const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
+                           std::string_view feature_map, bool normalize, double eps, bool return_state) {
+  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
+                        left_padded, causal,    feature_map, normalize,    eps};
+  return empty_results(check_forward(q, k, v, given, return_state), q, return_state);
+}
+
+// The CPU refuses values of decay at once.
+void run_forward(const LinearAttentionKernels& kernels, const LinearAttentionForward& p, const at::Tensor& q,
+                 const DeviceScope& device) {
+  try {
+    kernels.forward(p, dtype_of(q), device.stream);
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  }
+  if (p.decay) raise_findings_at_once(q.device(), device.stream);
+}
+
+ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, const MaybeTensor& decay, const MaybeTensor& initial_m,
+                      const MaybeTensor& initial_z, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                      const MaybeTensor& lengths, bool left_padded, bool causal, std::string_view feature_map,
+                      bool normalize, double eps, bool return_state) {
+  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
+                        left_padded, causal,    feature_map, normalize,    eps};
+  const Call call = check_forward(q, k, v, given, return_state);
+  LinearAttentionShape shape = call.n.shape();
+  const DeviceScope device(q);
+  ForwardResult results = empty_results(call, q, return_state);
+  const auto& [y, m, z] = results;
+  const Sequences sequences = sequences_of(call, kernels, q, device, shape);
+  sequences.fill_padded_queries(y, 2);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
+  const Scratch states(plan.forward_states_bytes, q);
+  const Scratch scratch(plan.forward_scratch_bytes, q);
+  LinearAttentionForward p{shape,        eps,           reads<4>(q),    reads<4>(k),   reads<4>(v),
+                           writes<4>(y), states.data(), scratch.data(), device.threads};
+  p.decay = reads_decay(call.decay);
+  p.initial = reads_state(call.initial_m, call.initial_z);
+  p.last = writes_state(m, z);
+  run_forward(kernels, p, q, device);
+  return results;
+}
+
+// ---- backward
+
+using Wanted = std::array<bool, 6>;
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// The gradients of the results, and the last state, as far as there are any.
+struct FromResults {
+  const MaybeTensor &grad_y, &grad_m, &grad_z, &m, &z;
+
+  bool has_state() const { return grad_m.has_value() || grad_z.has_value(); }
+};
+
+// v may be undefined if grad_v alone is wanted, which depends only on its size.
+Call check_backward(const FromResults& from, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const Arguments& given, const Wanted& wanted) {
+  const bool needs_v = wanted[0] || wanted[1] || wanted[3] || wanted[4] || wanted[5];
+  if (from.grad_y) check_rank(kBackward, "grad_y", *from.grad_y, 4, "(B,H,S,Dv)");
+  Call x = check_call(kBackward, q, k, v, given, needs_v ? at::Tensor() : from.grad_y.value_or(at::Tensor()));
+  if (from.grad_y) {
+    check_shape(kBackward, "grad_y", *from.grad_y, "(B,H,S,Dv)", {x.n.B, x.n.H, x.n.S, x.n.Dv}, "q and v");
+    check_like(kBackward, "grad_y", *from.grad_y, q, "q");
+  }
+  const auto given_or_none = [](const MaybeTensor& tensor) { return tensor.value_or(at::Tensor()); };
+  check_state(x, "grad_m", given_or_none(from.grad_m), "grad_z", given_or_none(from.grad_z), q);
+  if (wanted[3] && from.has_state()) {
+    TORCH_CHECK_VALUE(from.m && from.z.has_value() == given.normalize, kBackward,
+                      ": the gradient of decay needs m and z of the last state");
+    check_state(x, "m", *from.m, "z", given_or_none(from.z), q);
+  }
+  x.n.continued |= from.has_state();
+  return x;
+}
 
 // Those that are not wanted are undefined.
-Gradients empty_gradients(const Sizes& n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const std::array<bool, 3>& wanted) {
-  return {empty_gradient(wanted[0], q), empty_gradient(wanted[1], k),
-          empty_gradient(wanted[2], v, {n.B, n.Hkv, n.T, n.Dv}, k.options())};
+Gradients empty_gradients(const Call& x, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const Wanted& wanted) {
+  return {empty_gradient(wanted[0], q),
+          empty_gradient(wanted[1], k),
+          empty_gradient(wanted[2], v, {x.n.B, x.n.Hkv, x.n.T, x.n.Dv}, k.options()),
+          empty_gradient(wanted[3], x.decay),
+          empty_gradient(wanted[4], x.initial_m),
+          empty_gradient(wanted[5], x.initial_z)};
 }
 
-Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
-                        const std::optional<at::Tensor>& v_or_none, bool causal, std::string_view feature_map,
-                        double eps, std::array<bool, 3> output_mask) {
+Gradients backward_meta(const MaybeTensor& grad_y, const MaybeTensor& grad_m, const MaybeTensor& grad_z,
+                        const at::Tensor& q, const at::Tensor& k, const MaybeTensor& v_or_none,
+                        const MaybeTensor& decay, const MaybeTensor& initial_m, const MaybeTensor& initial_z,
+                        const MaybeTensor& m, const MaybeTensor& z, const MaybeTensor& cu_seqlens_q,
+                        const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
+                        std::string_view feature_map, bool normalize, double eps, Wanted output_mask) {
+  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
+                        left_padded, causal,    feature_map, normalize,    eps};
   const at::Tensor v = v_or_none.value_or(at::Tensor());
-  return empty_gradients(check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask), q, k, v, output_mask);
+  const Call call = check_backward({grad_y, grad_m, grad_z, m, z}, q, k, v, given, output_mask);
+  return empty_gradients(call, q, k, v, output_mask);
 }
 
-Gradients backward(const LinearAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                   const at::Tensor& k, const std::optional<at::Tensor>& v_or_none, bool causal,
-                   std::string_view feature_map, double eps, std::array<bool, 3> output_mask) {
-  const at::Tensor v = v_or_none.value_or(at::Tensor());
-  const Sizes n = check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask);
-  const LinearAttentionShape shape = n.shape();
-  const Gradients gradients = empty_gradients(n, q, k, v, output_mask);
-  const DeviceScope device(q);
-  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
+// The gradient of a result, or zeros where it has none.
+at::Tensor or_zeros(const MaybeTensor& x, c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
+  return x ? *x : at::zeros({}, options).expand_symint(sizes);
+}
+
+// Runs the backward with the scratch that it needs.
+void run_backward(const LinearAttentionKernels& kernels, LinearAttentionBackward p, const at::Tensor& q,
+                  const DeviceScope& device) {
+  const auto plan = kernels.plan(p.shape, dtype_of(q), device.threads);
   const Scratch rows(plan.rows_bytes, q);
   const Scratch states(plan.backward_states_bytes, q);
   const Scratch scratch(plan.backward_scratch_bytes, q);
-  const LinearAttentionBackward p{shape,
-                                  eps,
-                                  reads<4>(grad_y),
-                                  reads<4>(q),
-                                  reads<4>(k),
-                                  reads<4>(v),
-                                  writes<4>(std::get<0>(gradients)),
-                                  writes<4>(std::get<1>(gradients)),
-                                  writes<4>(std::get<2>(gradients)),
-                                  rows.data(),
-                                  states.data(),
-                                  scratch.data(),
-                                  device.threads};
+  p.rows = rows.data();
+  p.states = states.data();
+  p.scratch = scratch.data();
+  p.threads = device.threads;
   kernels.backward(p, dtype_of(q), device.stream);
+}
+
+Gradients backward(const LinearAttentionKernels& kernels, const MaybeTensor& grad_y, const MaybeTensor& grad_m,
+                   const MaybeTensor& grad_z, const at::Tensor& q, const at::Tensor& k, const MaybeTensor& v_or_none,
+                   const MaybeTensor& decay, const MaybeTensor& initial_m, const MaybeTensor& initial_z,
+                   const MaybeTensor& m, const MaybeTensor& z, const MaybeTensor& cu_seqlens_q,
+                   const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
+                   std::string_view feature_map, bool normalize, double eps, Wanted output_mask) {
+  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
+                        left_padded, causal,    feature_map, normalize,    eps};
+  const at::Tensor v = v_or_none.value_or(at::Tensor()), none;
+  const FromResults from{grad_y, grad_m, grad_z, m, z};
+  const Call call = check_backward(from, q, k, v, given, output_mask);
+  const Sizes& n = call.n;
+  LinearAttentionShape shape = n.shape();
+  const DeviceScope device(q);
+  const Gradients gradients = empty_gradients(call, q, k, v, output_mask);
+  const auto& [grad_q, grad_k, grad_v, grad_decay, grad_initial_m, grad_initial_z] = gradients;
+  const Sequences sequences = sequences_of(call, kernels, q, device, shape);
+  const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
+  const bool has_state = from.has_state();
+  const at::Tensor of_y = or_zeros(grad_y, {n.B, n.H, n.S, n.Dv}, q.options());
+  const at::Tensor of_m = has_state ? or_zeros(grad_m, {call.N(), n.Hkv, n.D, n.Dv}, acc) : none;
+  const at::Tensor of_z = has_state && normalize ? or_zeros(grad_z, {call.N(), n.Hkv, n.D}, acc) : none;
+  // The gradient of a decay for each head is a sum over that for each position.
+  const bool per_head = grad_decay.defined() && grad_decay.dim() == 1;
+  const at::Tensor grad_decays = per_head ? at::empty({shape.B, shape.Hkv, shape.T}, acc) : grad_decay;
+  sequences.fill_padded_queries(grad_q, 2);
+  for (const at::Tensor* x : {&grad_k, &grad_v, &grad_decays}) sequences.fill_padded_keys(*x, 2);
+  LinearAttentionBackward p{shape,
+                            eps,
+                            reads<4>(of_y),
+                            reads<4>(q),
+                            reads<4>(k),
+                            reads<4>(v),
+                            writes<4>(grad_q),
+                            writes<4>(grad_k),
+                            writes<4>(grad_v)};
+  p.decay = reads_decay(call.decay);
+  p.initial = reads_state(call.initial_m, call.initial_z);
+  if (grad_decay.defined() && has_state) p.last = reads_state(*m, normalize ? *z : none);
+  p.grad_last = reads_state(of_m, of_z);
+  p.grad_initial = writes_state(grad_initial_m, grad_initial_z);
+  p.grad_decay = writes<3>(grad_decays);
+  run_backward(kernels, p, q, device);
+  if (per_head) {
+    const LinearAttentionDecaySum sum{shape.B, shape.Hkv, shape.T, p.grad_decay, writes<1>(grad_decay)};
+    kernels.sum_decays(sum, dtype_of(q), device.stream);
+  }
   return gradients;
 }
+
+// ---- one step
 
 using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
@@ -150,11 +418,17 @@ StepResult step(const LinearAttentionKernels& kernels, const at::Tensor& q, cons
 
 const Registration registration(
     MEMCHECK_KERNELS(linear_attention),
-    OperatorRow{"linear_attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, str feature_map=\"elu+1\","
-                " float eps=1e-06) -> Tensor",
+    OperatorRow{"linear_attention(Tensor q, Tensor k, Tensor v, Tensor? decay=None, Tensor? initial_m=None,"
+                " Tensor? initial_z=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+                " Tensor? lengths=None, bool left_padded=False, bool causal=False, str feature_map=\"elu+1\","
+                " bool normalize=True, float eps=1e-06, bool return_state=False) -> (Tensor y, Tensor m, Tensor z)",
                 forward_meta, forward, /*cast_inputs=*/3},
-    OperatorRow{"linear_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, *, bool causal,"
-                " str feature_map, float eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    OperatorRow{"linear_attention_backward(Tensor? grad_y, Tensor? grad_m, Tensor? grad_z, Tensor q, Tensor k,"
+                " Tensor? v, Tensor? decay=None, Tensor? initial_m=None, Tensor? initial_z=None, Tensor? m=None,"
+                " Tensor? z=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None,"
+                " bool left_padded=False, bool causal, str feature_map, bool normalize=True, float eps,"
+                " bool[6] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_decay,"
+                " Tensor grad_initial_m, Tensor grad_initial_z)",
                 backward_meta, backward},
     OperatorRow{"linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor m, Tensor z, *,"
                 " str feature_map=\"elu+1\", float eps=1e-06) -> (Tensor y, Tensor new_m, Tensor new_z)",

@@ -1,14 +1,12 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
-#include "common/integer.h"
 #include "common/kernel.h"
 #include "common/macros.h"
+#include "common/sequences.h"
 #include "common/strided.h"
 #include "common/task_list.h"
 
@@ -26,6 +24,9 @@
 //     M_i = a_i M_(i-1) + phi(k_i) v_i^T                     z_i = a_i z_(i-1) + phi(k_i)
 //
 // Not normalized: y_i = phi(q_i)^T M_i, without z and eps.
+//
+// Where a batch is packed or padded, each of its N sequences is as if alone. Nothing is read or written of padding. N
+// is B where it is neither.
 
 namespace memcheck {
 
@@ -37,8 +38,9 @@ struct LinearAttentionShape {
   bool causal;
   FeatureMap feature_map;
   bool normalize = true;
-  bool decayed = false;    // causal only, as the next
-  bool continued = false;  // it begins with a state, or the state that it ends with is wanted
+  bool decayed = false;          // causal only, as the next
+  bool continued = false;        // it begins with a state, or the state that it ends with is wanted
+  SequenceTable sequences = {};  // of a batch that is packed or padded
 
   MEMCHECK_INLINE int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
   // Without decays and states, and normalized.
@@ -47,8 +49,8 @@ struct LinearAttentionShape {
 
 // A state in memory, or its gradient, in the accumulation type. Both are null if there is none.
 struct LinearAttentionState {
-  Strided<4> m;  // (B,Hkv,D,Dv), null if it is a gradient that is not wanted
-  Strided<4> z;  // (B,Hkv,1,D), null too if y is not normalized
+  Strided<4> m;  // (N,Hkv,D,Dv), null if it is a gradient that is not wanted
+  Strided<4> z;  // (N,Hkv,1,D), null too if y is not normalized
 
   MEMCHECK_INLINE explicit operator bool() const { return m || z; }
 };
@@ -63,7 +65,7 @@ struct LinearAttentionForward {
   void* states;                       // the plan's forward_states_bytes
   void* scratch;                      // the plan's forward_scratch_bytes
   int64_t threads;                    // of the plan
-  Strided<3> decay = {};              // (B,Hkv,T) in the accumulation type, null if not decayed
+  Strided<3> decay = {};              // (B,Hkv,T) in (0, 1] in the accumulation type, null if not decayed
   LinearAttentionState initial = {};  // before the first key
   LinearAttentionState last = {};     // behind the last key, written if it is wanted
 };
@@ -115,8 +117,47 @@ struct LinearAttentionStep {
   int64_t threads;   // of the plan
 };
 
-// The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
-// CUDA on shape and dtype only.
+// ---- one sequence of a batch, as a dense batch of one row
+
+inline Dtype acc_dtype(Dtype dtype) {
+  return dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32;
+}
+
+// What it has of a state of the batch.
+inline LinearAttentionState state_of(const LinearAttentionState& x, int64_t sequence, Dtype dtype) {
+  const Dtype acc = acc_dtype(dtype);
+  return {starting_at(x.m, acc, {sequence, 0, 0, 0}), starting_at(x.z, acc, {sequence, 0, 0, 0})};
+}
+
+// What it has of the parameters of the batch, but for memory and threads.
+inline LinearAttentionForward part_of(const LinearAttentionForward& batch, int64_t index, const Sequence& x,
+                                      Dtype dtype) {
+  LinearAttentionForward p = batch;
+  p.shape = shape_of(batch.shape, x);
+  for (Strided<4>* queries : {&p.q, &p.y}) *queries = starting_at(*queries, dtype, {x.row, 0, x.first_query, 0});
+  for (Strided<4>* keys : {&p.k, &p.v}) *keys = starting_at(*keys, dtype, {x.row, 0, x.first_key, 0});
+  p.decay = starting_at(p.decay, acc_dtype(dtype), {x.row, 0, x.first_key});
+  for (LinearAttentionState* state : {&p.initial, &p.last}) *state = state_of(*state, index, dtype);
+  return p;
+}
+
+inline LinearAttentionBackward part_of(const LinearAttentionBackward& batch, int64_t index, const Sequence& x,
+                                       Dtype dtype) {
+  LinearAttentionBackward p = batch;
+  p.shape = shape_of(batch.shape, x);
+  for (Strided<4>* queries : {&p.grad_y, &p.q, &p.grad_q})
+    *queries = starting_at(*queries, dtype, {x.row, 0, x.first_query, 0});
+  for (Strided<4>* keys : {&p.k, &p.v, &p.grad_k, &p.grad_v})
+    *keys = starting_at(*keys, dtype, {x.row, 0, x.first_key, 0});
+  for (Strided<3>* decays : {&p.decay, &p.grad_decay})
+    *decays = starting_at(*decays, acc_dtype(dtype), {x.row, 0, x.first_key});
+  for (LinearAttentionState* state : {&p.initial, &p.last, &p.grad_last, &p.grad_initial})
+    *state = state_of(*state, index, dtype);
+  return p;
+}
+
+// The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads and on the
+// lengths of sequences, that of CUDA on shape and dtype only.
 struct LinearAttentionPlan {
   int64_t forward_states_bytes;  // of segments of the sequence, if there are too few heads; CUDA: and no room in y
   int64_t forward_scratch_bytes;
@@ -127,6 +168,7 @@ struct LinearAttentionPlan {
 
 struct LinearAttentionKernels {
   LinearAttentionPlan (*plan)(const LinearAttentionShape& shape, Dtype dtype, int64_t threads);
+  const SequenceKernels* sequences;
   Kernel<LinearAttentionForward> forward;
   Kernel<LinearAttentionBackward> backward;
   Kernel<LinearAttentionStep> step;
@@ -136,194 +178,5 @@ extern const LinearAttentionKernels linear_attention_cpu;
 // The tasks of every pass on the CPU, for tests.
 std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads);
 extern const LinearAttentionKernels linear_attention_cuda;
-
-// ---- CUDA
-//
-// A block of threads goes along a sequence of rows and the columns that they see, with a state (depth,width) of the
-// columns it has passed. In the forward and for grad_q rows are queries and columns are keys; for grad_k and grad_v
-// rows are keys and columns are queries.
-
-enum class LinearAttentionRows { Queries, Keys };
-
-// The positions of a chunk, and the columns of a state that one block has.
-inline int64_t linear_attention_tile(Dtype dtype) {
-  return dtype == Dtype::Float64 ? 32 : 64;
-}
-
-// The tiles of so many columns, of which each block has one; one of none.
-MEMCHECK_INLINE int64_t linear_attention_parts(int64_t columns, int64_t tile) {
-  return columns == 0 ? 1 : ceil_div(columns, tile);
-}
-inline int64_t linear_attention_parts(int64_t columns, Dtype dtype) {
-  return linear_attention_parts(columns, linear_attention_tile(dtype));
-}
-
-// A sequence cut into segments of whole chunks, each with a state of its own in memory; one segment if there are enough
-// blocks. Causal: rows are cut where columns are; else rows are cut into as many pieces as columns.
-struct LinearAttentionSegments {
-  int64_t count;
-  // The states lie in the result, each in the rows that its segment's blocks write in the end. Else in memory of their
-  // own.
-  bool in_result;
-  // Rows are queries, and a block has those of all query heads of a key head.
-  bool grouped;
-};
-
-constexpr int64_t kLinearAttentionChunk = 64;
-
-struct Range {
-  int64_t begin, end;
-};
-
-// The segment's positions, or the piece's rows. Segments differ by a chunk at most.
-MEMCHECK_INLINE Range linear_attention_segment(int64_t count, int64_t segment, int64_t length) {
-  const int64_t chunks = ceil_div(length, kLinearAttentionChunk);
-  const int64_t begin = segment * chunks / count * kLinearAttentionChunk;
-  const int64_t end = (segment + 1) * chunks / count * kLinearAttentionChunk;
-  return {begin < length ? begin : length, end < length ? end : length};
-}
-
-// The elements of a segment's state: the sum of an outer product (D,Dv), and of a vector.
-MEMCHECK_INLINE int64_t linear_attention_slot(int64_t D, int64_t Dv) {
-  return D * Dv + (D > Dv ? D : Dv);
-}
-
-inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearAttentionRows rows) {
-  return n.B * (rows == LinearAttentionRows::Queries ? n.H : n.Hkv);
-}
-
-// A state deeper than this lies in memory, not in the shared memory of a block.
-constexpr int64_t kLinearAttentionDeepest = 256;
-
-// The most segments, `most` or less, whose states have room in their rows of every result. A block has a tile of the
-// result's columns, and its part of the state lies in them.
-inline int64_t linear_attention_segments_in_result(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
-                                                   int64_t most) {
-  const bool every_segment_has_rows = !n.causal || rows == LinearAttentionRows::Keys || n.S == n.T;
-  if (!every_segment_has_rows || std::min(n.D, n.Dv) == 0 || std::max(n.D, n.Dv) > kLinearAttentionDeepest) return 0;
-  const int64_t tile = linear_attention_tile(dtype);
-  const int64_t length = n.causal ? n.T : std::min(n.S, n.T);
-  const auto has_room = [&](int64_t shortest, int64_t columns, int64_t elements) {
-    return shortest * columns * element_bytes(dtype) >= elements * acc_bytes(dtype);
-  };
-  const auto fits = [&](int64_t count) {
-    const Range first = linear_attention_segment(count, 0, length);
-    const Range last = linear_attention_segment(count, count - 1, length);
-    const int64_t shortest = std::min(first.end - first.begin, last.end - last.begin);
-    for (const auto& [depth, width] : {std::pair{n.D, n.Dv}, std::pair{n.Dv, n.D}}) {
-      const int64_t narrowest = width % tile == 0 ? tile : width % tile;
-      if (!has_room(shortest, narrowest, depth * narrowest + std::max(depth, narrowest))) return false;
-      if (!has_room(shortest, width, linear_attention_slot(n.D, n.Dv))) return false;
-    }
-    return true;
-  };
-  int64_t count = std::max<int64_t>(0, most);
-  while (count > 0 && !fits(count)) --count;
-  return count;
-}
-
-constexpr int64_t kLinearAttentionMultiprocessors = 132;
-
-// The most segments that blocks of one multiprocessor go through, of `count` for each of so many heads.
-inline int64_t linear_attention_busiest(int64_t heads, int64_t count) {
-  return ceil_div(heads * count, kLinearAttentionMultiprocessors);
-}
-
-// From `count` to half as many more: the segments with the shortest way for the busiest multiprocessor.
-inline int64_t linear_attention_evened(int64_t heads, int64_t count, int64_t most) {
-  int64_t best = count;
-  for (int64_t more = count + 1; more <= std::min(most, count * 3 / 2); ++more)
-    if (linear_attention_busiest(heads, more) * best < linear_attention_busiest(heads, best) * more) best = more;
-  return best;
-}
-
-// The segments of columns, if there are blocks of rows for so many heads.
-inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentionShape& n, Dtype dtype,
-                                                            LinearAttentionRows rows, int64_t heads) {
-  constexpr int64_t kBlocks = 2 * kLinearAttentionMultiprocessors;
-  constexpr int64_t kShortest = 256;
-  // Blocks add each tile's sum to their state without compensation: the error of n tiles is at most n / 2 units in the
-  // last place of float32 or float64, and the tolerance is above 32 + sqrt(positions). Segments are added with
-  // compensation.
-  const int64_t longest = dtype == Dtype::Float64 ? 4096 : 16384;
-  // States in memory of their own take at most this part of the bytes of the keys, or so many bytes if that is more.
-  constexpr int64_t kSmallBytes = 768 << 10;
-  constexpr int64_t kPartOfKeys = 16;
-  const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
-  const int64_t states_bytes = std::max<int64_t>(1, n.B * n.Hkv * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype));
-  const int64_t affordable =
-      std::max(kSmallBytes, n.B * n.Hkv * n.T * n.D * element_bytes(dtype) / kPartOfKeys) / states_bytes;
-  const int64_t fewest = std::max<int64_t>(1, ceil_div(length, longest));
-  const int64_t wanted =
-      std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
-  const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
-  const int64_t evened = linear_attention_evened(heads, wanted, length / kShortest);
-  const int64_t in_result = n.is_plain() ? linear_attention_segments_in_result(n, dtype, rows, evened) : 0;
-  return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1, false}
-                                : LinearAttentionSegments{in_memory, false, false};
-}
-
-// Whether scans of the shape run on tensor cores: the plain form of 16-bit types whose products have many terms, so
-// that the errors of splitting the factors in two are small beside those of the sum.
-inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  constexpr int64_t kFewest = 16;
-  if (!n.is_plain() || (dtype != Dtype::Float16 && dtype != Dtype::BFloat16)) return false;
-  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
-}
-
-// The segments of columns. On tensor cores a block has all query heads of a group if that takes no scratch, leaves two
-// blocks to a multiprocessor, and takes less time: by the counts, the columns of a chunk take about half of what its
-// rows of one head take.
-inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
-                                                         LinearAttentionRows rows) {
-  const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
-  const LinearAttentionSegments apart = linear_attention_segments_of(n, dtype, rows, heads);
-  if (rows == LinearAttentionRows::Keys || n.group() <= 1 || !linear_attention_suits_tensor_cores(n, dtype))
-    return apart;
-  const int64_t key_heads = std::max<int64_t>(1, n.B * n.Hkv);
-  LinearAttentionSegments together = linear_attention_segments_of(n, dtype, rows, key_heads);
-  const int64_t blocks = linear_attention_busiest(key_heads, together.count);
-  const int64_t blocks_apart = linear_attention_busiest(heads, apart.count);
-  constexpr int64_t kOfRows = 2, kOfColumns = 1;
-  const bool takes_less = blocks * (n.group() * kOfRows + kOfColumns) * apart.count <
-                          blocks_apart * (kOfRows + kOfColumns) * together.count;
-  const bool takes_scratch = together.count > 1 && !together.in_result;
-  together.grouped = takes_less && !takes_scratch && blocks >= 2;
-  return together.grouped ? together : apart;
-}
-
-// The elements of a block's state: rows with padding, and the sum of a vector.
-MEMCHECK_INLINE constexpr int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
-  return ceil_div(depth, tile) * tile * (tile + 5);
-}
-
-// The bytes of all blocks' states (depth,width), if they lie in memory.
-inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
-                                           int64_t depth, int64_t width) {
-  if (depth <= kLinearAttentionDeepest) return 0;
-  const int64_t tile = linear_attention_tile(dtype);
-  const int64_t segments = linear_attention_segments(n, dtype, rows).count;
-  const int64_t blocks = linear_attention_row_heads(n, rows) * segments * std::max<int64_t>(1, ceil_div(width, tile));
-  return blocks * linear_attention_block_state(depth, tile) * acc_bytes(dtype);
-}
-
-inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype, int64_t /*threads*/) {
-  const auto states_bytes = [&](LinearAttentionRows rows) {
-    const LinearAttentionSegments segments = linear_attention_segments(n, dtype, rows);
-    if (segments.count == 1 || segments.in_result) return int64_t{0};
-    return n.B * n.Hkv * segments.count * (linear_attention_slot(n.D, n.Dv) + (n.decayed ? 1 : 0)) * acc_bytes(dtype);
-  };
-  const auto deep_bytes = [&](LinearAttentionRows rows) {
-    return std::max(linear_attention_deep_bytes(n, dtype, rows, n.D, n.Dv),
-                    linear_attention_deep_bytes(n, dtype, rows, n.Dv, n.D));
-  };
-  constexpr auto kQueries = LinearAttentionRows::Queries;
-  constexpr auto kKeys = LinearAttentionRows::Keys;
-  const int64_t of_queries = n.normalize || n.decayed ? 1 + linear_attention_parts(n.Dv, dtype) : 0;
-  const int64_t of_keys = n.decayed ? linear_attention_parts(n.D, dtype) : 0;
-  return {states_bytes(kQueries), linear_attention_deep_bytes(n, dtype, kQueries, n.D, n.Dv),
-          n.B * (of_queries * n.H * n.S + of_keys * n.Hkv * n.T) * acc_bytes(dtype),
-          std::max(states_bytes(kQueries), states_bytes(kKeys)), std::max(deep_bytes(kQueries), deep_bytes(kKeys))};
-}
 
 }  // namespace memcheck

@@ -56,9 +56,14 @@ inline int64_t query_segments(const LinearAttentionShape& n) {
   return segments(n, n.causal ? n.T : n.S);
 }
 
+// In multiplications.
+inline int64_t work(const LinearAttentionShape& n) {
+  return n.B * (n.H * n.S + n.Hkv * n.T) * n.D * n.Dv;
+}
+
 // Of the threads there are, those worth waking.
 inline int64_t useful_threads(const LinearAttentionShape& n, int64_t threads) {
-  return memcheck::useful_threads(n.B * (n.H * n.S + n.Hkv * n.T) * n.D * n.Dv, threads);
+  return memcheck::useful_threads(work(n), threads);
 }
 
 // Whether segments are tasks of their own. Causal, the states of segments cost two fifths more products. Else they cost

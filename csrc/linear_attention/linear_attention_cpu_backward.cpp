@@ -590,12 +590,14 @@ void backward(const LinearAttentionBackward& p, Dtype dtype) {
 void sum_decays(const LinearAttentionDecaySum& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    for (int64_t head = 0; head < p.Hkv; ++head) {
-      double sum = 0;
-      for (int64_t b = 0; b < p.B; ++b)
-        for (int64_t t = 0; t < p.T; ++t) sum += *p.from.template at<const acc_t>(b, head, t);
-      *p.to.template at<acc_t>(head) = static_cast<acc_t>(sum);
-    }
+    parallel_tasks(p.Hkv, memcheck::useful_threads(p.B * p.Hkv * p.T, p.Hkv), [&](int64_t begin, int64_t end, int) {
+      for (int64_t head = begin; head < end; ++head) {
+        double sum = 0;
+        for (int64_t b = 0; b < p.B; ++b)
+          for (int64_t t = 0; t < p.T; ++t) sum += *p.from.template at<const acc_t>(b, head, t);
+        *p.to.template at<acc_t>(head) = static_cast<acc_t>(sum);
+      }
+    });
   });
 }
 

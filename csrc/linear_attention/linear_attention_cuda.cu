@@ -1,4 +1,5 @@
 #include "common/compensated_sum.h"
+#include "common/finding.h"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
 // Linear attention on CUDA: the scans of forward, backward and step, and the sum of segments.
@@ -177,11 +178,7 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   return scan;
 }
 
-}  // namespace
-}  // namespace linear_cuda
-
-void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
-  using namespace linear_cuda;
+void run_forward(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   scan.a = {p.q, maps, false, false};
@@ -199,8 +196,7 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   run_scan(scan, dtype, stream);
 }
 
-void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
-  using namespace linear_cuda;
+void run_backward(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
   if (!p.grad_q && !runs_keys && !p.grad_v) return;
   const bool with_grad_q = stores_denominators(p.shape, dtype);
@@ -210,6 +206,43 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   if (runs_keys) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
   if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
   if (p.grad_decay) finish_grad_decay(p, key_products(p, dtype), dtype, stream);
+}
+
+// Kernels do not read tables yet: this loop needs one that the host can read.
+template <typename Params>
+void run_each(const Params& p, Dtype dtype, cudaStream_t stream, void (*run)(const Params&, Dtype, cudaStream_t)) {
+  if (!p.shape.sequences) return run(p, dtype, stream);
+  for (int64_t i = 0; i < p.shape.sequences.count; ++i)
+    run(part_of(p, i, p.shape.sequences.sequences[i], dtype), dtype, stream);
+}
+
+#if defined(MEMCHECK_HOST_CUDA)
+// Kernels do not check decays yet.
+template <typename acc_t>
+void check_decays(const LinearAttentionForward& p) {
+  for (int64_t i = 0; i < sequence_count(p.shape) * p.shape.Hkv; ++i) {
+    const Sequence x = sequence_of(p.shape, i / p.shape.Hkv);
+    for (int64_t t = x.first_key; t < x.first_key + x.keys; ++t) {
+      const double value = *p.decay.at<acc_t>(x.row, i % p.shape.Hkv, t);
+      if (!(value > 0 && value <= 1))
+        *finding_slots().decay = {Rule::DecayInRange, "linear_attention", "decay", ' ', t, 0, 0, value};
+    }
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace linear_cuda
+
+void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+#if defined(MEMCHECK_HOST_CUDA)
+  if (p.decay) dtype == Dtype::Float64 ? linear_cuda::check_decays<double>(p) : linear_cuda::check_decays<float>(p);
+#endif
+  linear_cuda::run_each(p, dtype, stream, linear_cuda::run_forward);
+}
+
+void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  linear_cuda::run_each(p, dtype, stream, linear_cuda::run_backward);
 }
 
 void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaStream_t stream) {
@@ -229,8 +262,8 @@ void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaS
   run_scan(scan, dtype, stream);
 }
 
-const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, linear_attention_forward_cuda,
-                                                   linear_attention_backward_cuda, linear_attention_step_cuda,
-                                                   linear_attention_sum_decays_cuda};
+const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda,    &sequences_cuda,
+                                                   linear_attention_forward_cuda, linear_attention_backward_cuda,
+                                                   linear_attention_step_cuda,    linear_attention_sum_decays_cuda};
 
 }  // namespace memcheck

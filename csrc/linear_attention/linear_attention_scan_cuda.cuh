@@ -5,7 +5,7 @@
 
 #include "common/formulas.h"
 #include "common/tile.cuh"
-#include "linear_attention/linear_attention.h"
+#include "linear_attention/linear_attention_plan_cuda.h"
 
 // y and all gradients of linear attention are one scan. Of a row i, over the columns j that it sees,
 //

@@ -149,7 +149,7 @@ def _not_causal(
 ) -> Tensor:
     """Every query sees the sum of the states of all ranks, and behind it keys without weight, for want of none."""
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    _, *own = OPERATORS.linear_attention_sequences(
+    _, *own = OPERATORS.linear_attention(
         q.detach()[:, :, :0], k, v, return_state=True, **{**options, **without_queries}
     )
     state = _pair(ranks.summed(*own[: 1 + options["normalize"]]))
@@ -158,7 +158,7 @@ def _not_causal(
         x.detach().new_full((1, 1, 1, 1), value).expand(*keys, x.shape[3])
         for x, value in ((k, NO_KEY[options["feature_map"]]), (v, 0.0))
     )
-    y: Tensor = OPERATORS.linear_attention_sequences(q, no_key, no_value, None, *state, **options)[0]
+    y: Tensor = OPERATORS.linear_attention(q, no_key, no_value, None, *state, **options)[0]
     return y
 
 
@@ -188,7 +188,7 @@ class _Causal(torch.autograd.Function):
         call: _Call,
     ) -> State:
         ranks, part = call.ranks, call.part
-        forward = partial(OPERATORS.linear_attention_sequences, return_state=True, **call.options)
+        forward = partial(OPERATORS.linear_attention, return_state=True, **call.options)
         initial = _given(initial_m, initial_z)
         like = _empty_state(k, v, part.travelling, call.options["normalize"])
 
@@ -213,7 +213,7 @@ class _Causal(torch.autograd.Function):
         like = _empty_state(k, v, part.travelling, call.options["normalize"])
 
         def gradients(behind: State | None, wanted: list[bool]) -> Any:
-            return OPERATORS.linear_attention_sequences_backward(
+            return OPERATORS.linear_attention_backward(
                 *(grad_y, *_pair(part.left(of_state or None, behind, ROWS)), q, k, v, decay, m, z, *last),
                 **part.arguments,
                 **call.options,

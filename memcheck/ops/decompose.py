@@ -31,7 +31,6 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
         softplus_attention,
         softplus_attention_step,
         linear_attention,
-        linear_attention_sequences,
         linear_attention_step,
         compressed_attention,
         compressed_attention_pooled,
@@ -186,14 +185,6 @@ def attend_linearly(
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
-) -> Tensor:
-    """q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv) -> y (B,H,S,Dv)"""
-    options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps, "normalize": True}
-    return attend_linearly(q, k, v, None, (None, None), **options)[0]
-
-
-def linear_attention_sequences(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -207,14 +198,13 @@ def linear_attention_sequences(
     left_padded: bool = False,
     return_state: bool = False,
     **options: Any,
-) -> Tensors:
-    """y, and the state after the last key"""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, and the state after the last key if it is wanted"""
     refuse_sequences("linear_attention", cu_seqlens_q, cu_seqlens_k, lengths)
     defaults: dict[str, Any] = {"causal": False, "feature_map": "elu+1", "eps": 1e-6, "normalize": True}
     options = defaults | options
     y, m, z = attend_linearly(q, k, v, decay, (initial_m, initial_z), **options)
-    no = nothing(q, 0)
-    return y, m if return_state else no, z if return_state and options["normalize"] else no
+    return y, m if return_state else None, z if return_state and options["normalize"] else None
 
 
 def linear_attention_step(

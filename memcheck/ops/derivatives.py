@@ -193,6 +193,9 @@ def first_gradients(op: str, options: dict[str, Any], grad_y: Tensor, inputs: Te
         arguments = [grad_y, q, kc, vc, y if exact else None, lse]
         strides = {name: torch.empty_like(x).stride() for name, x in (("grad_k_stride", k), ("grad_v_stride", v))}
         options |= strides | {"kv_len": k.shape[2], "output_mask": [*mask, False]}
+    elif op == "linear_attention":
+        arguments = [grad_y, None, None, *inputs]
+        options["output_mask"] = [*mask, *[False] * 3]
     elif op == "compressed_attention_pooled":
         arguments = [grad_y, *inputs, outputs[0] if exact else None, outputs[1]]
         options["output_mask"] = [*mask, False]
@@ -233,12 +236,6 @@ def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, 
 
 # Each of the following takes the tensors of a backward operator, and its other arguments by name. It returns the same
 # gradients as functions that can be differentiated. A tensor on which no wanted gradient depends may be absent.
-
-
-def linear_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
-    grad_y, q, k, v = tensors
-    v = k.new_zeros((*k.shape[:3], grad_y.shape[3])) if v is None else v
-    return gradients_by_vjp(in_plain_torch("linear_attention", options), output_mask, grad_y, q, k, v)
 
 
 def of_sequences(q: Tensor, kv_len: int, factor: int, options: dict[str, Any]) -> list[tuple[slice, slice, slice, int]]:
@@ -324,8 +321,9 @@ def softplus_attention(tensors: Gradients, output_mask: Sequence[bool], **option
     return [*gradients_by_reference(inputs, (grad_y, grad_state), results, output_mask[:4]), None]
 
 
-def linear_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
-    grad_y, grad_m, grad_z, q, k, v, decay, m, z, *_ = tensors
+def linear_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+    grad_y, grad_m, grad_z, q, k, v, decay, m, z = [*tensors, None, None, None][:9]
+    v = k.new_zeros((*k.shape[:3], grad_y.shape[3])) if v is None else v
 
     def results(q: Tensor, k: Tensor, v: Tensor, decay: Any, m: Any, z: Any) -> tuple[Any, ...]:
         before = None if m is None else (m, z)
@@ -382,7 +380,6 @@ def define(library: torch.library.Library, gradients: Callable[..., Gradients]) 
 FORMULAS = (
     softplus_attention,
     linear_attention,
-    linear_attention_sequences,
     compressed_attention,
     compressed_attention_pooled,
     combinator,

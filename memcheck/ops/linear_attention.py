@@ -145,8 +145,7 @@ def linear_attention(
         The number of threads changes no bit of the results. A gradient has its input's strides.
         A NaN or an infinity in v at one position also reaches queries up to 31 positions before it (on CUDA 63),
         because it is multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as
-        1 / a; where a is below the accumulation type's epsilon it is 0. On CUDA, the call waits for the device to
-        check the values of decay.
+        1 / a; where a is below the accumulation type's epsilon it is 0.
 
     Raises:
         ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a rule of
@@ -171,30 +170,27 @@ def linear_attention(
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    arguments: Sequence[Tensor | None] = ()
     options: dict[str, Any] = {"feature_map": feature_map, "eps": eps}
     if normalize and not (sequences or return_state) and decay is None and initial_state is None:
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), causal=causal, **options)
-        try:
-            y: Tensor = _forward(q, k, v, causal=causal, **changed_options(q, options, DEFAULTS))
-        except REFUSALS:
-            explain_refusal(op, q=q, k=k, v=v)
-            raise
-        return y
-    if decay is not None and not isinstance(decay, Tensor):
-        raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
-    state = _initial_state(op, initial_state, normalize)
-    options |= {"causal": causal, "normalize": normalize, "return_state": return_state}
-    if derivatives.differentiated((q, k, v, decay, *state)):
-        options |= {"decay": decay, "initial_state": None if state[0] is None else state, **sequences}
-        y, *after = derivatives.by_reference(op, (q, k, v), **options)
-        return (y, after[0]) if return_state else y
+        options = changed_options(q, options, DEFAULTS)
+    else:
+        if decay is not None and not isinstance(decay, Tensor):
+            raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
+        arguments = decay, *_initial_state(op, initial_state, normalize)
+        options |= {"normalize": normalize, "return_state": return_state, **sequences}
+        if derivatives.differentiated((q, k, v, *arguments)):
+            options |= {"decay": decay, "initial_state": initial_state}
+            y, *after = derivatives.by_reference(op, (q, k, v), causal=causal, **options)
+            return (y, after[0]) if return_state else y
     try:
-        y, m, z = torch.ops.memcheck.linear_attention_sequences(q, k, v, decay, *state, **options, **sequences)
+        y, m, z = _forward(q, k, v, *arguments, causal=causal, **options)
     except REFUSALS:
         explain_refusal(op, q=q, k=k, v=v)
         raise
-    return (y, (m, z if normalize else None)) if return_state else y
+    return (y, (m, z)) if return_state else y
 
 
 class StepOptions(TypedDict, total=False):

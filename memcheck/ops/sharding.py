@@ -38,13 +38,9 @@ FORMULAS = {
     "softplus_attention": Formula(f"{CHANNELS} .BH .BH {LISTS}", "BSH BC.H .BH .BH"),
     "softplus_attention_backward": Formula(f"BSH {CHANNELS} BC.H .BH .BH .BH {LISTS}", f"{CHANNELS} .BH .BH"),
     "softplus_attention_step": Formula(f"{CHANNELS} BH BH", "BSH BH BH"),
-    "linear_attention": Formula(QKV, "BHSV"),
-    "linear_attention_backward": Formula(f"BHSV {QKV}", QKV),
+    "linear_attention": Formula(f"{QKV} H|BHT {STATE} {LISTS}", f"BHSV {STATE}"),
+    "linear_attention_backward": Formula(f"BHSV {STATE} {QKV} H|BHT {STATE} {STATE} {LISTS}", f"{QKV} H|BHT {STATE}"),
     "linear_attention_step": Formula(f"{QKV} {STATE}", f"BHSV {STATE}"),
-    "linear_attention_sequences": Formula(f"{QKV} H|BHT {STATE} {LISTS}", f"BHSV {STATE}"),
-    "linear_attention_sequences_backward": Formula(
-        f"BHSV {STATE} {QKV} H|BHT {STATE} {STATE} {LISTS}", f"{QKV} H|BHT {STATE}"
-    ),
     "compressed_attention": Formula(f"{QKV} H {LISTS}", "BHSD BHS BHCD BHCD"),
     "compressed_attention_backward": Formula(POOLED, f"{QKV} H"),
     "compressed_attention_pooled": Formula(f"BHSD BHCD BHCD H {LISTS}", "BHSD BHS"),

@@ -47,7 +47,6 @@ COMMON = [
     "common/torch/packed_product.cpp",
     "common/finding.cpp",
     "common/torch/device.cpp",
-    "common/torch/sequence_runs.cpp",
     "common/torch/sequences.cpp",
 ]
 WARNINGS = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]

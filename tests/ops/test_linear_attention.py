@@ -464,9 +464,9 @@ def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
     for q, k, v in opcheck_inputs(requires_grad):
         grad_y = torch.randn(*q.shape[:3], v.shape[3])
         for mask in ([True, True, True], [False, True, False], [False, False, True]):
-            options = {"causal": causal, "feature_map": "elu+1", "eps": 1e-6, "output_mask": mask}
-            torch.library.opcheck(backward_op, (grad_y, q, k, v), options, test_utils=utilities)
-        torch.library.opcheck(backward_op, (grad_y, q, k, None), options, test_utils=utilities)
+            options = {"causal": causal, "feature_map": "elu+1", "eps": 1e-6, "output_mask": [*mask, *[False] * 3]}
+            torch.library.opcheck(backward_op, (grad_y, None, None, q, k, v), options, test_utils=utilities)
+        torch.library.opcheck(backward_op, (grad_y, None, None, q, k, None), options, test_utils=utilities)
 
 
 @pytest.mark.glue
@@ -926,7 +926,6 @@ BACKWARD_RAISES = {
         TypeError,
         "grad_y must be float32 to match q, got float16",
     ),
-    "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
     "more queries than keys": (
@@ -943,9 +942,10 @@ def test_wrong_backward(wrong: str) -> None:
     changed, kind, message = BACKWARD_RAISES[wrong]
     (q, k, v), grad_y = make_inputs(*SMALL)
     arguments = {"grad_y": grad_y, "q": q, "k": k, "v": v, "eps": 1e-6, **changed}
-    tensors = [arguments.pop(name) for name in ("grad_y", "q", "k", "v")]
+    grad_y, *tensors = (arguments.pop(name) for name in ("grad_y", "q", "k", "v"))
+    mask = [True] * 3 + [False] * 3
     with pytest.raises(kind, match=f"linear_attention_backward: {message}"):
-        backward_op(*tensors, causal=True, feature_map="elu+1", output_mask=[True] * 3, **arguments)
+        backward_op(grad_y, None, None, *tensors, causal=True, feature_map="elu+1", output_mask=mask, **arguments)
 
 
 def test_queries_that_see_nothing() -> None:

@@ -37,8 +37,8 @@ from memcheck import linear_attention, linear_attention_step, track
 from memcheck._extension import _C
 from memcheck.ops.reference import linear_attention as reference
 
-forward_op = torch.ops.memcheck.linear_attention_sequences.default
-backward_op = torch.ops.memcheck.linear_attention_sequences_backward.default
+forward_op = torch.ops.memcheck.linear_attention.default
+backward_op = torch.ops.memcheck.linear_attention_backward.default
 
 # B, H, Hkv, S, T, D, Dv
 SHAPES = [
@@ -526,18 +526,13 @@ def test_opcheck_forward(return_state: bool, requires_grad: bool) -> None:
 @pytest.mark.glue
 def test_opcheck_backward() -> None:
     q, k, v, decay, m, z = small_inputs()
-    sequences = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False}
-    options = {"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, **sequences}
+    options = {"causal": True, "feature_map": "elu+1", "eps": 1e-6}
     grad_y = torch.randn(*q.shape[:3], v.shape[3])
     for mask in ([True] * 6, [False, True, False, True, False, True]):
         more = options | {"output_mask": mask}
         torch.library.opcheck(backward_op, (grad_y, m, z, q, k, v, decay, m, z, m, z), more)
         torch.library.opcheck(backward_op, (None, m, None, q, k, v, decay, m, z, m, z), more)
-    torch.library.opcheck(
-        backward_op,
-        (grad_y, None, None, q, k, v, None, None, None, None, None),
-        options | {"output_mask": [True] * 3 + [False] * 3},
-    )
+        torch.library.opcheck(backward_op, (None, None, z, q, k, v, decay, m, z, m, z), more)
 
 
 @pytest.mark.glue
@@ -581,14 +576,14 @@ RAISES = {
     "a logarithm": (
         {"decay": -torch.ones(2)},
         ValueError,
-        "decay must be in (0, 1], got values from -1 to -1",
+        "decay must be in (0, 1], got -1",
     ),
     "a growing state": (
         {"decay": torch.tensor([0.5, 1.5])},
         ValueError,
-        "decay must be in (0, 1], got values from 0.5",
+        "decay must be in (0, 1], got 1.5",
     ),
-    "no number": ({"decay": torch.full((2,), math.nan)}, ValueError, "decay must be in (0, 1], got values from"),
+    "no number": ({"decay": torch.full((2,), math.nan)}, ValueError, "decay must be in (0, 1], got "),
     "a decay not causal": (
         {"decay": torch.ones(2), "causal": False},
         ValueError,

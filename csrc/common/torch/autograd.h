@@ -42,12 +42,9 @@ const c10::TypedOperatorHandle<typename Op::Schema>& operator_handle() {
   return handle;
 }
 
-// The Python function of an operator. Operators for sequences, and those of the backward, have an ending more.
-inline std::string function_name(std::string op) {
-  for (const std::string ending : {"_backward", "_sequences"})
-    if (op.size() > ending.size() && op.compare(op.size() - ending.size(), ending.size(), ending) == 0)
-      op.resize(op.size() - ending.size());
-  return op;
+// The Python function of an operator. Operators of the backward have an ending more.
+inline std::string function_name(const std::string& op) {
+  return op.substr(0, op.rfind("_backward"));
 }
 
 // The operator, with autograd.

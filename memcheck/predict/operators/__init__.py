@@ -10,7 +10,6 @@ from memcheck.predict.operators import (
     creation,
     elementwise,
     memcheck_operators,
-    memcheck_sequences,
     products,
     reductions,
     training,
@@ -21,5 +20,5 @@ from memcheck.predict.operators.facts import facts_of, scratch_of
 __all__ = ["facts_of", "scratch_of"]
 
 # Each adds its operators to the table.
-FAMILIES = [attention, collectives, creation, elementwise, memcheck_operators, memcheck_sequences, products]
+FAMILIES = [attention, collectives, creation, elementwise, memcheck_operators, products]
 FAMILIES += [reductions, training, value_shapes]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memcheck.core.errors import UnsupportedError
@@ -34,10 +35,11 @@ def plan_of(call: OperatorCall, operator: str, x: Tensor, **sizes: Any) -> dict[
     return plan
 
 
-def linear_plan(call: OperatorCall, B: int, S: int, T: int, threads: int, Dv: int, **how: bool) -> dict[str, int]:
-    (_, H, _, D), Hkv = call.q.shape, call.k.shape[1]
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv, "threads": threads}
-    return plan_of(call, "linear_attention", call.q, **sizes, **how, causal=call.arguments.get("causal", False))
+def linear_plan(call: OperatorCall, Dv: int, **how: bool) -> dict[str, int]:
+    (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
+    sizes |= {"threads": call.target.threads, **how, **(sequences_of(call, S, T) or {})}
+    return plan_of(call, "linear_attention", call.q, **sizes, causal=call.arguments.get("causal", False))
 
 
 def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
@@ -85,11 +87,6 @@ def sequence_table(call: OperatorCall, S: int, T: int) -> Iterator[Scratch | Unk
         yield Scratch("table of sequences", SEQUENCE_BYTES * max(1, len(sequences["sequences"])))
 
 
-def plain_sizes(call: OperatorCall, T: int) -> tuple[int, int, int, int]:
-    """B, S, T and the threads of a call on a whole batch, whose positions of queries are q's third dimension."""
-    return call.q.shape[0], call.q.shape[-2], T, call.target.threads
-
-
 def softplus(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     (B, S, R), T = call.q.shape, call.k.shape[2]
     yield from sequence_table(call, S, T)
@@ -108,15 +105,33 @@ def no_scratch(call: OperatorCall) -> Iterator[Scratch]:
     yield from ()
 
 
-def linear(call: OperatorCall) -> Iterator[Scratch]:
-    plan = linear_plan(call, *plain_sizes(call, call.k.shape[2]), call.v.shape[3])
-    if not call.name.endswith("_step"):
-        yield Scratch("states", plan["forward_states"])
+def linear(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    flags = {"decayed": call.decay is not None, "normalize": call.normalize}
+    continued = call.initial_m is not None or call.return_state
+    plan = linear_plan(call, call.v.shape[3], continued=continued, **flags)
+    yield from sequence_table(call, call.q.shape[2], call.k.shape[2])
+    yield Scratch("states", plan["forward_states"])
     yield Scratch("tiles", plan["forward_scratch"] - plan["forward_states"])
 
 
-def linear_backward(call: OperatorCall) -> Iterator[Scratch]:
-    plan = linear_plan(call, *plain_sizes(call, call.k.shape[2]), call.grad_y.shape[3])
+def linear_step(call: OperatorCall) -> Iterator[Scratch]:
+    plan = linear_plan(call, call.v.shape[3])
+    yield Scratch("tiles", plan["forward_scratch"] - plan["forward_states"])
+
+
+def linear_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    (B, Hkv, T, _), acc = call.k.shape, torch.promote_types(call.q.dtype, torch.float32).itemsize
+    from_state = call.grad_m is not None or call.grad_z is not None
+    missing = [call.q.element_size()] if call.grad_y is None else []
+    if from_state:
+        missing += [acc] * ((call.grad_m is None) + (call.grad_z is None and call.normalize))
+    flags = {"decayed": call.decay is not None, "normalize": call.normalize}
+    continued = call.initial_m is not None or from_state
+    plan = linear_plan(call, (call.v if call.grad_y is None else call.grad_y).shape[3], continued=continued, **flags)
+    yield from sequence_table(call, call.q.shape[2], T)
+    yield Scratch("zeros in place of gradients", sum(missing))
+    if call.output_mask[3] and call.decay.dim() == 1:
+        yield Scratch("gradients of the decay of each position", B * Hkv * T * acc)
     yield Scratch("sums of rows", plan["backward_rows"])
     yield Scratch("states", plan["backward_states"])
     yield Scratch("tiles", plan["backward_scratch"] - plan["backward_rows"] - plan["backward_states"])
@@ -314,10 +329,11 @@ add_pair("softplus_attention", EXAMPLE, softplus, softplus, **OURS)
 EXAMPLE = "memcheck.softplus_attention_step(token[0], token[0].mT, token[0].mT)"
 add("memcheck::softplus_attention_step", EXAMPLE, everywhere=no_scratch, **OURS)
 OURS = {"source": "csrc/linear_attention"}
-EXAMPLE = "[memcheck.linear_attention(q, q, q, causal=causal) for causal in (True, False)]"
+HOW = f"({{'causal': True}}, {{}}, {PACKED})"
+EXAMPLE = f"[memcheck.linear_attention(q, q, q, **how) for how in {HOW}]"
 add_pair("linear_attention", EXAMPLE, linear, linear_backward, **OURS)
 EXAMPLE = "memcheck.linear_attention_step(token, token, token)"
-add("memcheck::linear_attention_step", EXAMPLE, everywhere=linear, **OURS)
+add("memcheck::linear_attention_step", EXAMPLE, everywhere=linear_step, **OURS)
 OURS = {"source": "csrc/compressed_attention"}
 EXAMPLE = f"[memcheck.compressed_attention(q, q, q, factor=4, **sequences) for sequences in ({{}}, {PACKED})]"
 add_pair("compressed_attention", EXAMPLE, compressed, compressed_backward, **OURS)
