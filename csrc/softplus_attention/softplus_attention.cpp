@@ -61,17 +61,16 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
   sequences.fill_padded_queries(y, 1);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const Scratch scratch(plan.forward_scratch_bytes + (in.keep_carries ? 0 : plan.forward_carries_bytes), in.q);
-  const SoftplusAttentionForward p{
-      shape,
-      in.eps,
-      reads<3>(in.q),
-      reads<3>(in.k),
-      reads<3>(in.v),
-      writes<3>(y),
-      in.keep_carries ? carries.mutable_data_ptr() : nullptr,
-      scratch.data(),
-      device.threads,
-      {given(in.state), given(in.rest), writes<3>(new_state), writes<3>(new_rest)}};  // null without elements
+  const SoftplusAttentionForward p{shape,
+                                   in.eps,
+                                   reads<3>(in.q),
+                                   reads<3>(in.k),
+                                   reads<3>(in.v),
+                                   writes<3>(y),
+                                   in.keep_carries ? carries.mutable_data_ptr() : nullptr,
+                                   scratch.data(),
+                                   device.threads,
+                                   {given(in.state), given(in.rest), writes<3>(new_state), writes<3>(new_rest)}};
   kernels.forward(p, dtype_of(in.q), device.stream);
   return results;
 }

@@ -21,10 +21,10 @@ struct SoftplusAttention : Differentiable<SoftplusAttention, Op> {
         in.q.requires_grad() || in.k.requires_grad() || requires_gradient(in.state) || !in.v.is_contiguous();
     ctx->save_for_backward(tensors_among(in.q, in.k, reads_v ? in.v : Tensor(), carries, in.state, in.cu_seqlens_q,
                                          in.cu_seqlens_k, in.lengths));
+    if (!in.return_state && !keep_carries) return {y};
     const Tensor returned = kept_output(carries, keep_carries, /*dimension=*/1);
-    ctx->mark_non_differentiable(in.return_state ? variable_list{returned, new_rest}
-                                                 : variable_list{returned, new_state, new_rest});
-    return {y, returned, new_state, new_rest};
+    ctx->mark_non_differentiable(in.return_state ? variable_list{returned, new_rest} : variable_list{returned});
+    return in.return_state ? variable_list{y, returned, new_state, new_rest} : variable_list{y, returned};
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
@@ -35,8 +35,8 @@ struct SoftplusAttention : Differentiable<SoftplusAttention, Op> {
     wanted[4] = false;
     const Arguments& of = saved.options;
     return list_of(call<BackwardOp>({grad_y, q, saved.tensors[1], given(2), saved.tensors[3], given(4),
-                                     if_defined(grads[2]), /*grad_rest=*/std::nullopt, given(5), given(6), given(7),
-                                     of.left_padded, of.causal, of.eps, wanted}));
+                                     grads.size() > 2 ? if_defined(grads[2]) : std::nullopt, /*grad_rest=*/std::nullopt,
+                                     given(5), given(6), given(7), of.left_padded, of.causal, of.eps, wanted}));
   }
 };
 

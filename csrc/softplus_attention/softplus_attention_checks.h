@@ -68,12 +68,14 @@ inline at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
   return empty_result({n.B, n.S, n.R}, q.options());
 }
 
+// Carries and states are undefined if they are not wanted: to make a tensor takes as long as to attend to a few
+// positions.
 inline at::Tensor empty_carries(const Sizes& n, bool kept, const at::Tensor& q) {
-  return at::empty_symint({n.B, kept ? n.carries() : 0, 2, n.R}, sum_options(q));
+  return kept ? at::empty_symint({n.B, n.carries(), 2, n.R}, sum_options(q)) : at::Tensor();
 }
 
 inline at::Tensor empty_state(const Sizes& n, bool wanted, const at::Tensor& q) {
-  return at::empty_symint({2, wanted ? n.N : 0, n.R}, sum_options(q));
+  return wanted ? at::empty_symint({2, n.N, n.R}, sum_options(q)) : at::Tensor();
 }
 
 // Of q, k, v, the state before and its rest. Those that are not wanted are undefined.
@@ -83,8 +85,8 @@ using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at:
 inline Gradients empty_gradients(const Sizes& n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const Mask& wanted) {
   return {empty_gradient(wanted[0], q), empty_gradient(wanted[1], k),
-          empty_gradient(wanted[2], v, k.sym_sizes(), k.options()), wanted[3] ? empty_state(n, true, q) : at::Tensor(),
-          wanted[4] ? empty_state(n, true, q) : at::Tensor()};
+          empty_gradient(wanted[2], v, k.sym_sizes(), k.options()), empty_state(n, wanted[3], q),
+          empty_state(n, wanted[4], q)};
 }
 
 }  // namespace memcheck::softplus_attention_glue

@@ -26,7 +26,7 @@ struct SoftplusAttention {
                       keep_carries);
     }
   };
-  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // all but y (B,S,R) without elements if not wanted
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // undefined if not wanted, all but y (B,S,R)
 };
 
 struct SoftplusAttentionBackward {

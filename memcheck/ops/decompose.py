@@ -105,17 +105,15 @@ def softplus_attention(
     eps: float = 1e-6,
     return_state: bool = False,
     keep_carries: bool = False,
-) -> Tensors:
+) -> tuple[Tensor | None, ...]:
     """y, no carries, and the state (2,B,R) with rests of 0"""
     op = "softplus_attention"
     refuse_kept(op, keep_carries)
     refuse_sequences(op, cu_seqlens_q, cu_seqlens_k, lengths)
     before = state if state is None or rest is None else state + rest
     y, after = attend_to_sums(q, k, v, before, causal, eps)
-    B, _, R = q.shape
-    if not return_state:
-        after = nothing(q, 2, 0, R)
-    return y, nothing(q, B, 0, 2, R), after, torch.zeros_like(after)
+    states = (after, torch.zeros_like(after)) if return_state else (None, None)
+    return y, None, *states
 
 
 def softplus_attention_step(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, *, eps: float = 1e-6) -> Tensors:

@@ -112,9 +112,9 @@ def wide(x: Tensor) -> Tensor:
 
 
 def results_of(op: str, inputs: Tensors, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """All results of an operator."""
+    """All results of an operator that it was asked for."""
     results = getattr(torch.ops.memcheck, op)(*inputs, **options)
-    return (results,) if isinstance(results, Tensor) else tuple(results)
+    return (results,) if isinstance(results, Tensor) else tuple(x for x in results if x is not None)
 
 
 # ---- torch.func

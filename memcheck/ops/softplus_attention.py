@@ -183,8 +183,8 @@ def _attend_from_state(
     return_state: bool,
     state_rest: bool,
     options: dict[str, Any],
-) -> tuple[Tensor, State | StateWithRest]:
-    """y, and the state after the last position; empty if it is not wanted."""
+) -> tuple[Tensor, Any]:
+    """y, and the state after the last position, () if it is not wanted."""
     sums = rest = None
     tensors = () if state is None else check_initial_state(op, state, q)
     if derivatives.differentiated((q, k, v, *tensors)):
@@ -200,6 +200,8 @@ def _attend_from_state(
     except REFUSALS:
         explain_refusal(op, q=q, k=k, v=v)
         raise
+    if not return_state:
+        return y, ()
     return y, (*sums.unbind(), *rest.unbind()) if state_rest else (*sums.unbind(),)
 
 

@@ -474,6 +474,7 @@ struct AutogradOf {
     std::vector<c10::IValue> arguments = torch::jit::last(*stack, op.schema().arguments().size()).vec();
     refuse_forward_mode(shown_name(), Inputs(arguments).tensors);
     below(op, stack);
+    if (!at::GradMode::is_enabled()) return;
     static const std::string all = operator_name(Op::schema), name = all.substr(0, all.rfind("_backward"));
     constexpr size_t kResults = std::tuple_size_v<typename Op::Results>;
     variable_list gradients;
