@@ -142,17 +142,6 @@ void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) 
 
 // ---- number types
 
-template <typename scalar_t>
-struct AccType {
-  using type = float;
-};
-template <>
-struct AccType<double> {
-  using type = double;
-};
-template <typename scalar_t>
-using acc_type = typename AccType<scalar_t>::type;
-
 MEMCHECK_INLINE double to_acc(double x) {
   return x;
 }
@@ -182,17 +171,7 @@ MEMCHECK_INLINE __nv_bfloat16 from_acc<__nv_bfloat16>(float x) {
 // Calls run(scalar_t{}) with the device's type for a dtype.
 template <typename Run>
 void with_device_type(Dtype dtype, const Run& run) {
-  switch (dtype) {
-    case Dtype::Float64:
-      return run(double{});
-    case Dtype::Float16:
-      return run(__half{});
-    case Dtype::BFloat16:
-      return run(__nv_bfloat16{});
-    case Dtype::Float32:
-      break;
-  }
-  return run(float{});
+  with_type<__half, __nv_bfloat16>(dtype, run);
 }
 
 }  // namespace memcheck
