@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 CPU_KERNELS = sorted([*CSRC.glob("*/*_cpu*.cpp"), *CSRC.glob("common/*.cpp")])
-CONTRACTS = [path / f"{path.name}.h" for path in sorted(CSRC.iterdir()) if list(path.glob("*_cuda.cu"))]
+WITH_KERNELS = [path for path in sorted(CSRC.iterdir()) if list(path.glob("*_cuda.cu"))]
+CONTRACTS = [path / f"{'sequences' if path.name == 'common' else path.name}.h" for path in WITH_KERNELS]
 
 
 def compile_with(tool: str, *words: str | Path) -> None:
