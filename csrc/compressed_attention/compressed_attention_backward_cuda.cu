@@ -71,9 +71,9 @@ __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p,
     const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
     for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
-      const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), shift);
       const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
-      weights[i][j] = sees ? weight : acc_t(0);
+      const acc_t score = scaled(weights[i][j], scale);
+      weights[i][j] = sees ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
     }
   }
 }

@@ -196,12 +196,13 @@ __device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p,
     rows.grad_y.load(m, memory.tiles.queries.grad_y, Shared::first_of_warp() + 16 * of_slab);
   }
   const float scale = static_cast<float>(p.scale) * kLog2e;
+  const int* const absent = memory.careful ? memory.absent : nullptr;
   float delta[kTall][2] = {};
   __syncthreads();
   through_keys(memory, [&](int now, int row, int64_t key) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale,
-                                         memory.careful ? memory.absent : nullptr, weights, grad_weights);
+    rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale, absent,
+                                         weights, grad_weights);
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
@@ -251,11 +252,12 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
   float grad_q[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(grad_q);
   const float scale = static_cast<float>(p.scale);
+  const int* const absent = memory.careful ? memory.absent : nullptr;
   __syncthreads();
   through_keys(memory, [&](int now, int row, int64_t key) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e,
-                                         memory.careful ? memory.absent : nullptr, weights, grad_weights);
+    rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e, absent,
+                                         weights, grad_weights);
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
@@ -265,7 +267,7 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
           weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
     uint32_t grad_scores[kTall][kWide / 2][4];
     round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
-    add_product_or_careful<scalar_t, kTall, kWide, kD / 8>(memory.careful, grad_scores, tiles.keys.kc[now], row,
+    add_product_or_careful<scalar_t, kTall, kWide, kD / 8>(absent != nullptr, grad_scores, tiles.keys.kc[now], row,
                                                            grad_q);
   });
   const bool not_finite = any_not_finite<kTall, kD / 8>(grad_q);
@@ -292,12 +294,11 @@ __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Compres
   __syncthreads();
   if (!memory.work.exists()) return;
 #pragma unroll 1
-  for (bool again = true; again;) {
+  for (;;) {
     bool not_finite = form_delta(p, memory);
 #pragma unroll 1
     for (int slab = 0; p.grad_q && slab < Shared::kSlabs; ++slab) not_finite |= form_grad_q(p, slab, memory);
-    again = __syncthreads_or(not_finite) != 0 && !memory.careful;
-    __syncthreads();
+    if (__syncthreads_or(not_finite && !memory.careful) == 0) return;
     if (threadIdx.x == 0) memory.careful = true;
     __syncthreads();
   }
