@@ -13,11 +13,14 @@
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
 #include "common/torch/sequences.h"
+#include "linear_attention/linear_attention_operators.h"
 
 namespace memcheck::linear_attention_operators {
 namespace {
 
-using MaybeTensor = std::optional<at::Tensor>;
+using Op = operators::LinearAttention;
+using BackwardOp = operators::LinearAttentionBackward;
+using StepOp = operators::LinearAttentionStep;
 
 constexpr const char* kForward = "linear_attention";
 constexpr const char* kBackward = "linear_attention_backward";
@@ -34,15 +37,6 @@ struct Sizes {
     return {B.expect_int(),  H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(), D.expect_int(),
             Dv.expect_int(), causal,         feature_map,      normalize,      decayed,        continued};
   }
-};
-
-// The arguments beside q, k and v, as the schemas have them.
-struct Arguments {
-  const MaybeTensor &decay, &initial_m, &initial_z, &cu_seqlens_q, &cu_seqlens_k, &lengths;
-  bool left_padded, causal;
-  std::string_view feature_map;
-  bool normalize;
-  double eps;
 };
 
 // Arguments after all checks that need no values. Tensors that are not given are undefined.
@@ -119,24 +113,25 @@ void check_decay(const Call& x, const at::Tensor& q) {
   check_acc(x.op, "decay", x.decay, q);
 }
 
-Call check_call(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Arguments& given,
-                const at::Tensor& instead_of_v = {}) {
-  const Sizes n = check_inputs(op, q, k, v, given.causal, given.feature_map, given.eps, instead_of_v);
+// Arguments of the forward or the backward.
+template <typename Arguments>
+Call check_call(const char* op, const Arguments& in, const at::Tensor& v, const at::Tensor& instead_of_v = {}) {
+  const Sizes n = check_inputs(op, in.q, in.k, v, in.causal, in.feature_map, in.eps, instead_of_v);
   Call x{op,
          n,
-         check_sequences(op, given.cu_seqlens_q, given.cu_seqlens_k, given.lengths, given.left_padded, q, n.B),
-         given.decay.value_or(at::Tensor()),
-         given.initial_m.value_or(at::Tensor()),
-         given.initial_z.value_or(at::Tensor())};
-  x.n.normalize = given.normalize;
+         check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, n.B),
+         in.decay.value_or(at::Tensor()),
+         in.initial_m.value_or(at::Tensor()),
+         in.initial_z.value_or(at::Tensor())};
+  x.n.normalize = in.normalize;
   x.n.decayed = x.decay.defined();
   x.n.continued = x.initial_m.defined();
-  if (x.n.decayed) check_decay(x, q);
+  if (x.n.decayed) check_decay(x, in.q);
   if (x.n.continued || x.initial_z.defined()) {
     check_causal_for(op, "initial_state", n.causal);
-    TORCH_CHECK_VALUE(x.n.continued && x.initial_z.defined() == given.normalize, op, ": initial_state must be ",
-                      given.normalize ? "a pair (m, z)" : "(m, None) if normalize is False");
-    check_state(x, "m of initial_state", x.initial_m, "z of initial_state", x.initial_z, q);
+    TORCH_CHECK_VALUE(x.n.continued && x.initial_z.defined() == in.normalize, op, ": initial_state must be ",
+                      in.normalize ? "a pair (m, z)" : "(m, None) if normalize is False");
+    check_state(x, "m of initial_state", x.initial_m, "z of initial_state", x.initial_z, in.q);
   }
   return x;
 }
@@ -167,14 +162,12 @@ Sequences sequences_of(const Call& x, const LinearAttentionKernels& kernels, con
 
 // ---- forward
 
-using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
   return empty_result({n.B, n.H, n.S, n.Dv}, q.options());
 }
 
 // y, and the last state as far as it is wanted: else undefined, and its z too if y is not normalized.
-ForwardResult empty_results(const Call& x, const at::Tensor& q, bool return_state) {
+Op::Results empty_results(const Call& x, const at::Tensor& q, bool return_state) {
   const at::Tensor y = empty_output(x.n, q);
   if (!return_state) return {y, {}, {}};
   const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
@@ -182,21 +175,15 @@ ForwardResult empty_results(const Call& x, const at::Tensor& q, bool return_stat
   return {y, m, x.n.normalize ? at::empty_symint({x.N(), x.n.Hkv, x.n.D}, acc) : at::Tensor()};
 }
 
-Call check_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Arguments& given,
-                   bool return_state) {
-  Call x = check_call(kForward, q, k, v, given);
-  if (return_state) check_causal_for(kForward, "return_state", given.causal);
-  x.n.continued |= return_state;
+Call check_forward(const Op::Arguments& in) {
+  Call x = check_call(kForward, in, in.v);
+  if (in.return_state) check_causal_for(kForward, "return_state", in.causal);
+  x.n.continued |= in.return_state;
   return x;
 }
 
-ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& decay,
-                           const MaybeTensor& initial_m, const MaybeTensor& initial_z, const MaybeTensor& cu_seqlens_q,
-                           const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                           std::string_view feature_map, bool normalize, double eps, bool return_state) {
-  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
-                        left_padded, causal,    feature_map, normalize,    eps};
-  return empty_results(check_forward(q, k, v, given, return_state), q, return_state);
+Op::Results forward_meta(const Op::Arguments& in) {
+  return empty_results(check_forward(in), in.q, in.return_state);
 }
 
 // The CPU refuses values of decay at once.
@@ -210,24 +197,19 @@ void run_forward(const LinearAttentionKernels& kernels, const LinearAttentionFor
   if (p.decay) raise_findings_at_once(q.device(), device.stream);
 }
 
-ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
-                      const at::Tensor& v, const MaybeTensor& decay, const MaybeTensor& initial_m,
-                      const MaybeTensor& initial_z, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                      const MaybeTensor& lengths, bool left_padded, bool causal, std::string_view feature_map,
-                      bool normalize, double eps, bool return_state) {
-  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
-                        left_padded, causal,    feature_map, normalize,    eps};
-  const Call call = check_forward(q, k, v, given, return_state);
+Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& in) {
+  const Call call = check_forward(in);
+  const at::Tensor& q = in.q;
   LinearAttentionShape shape = call.n.shape();
   const DeviceScope device(q);
-  ForwardResult results = empty_results(call, q, return_state);
+  Op::Results results = empty_results(call, q, in.return_state);
   const auto& [y, m, z] = results;
   const Sequences sequences = sequences_of(call, kernels, q, device, shape);
   sequences.fill_padded_queries(y, 2);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch states(plan.forward_states_bytes, q);
   const Scratch scratch(plan.forward_scratch_bytes, q);
-  LinearAttentionForward p{shape,        eps,           reads<4>(q),    reads<4>(k),   reads<4>(v),
+  LinearAttentionForward p{shape,        in.eps,        reads<4>(q),    reads<4>(in.k), reads<4>(in.v),
                            writes<4>(y), states.data(), scratch.data(), device.threads};
   p.decay = reads_decay(call.decay);
   p.initial = reads_state(call.initial_m, call.initial_z);
@@ -238,59 +220,49 @@ ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q
 
 // ---- backward
 
-using Wanted = std::array<bool, 6>;
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Gradients = BackwardOp::Results;
 
-// The gradients of the results, and the last state, as far as there are any.
-struct FromResults {
-  const MaybeTensor &grad_y, &grad_m, &grad_z, &m, &z;
+at::Tensor tensor_or_none(const MaybeTensor& x) {
+  return x.value_or(at::Tensor());
+}
 
-  bool has_state() const { return grad_m.has_value() || grad_z.has_value(); }
-};
+bool has_state_gradient(const BackwardOp::Arguments& in) {
+  return in.grad_m.has_value() || in.grad_z.has_value();
+}
 
 // v may be undefined if grad_v alone is wanted, which depends only on its size.
-Call check_backward(const FromResults& from, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const Arguments& given, const Wanted& wanted) {
+Call check_backward(const BackwardOp::Arguments& in) {
+  const auto& wanted = in.output_mask;
   const bool needs_v = wanted[0] || wanted[1] || wanted[3] || wanted[4] || wanted[5];
-  if (from.grad_y) check_rank(kBackward, "grad_y", *from.grad_y, 4, "(B,H,S,Dv)");
-  Call x = check_call(kBackward, q, k, v, given, needs_v ? at::Tensor() : from.grad_y.value_or(at::Tensor()));
-  if (from.grad_y) {
-    check_shape(kBackward, "grad_y", *from.grad_y, "(B,H,S,Dv)", {x.n.B, x.n.H, x.n.S, x.n.Dv}, "q and v");
-    check_like(kBackward, "grad_y", *from.grad_y, q, "q");
+  if (in.grad_y) check_rank(kBackward, "grad_y", *in.grad_y, 4, "(B,H,S,Dv)");
+  Call x = check_call(kBackward, in, tensor_or_none(in.v), needs_v ? at::Tensor() : tensor_or_none(in.grad_y));
+  if (in.grad_y) {
+    check_shape(kBackward, "grad_y", *in.grad_y, "(B,H,S,Dv)", {x.n.B, x.n.H, x.n.S, x.n.Dv}, "q and v");
+    check_like(kBackward, "grad_y", *in.grad_y, in.q, "q");
   }
-  const auto given_or_none = [](const MaybeTensor& tensor) { return tensor.value_or(at::Tensor()); };
-  check_state(x, "grad_m", given_or_none(from.grad_m), "grad_z", given_or_none(from.grad_z), q);
-  if (wanted[3] && from.has_state()) {
-    TORCH_CHECK_VALUE(from.m && from.z.has_value() == given.normalize, kBackward,
+  check_state(x, "grad_m", tensor_or_none(in.grad_m), "grad_z", tensor_or_none(in.grad_z), in.q);
+  if (wanted[3] && has_state_gradient(in)) {
+    TORCH_CHECK_VALUE(in.m && in.z.has_value() == in.normalize, kBackward,
                       ": the gradient of decay needs m and z of the last state");
-    check_state(x, "m", *from.m, "z", given_or_none(from.z), q);
+    check_state(x, "m", *in.m, "z", tensor_or_none(in.z), in.q);
   }
-  x.n.continued |= from.has_state();
+  x.n.continued |= has_state_gradient(in);
   return x;
 }
 
 // Those that are not wanted are undefined.
-Gradients empty_gradients(const Call& x, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const Wanted& wanted) {
-  return {empty_gradient(wanted[0], q),
-          empty_gradient(wanted[1], k),
-          empty_gradient(wanted[2], v, {x.n.B, x.n.Hkv, x.n.T, x.n.Dv}, k.options()),
+Gradients empty_gradients(const Call& x, const BackwardOp::Arguments& in) {
+  const auto& wanted = in.output_mask;
+  return {empty_gradient(wanted[0], in.q),
+          empty_gradient(wanted[1], in.k),
+          empty_gradient(wanted[2], tensor_or_none(in.v), {x.n.B, x.n.Hkv, x.n.T, x.n.Dv}, in.k.options()),
           empty_gradient(wanted[3], x.decay),
           empty_gradient(wanted[4], x.initial_m),
           empty_gradient(wanted[5], x.initial_z)};
 }
 
-Gradients backward_meta(const MaybeTensor& grad_y, const MaybeTensor& grad_m, const MaybeTensor& grad_z,
-                        const at::Tensor& q, const at::Tensor& k, const MaybeTensor& v_or_none,
-                        const MaybeTensor& decay, const MaybeTensor& initial_m, const MaybeTensor& initial_z,
-                        const MaybeTensor& m, const MaybeTensor& z, const MaybeTensor& cu_seqlens_q,
-                        const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                        std::string_view feature_map, bool normalize, double eps, Wanted output_mask) {
-  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
-                        left_padded, causal,    feature_map, normalize,    eps};
-  const at::Tensor v = v_or_none.value_or(at::Tensor());
-  const Call call = check_backward({grad_y, grad_m, grad_z, m, z}, q, k, v, given, output_mask);
-  return empty_gradients(call, q, k, v, output_mask);
+Gradients backward_meta(const BackwardOp::Arguments& in) {
+  return empty_gradients(check_backward(in), in);
 }
 
 // The gradient of a result, or zeros where it has none.
@@ -312,45 +284,37 @@ void run_backward(const LinearAttentionKernels& kernels, LinearAttentionBackward
   kernels.backward(p, dtype_of(q), device.stream);
 }
 
-Gradients backward(const LinearAttentionKernels& kernels, const MaybeTensor& grad_y, const MaybeTensor& grad_m,
-                   const MaybeTensor& grad_z, const at::Tensor& q, const at::Tensor& k, const MaybeTensor& v_or_none,
-                   const MaybeTensor& decay, const MaybeTensor& initial_m, const MaybeTensor& initial_z,
-                   const MaybeTensor& m, const MaybeTensor& z, const MaybeTensor& cu_seqlens_q,
-                   const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                   std::string_view feature_map, bool normalize, double eps, Wanted output_mask) {
-  const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
-                        left_padded, causal,    feature_map, normalize,    eps};
-  const at::Tensor v = v_or_none.value_or(at::Tensor()), none;
-  const FromResults from{grad_y, grad_m, grad_z, m, z};
-  const Call call = check_backward(from, q, k, v, given, output_mask);
+Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Arguments& in) {
+  const Call call = check_backward(in);
   const Sizes& n = call.n;
+  const at::Tensor &q = in.q, none;
   LinearAttentionShape shape = n.shape();
   const DeviceScope device(q);
-  const Gradients gradients = empty_gradients(call, q, k, v, output_mask);
+  const Gradients gradients = empty_gradients(call, in);
   const auto& [grad_q, grad_k, grad_v, grad_decay, grad_initial_m, grad_initial_z] = gradients;
   const Sequences sequences = sequences_of(call, kernels, q, device, shape);
   const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
-  const bool has_state = from.has_state();
-  const at::Tensor of_y = or_zeros(grad_y, {n.B, n.H, n.S, n.Dv}, q.options());
-  const at::Tensor of_m = has_state ? or_zeros(grad_m, {call.N(), n.Hkv, n.D, n.Dv}, acc) : none;
-  const at::Tensor of_z = has_state && normalize ? or_zeros(grad_z, {call.N(), n.Hkv, n.D}, acc) : none;
+  const bool has_state = has_state_gradient(in);
+  const at::Tensor of_y = or_zeros(in.grad_y, {n.B, n.H, n.S, n.Dv}, q.options());
+  const at::Tensor of_m = has_state ? or_zeros(in.grad_m, {call.N(), n.Hkv, n.D, n.Dv}, acc) : none;
+  const at::Tensor of_z = has_state && in.normalize ? or_zeros(in.grad_z, {call.N(), n.Hkv, n.D}, acc) : none;
   // The gradient of a decay for each head is a sum over that for each position.
   const bool per_head = grad_decay.defined() && grad_decay.dim() == 1;
   const at::Tensor grad_decays = per_head ? at::empty({shape.B, shape.Hkv, shape.T}, acc) : grad_decay;
   sequences.fill_padded_queries(grad_q, 2);
   for (const at::Tensor* x : {&grad_k, &grad_v, &grad_decays}) sequences.fill_padded_keys(*x, 2);
   LinearAttentionBackward p{shape,
-                            eps,
+                            in.eps,
                             reads<4>(of_y),
                             reads<4>(q),
-                            reads<4>(k),
-                            reads<4>(v),
+                            reads<4>(in.k),
+                            reads<4>(tensor_or_none(in.v)),
                             writes<4>(grad_q),
                             writes<4>(grad_k),
                             writes<4>(grad_v)};
   p.decay = reads_decay(call.decay);
   p.initial = reads_state(call.initial_m, call.initial_z);
-  if (grad_decay.defined() && has_state) p.last = reads_state(*m, normalize ? *z : none);
+  if (grad_decay.defined() && has_state) p.last = reads_state(*in.m, in.normalize ? *in.z : none);
   p.grad_last = reads_state(of_m, of_z);
   p.grad_initial = writes_state(grad_initial_m, grad_initial_z);
   p.grad_decay = writes<3>(grad_decays);
@@ -364,75 +328,55 @@ Gradients backward(const LinearAttentionKernels& kernels, const MaybeTensor& gra
 
 // ---- one step
 
-using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
-Sizes check_step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m,
-                 const at::Tensor& z, std::string_view feature_map, double eps) {
-  const Sizes n = check_inputs(kStep, q, k, v, false, feature_map, eps);
-  TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,H,1,D), got ", q.sym_sizes());
-  check_tensor(kStep, "m", m);
-  check_tensor(kStep, "z", z);
-  check_shape(kStep, "m", m, "(B,Hkv,D,Dv)", {n.B, n.Hkv, n.D, n.Dv}, "k and v");
-  check_shape(kStep, "z", z, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, "k");
-  for (const auto& [name, state] : {std::pair{"m", m}, std::pair{"z", z}}) {
-    check_dtype(kStep, name, state, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-    check_device(kStep, name, state, q, "q");
-  }
+Sizes check_step(const StepOp::Arguments& in) {
+  const Sizes n = check_inputs(kStep, in.q, in.k, in.v, false, in.feature_map, in.eps);
+  TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,H,1,D), got ", in.q.sym_sizes());
+  check_tensor(kStep, "m", in.m);
+  check_tensor(kStep, "z", in.z);
+  check_shape(kStep, "m", in.m, "(B,Hkv,D,Dv)", {n.B, n.Hkv, n.D, n.Dv}, "k and v");
+  check_shape(kStep, "z", in.z, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, "k");
+  check_acc(kStep, "m", in.m, in.q);
+  check_acc(kStep, "z", in.z, in.q);
   return n;
 }
 
-StepResult empty_step(const Sizes& n, const at::Tensor& q, const at::Tensor& m) {
-  return {empty_output(n, q), at::empty_symint({n.B, n.Hkv, n.D, n.Dv}, m.options()),
-          at::empty_symint({n.B, n.Hkv, n.D}, m.options())};
+StepOp::Results empty_step(const Sizes& n, const StepOp::Arguments& in) {
+  return {empty_output(n, in.q), at::empty_symint({n.B, n.Hkv, n.D, n.Dv}, in.m.options()),
+          at::empty_symint({n.B, n.Hkv, n.D}, in.m.options())};
 }
 
-StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m,
-                     const at::Tensor& z, std::string_view feature_map, double eps) {
-  return empty_step(check_step(q, k, v, m, z, feature_map, eps), q, m);
+StepOp::Results step_meta(const StepOp::Arguments& in) {
+  return empty_step(check_step(in), in);
 }
 
-StepResult step(const LinearAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                const at::Tensor& m, const at::Tensor& z, std::string_view feature_map, double eps) {
-  const Sizes n = check_step(q, k, v, m, z, feature_map, eps);
+StepOp::Results step(const LinearAttentionKernels& kernels, const StepOp::Arguments& in) {
+  const Sizes n = check_step(in);
   const LinearAttentionShape shape = n.shape();
-  StepResult result = empty_step(n, q, m);
+  StepOp::Results result = empty_step(n, in);
   const auto& [y, new_m, new_z] = result;
-  const DeviceScope device(q);
-  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const Scratch scratch(plan.forward_scratch_bytes, q);
+  const DeviceScope device(in.q);
+  const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
+  const Scratch scratch(plan.forward_scratch_bytes, in.q);
   const LinearAttentionStep p{shape,
-                              eps,
-                              reads<4>(q),
-                              reads<4>(k),
-                              reads<4>(v),
-                              reads<4>(m),
-                              with_dimension(reads<3>(z), 2),
+                              in.eps,
+                              reads<4>(in.q),
+                              reads<4>(in.k),
+                              reads<4>(in.v),
+                              reads<4>(in.m),
+                              with_dimension(reads<3>(in.z), 2),
                               writes<4>(y),
                               writes<4>(new_m),
                               with_dimension(writes<3>(new_z), 2),
                               scratch.data(),
                               device.threads};
-  kernels.step(p, dtype_of(q), device.stream);
+  kernels.step(p, dtype_of(in.q), device.stream);
   return result;
 }
 
-const Registration registration(
-    MEMCHECK_KERNELS(linear_attention),
-    OperatorRow{"linear_attention(Tensor q, Tensor k, Tensor v, Tensor? decay=None, Tensor? initial_m=None,"
-                " Tensor? initial_z=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
-                " Tensor? lengths=None, bool left_padded=False, bool causal=False, str feature_map=\"elu+1\","
-                " bool normalize=True, float eps=1e-06, bool return_state=False) -> (Tensor y, Tensor m, Tensor z)",
-                forward_meta, forward, /*cast_inputs=*/3},
-    OperatorRow{"linear_attention_backward(Tensor? grad_y, Tensor? grad_m, Tensor? grad_z, Tensor q, Tensor k,"
-                " Tensor? v, Tensor? decay=None, Tensor? initial_m=None, Tensor? initial_z=None, Tensor? m=None,"
-                " Tensor? z=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None,"
-                " bool left_padded=False, bool causal, str feature_map, bool normalize=True, float eps,"
-                " bool[6] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_decay,"
-                " Tensor grad_initial_m, Tensor grad_initial_z)",
-                backward_meta, backward},
-    OperatorRow{"linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor m, Tensor z, *,"
-                " str feature_map=\"elu+1\", float eps=1e-06) -> (Tensor y, Tensor new_m, Tensor new_z)",
-                step_meta, step, /*cast_inputs=*/3});
+const Registration registration(MEMCHECK_KERNELS(linear_attention),
+                                kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/3),
+                                kernels_of<BackwardOp>(backward_meta, backward),
+                                kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3));
 
 }  // namespace
 }  // namespace memcheck::linear_attention_operators
