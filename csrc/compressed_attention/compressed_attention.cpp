@@ -17,6 +17,7 @@ constexpr const char* kBackward = "compressed_attention_backward";
 constexpr const char* kPooled = "compressed_attention_pooled";
 constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
 constexpr const char* kStep = "compressed_attention_step";
+constexpr const char* kLastStep = "compressed_attention_last_step";
 
 // ---- forward
 
@@ -145,22 +146,26 @@ struct StepInputs {
   const at::Tensor& v;
   State state;  // before
   Options options;
-
-  bool completes() const { return state.positions + 1 == options.factor; }
 };
 
-// y and the state after the position. Its blocks are without elements unless the position completes one.
-using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+// y, and the sums over the open block after the position.
+using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// T and C are those after the position.
-Sizes check_step(const StepInputs& in) {
-  Sizes n = check_new_keys(kStep, in.k, in.v, in.options.factor);
-  TORCH_CHECK_VALUE(n.T == 1, kStep, ": k must be one position, (B,Hkv,1,D), got ", in.k.sym_sizes());
-  check_state(kStep, "", n, in.state, in.k, in.options.factor);
-  n.C = in.state.kc.sym_size(2);
-  n.T += n.C * in.options.factor + in.state.positions;
-  check_new_queries(kStep, n, in.q, in.k, in.options.scale);
-  if (in.completes()) n.C += 1;
+// T and C are those after the position. If it completes a block, kc and vc of the state have a place for that behind
+// `blocks` of them; else they have no others.
+Sizes check_step(const char* op, const StepInputs& in, const std::optional<c10::SymInt>& blocks) {
+  Sizes n = check_new_keys(op, in.k, in.v, in.options.factor);
+  TORCH_CHECK_VALUE(n.T == 1, op, ": k must be one position, (B,Hkv,1,D), got ", in.k.sym_sizes());
+  check_state(op, "", n, in.state, in.k, in.options.factor);
+  const c10::SymInt places = in.state.kc.sym_size(2);
+  TORCH_CHECK_VALUE(blocks || in.state.positions + 1 < in.options.factor, op,
+                    ": positions must be less than factor - 1, so that no block is complete, got positions = ",
+                    in.state.positions, " and factor = ", in.options.factor);
+  TORCH_CHECK_VALUE(!blocks || (*blocks >= 0 && *blocks < places), op, ": kc must have a place behind ",
+                    blocks.value_or(0), " blocks, got ", places);
+  n.T += blocks.value_or(places) * in.options.factor + in.state.positions;
+  n.C = blocks ? *blocks + 1 : places;
+  check_new_queries(op, n, in.q, in.k, in.options.scale);
   return n;
 }
 
@@ -176,30 +181,33 @@ at::Tensor added(const at::Tensor& sum, const at::Tensor& x) {
   return total;
 }
 
-// One position x (B,Hkv,1,D) further: the sum over the open block, and the blocks if x completes one.
-std::tuple<at::Tensor, at::Tensor> extended(const Sizes& n, const StepInputs& in, const at::Tensor& blocks,
-                                            const at::Tensor& sum, const at::Tensor& x) {
-  at::Tensor new_sum = added(sum, x);
-  const at::Tensor new_blocks = empty_compressed(n, in.q, in.completes());
-  if (in.completes()) {
-    new_blocks.narrow_symint(2, 0, n.C - 1).copy_(blocks);
-    new_blocks.select_symint(2, n.C - 1).copy_(new_sum.div_(in.options.factor));
-    new_sum.zero_();
-  }
-  return {new_blocks, new_sum};
+StepResult empty_output_and_sums(const Sizes& n, const StepInputs& in) {
+  return {empty_output(n, in.q), added(in.state.k_sum, in.k), added(in.state.v_sum, in.v)};
 }
 
-StepResult extended_and_empty_output(const Sizes& n, const StepInputs& in) {
-  const auto [kc, k_sum] = extended(n, in, in.state.kc, in.state.k_sum, in.k);
-  const auto [vc, v_sum] = extended(n, in, in.state.vc, in.state.v_sum, in.v);
-  return {empty_output(n, in.q), kc, vc, k_sum, v_sum};
+StepResult run_step(const CompressedAttentionKernels& kernels, const Sizes& n, const StepInputs& in, bool completes) {
+  const DeviceScope device(in.q);
+  const StepResult result = empty_output_and_sums(n, in);
+  const auto& [y, k_sum, v_sum] = result;
+  if (completes) {
+    const auto complete = [&](const at::Tensor& blocks, const at::Tensor& sum) {
+      blocks.select_symint(2, n.C - 1).copy_(sum.div_(in.options.factor));
+      sum.zero_();
+    };
+    complete(in.state.kc, k_sum);
+    complete(in.state.vc, v_sum);
+  }
+  const CompressedAttentionShape shape = n.shape(in.options);
+  const Scratch scratch(kernels.plan(shape, dtype_of(in.q), device.threads).pooled_forward_scratch_bytes, in.q);
+  run_forward(kernels, shape, in.options, {in.q, in.state.kc, in.state.vc, {}, y, {}, scratch.data()}, device);
+  return result;
 }
 
 StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& kc,
                      const at::Tensor& vc, const at::Tensor& k_sum, const at::Tensor& v_sum, c10::SymInt positions,
                      int64_t factor, bool strict, std::optional<double> scale) {
   const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, positions}, {factor, /*causal=*/true, strict, scale}};
-  return extended_and_empty_output(check_step(in), in);
+  return empty_output_and_sums(check_step(kStep, in, std::nullopt), in);
 }
 
 StepResult step(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
@@ -207,16 +215,22 @@ StepResult step(const CompressedAttentionKernels& kernels, const at::Tensor& q, 
                 const at::Tensor& v_sum, c10::SymInt positions, int64_t factor, bool strict,
                 std::optional<double> scale) {
   const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, positions}, {factor, /*causal=*/true, strict, scale}};
-  const Sizes n = check_step(in);
-  const DeviceScope device(q);
-  const StepResult result = extended_and_empty_output(n, in);
-  const auto& [y, new_kc, new_vc, new_k_sum, new_v_sum] = result;
-  const CompressedAttentionShape shape = n.shape(in.options);
-  const Scratch scratch(kernels.plan(shape, dtype_of(q), device.threads).pooled_forward_scratch_bytes, q);
-  const bool completes = in.completes();
-  run_forward(kernels, shape, in.options,
-              {q, completes ? new_kc : kc, completes ? new_vc : vc, {}, y, {}, scratch.data()}, device);
-  return result;
+  return run_step(kernels, check_step(kStep, in, std::nullopt), in, /*completes=*/false);
+}
+
+StepResult last_step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& kc,
+                          const at::Tensor& vc, const at::Tensor& k_sum, const at::Tensor& v_sum, c10::SymInt blocks,
+                          int64_t factor, bool strict, std::optional<double> scale) {
+  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, factor - 1}, {factor, /*causal=*/true, strict, scale}};
+  return empty_output_and_sums(check_step(kLastStep, in, blocks), in);
+}
+
+StepResult last_step(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
+                     const at::Tensor& v, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& k_sum,
+                     const at::Tensor& v_sum, c10::SymInt blocks, int64_t factor, bool strict,
+                     std::optional<double> scale) {
+  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, factor - 1}, {factor, /*causal=*/true, strict, scale}};
+  return run_step(kernels, check_step(kLastStep, in, blocks), in, /*completes=*/true);
 }
 
 // ---- backward
@@ -347,8 +361,13 @@ const Registration registration(
                 pooled_backward_meta, pooled_backward},
     OperatorRow{"compressed_attention_step(Tensor q, Tensor k, Tensor v, Tensor kc, Tensor vc, Tensor k_sum,"
                 " Tensor v_sum, SymInt positions, *, int factor, bool strict=False, float? scale=None)"
-                " -> (Tensor y, Tensor new_kc, Tensor new_vc, Tensor new_k_sum, Tensor new_v_sum)",
-                step_meta, step, /*cast_inputs=*/3});
+                " -> (Tensor y, Tensor new_k_sum, Tensor new_v_sum)",
+                step_meta, step, /*cast_inputs=*/3},
+    // The step of the last position of a block, which is written behind `blocks` of them in kc and vc.
+    OperatorRow{"compressed_attention_last_step(Tensor q, Tensor k, Tensor v, Tensor(a!) kc, Tensor(b!) vc,"
+                " Tensor k_sum, Tensor v_sum, SymInt blocks, *, int factor, bool strict=False, float? scale=None)"
+                " -> (Tensor y, Tensor new_k_sum, Tensor new_v_sum)",
+                last_step_meta, last_step, /*cast_inputs=*/3});
 
 #undef SEQUENCES
 

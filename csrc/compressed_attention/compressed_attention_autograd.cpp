@@ -200,6 +200,7 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_differentiable<PooledForward, PooledAttention>(m);
   register_backward<PooledBackward>(m);
   register_without_gradient<Step>(m);
+  register_without_gradient<LastStep>(m);
 }
 
 }  // namespace

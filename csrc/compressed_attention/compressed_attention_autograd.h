@@ -54,11 +54,14 @@ struct PooledBackward {
 
 struct Step {
   static constexpr const char* name = "compressed_attention_step";
-  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                                    const Tensor& kc, const Tensor& vc,
-                                                                    const Tensor& k_sum, const Tensor& v_sum,
-                                                                    c10::SymInt positions, int64_t factor, bool strict,
-                                                                    Scale scale);
+  using Schema = std::tuple<Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& kc,
+                                                    const Tensor& vc, const Tensor& k_sum, const Tensor& v_sum,
+                                                    c10::SymInt positions, int64_t factor, bool strict, Scale scale);
+};
+
+struct LastStep {
+  static constexpr const char* name = "compressed_attention_last_step";
+  using Schema = Step::Schema;
 };
 
 // The gradient of y, which is undefined if only lse was differentiated.

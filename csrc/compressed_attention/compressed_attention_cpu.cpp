@@ -22,6 +22,65 @@ CompressedAttentionPlan plan_of_dense(const CompressedAttentionShape& shape, Dty
                    key_workers * key_gradient_scratch_bytes(shape, dtype))};
 }
 
+// ---- one sequence of a batch
+
+// The shape of one sequence: a dense batch of one row.
+CompressedAttentionShape shape_of(const CompressedAttentionShape& n, const Sequence& x) {
+  CompressedAttentionShape one = memcheck::shape_of(n, x);
+  one.C = n.blocks_of(x);
+  return one;
+}
+
+// Where sequence i is in the tensors of a batch.
+struct CompressedAttentionSequence {
+  const CompressedAttentionShape& n;
+  Dtype dtype;
+  int64_t i;
+  const Sequence& x;
+
+  Strided<4> queries(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_query, 0}); }
+  Strided<4> keys(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_key, 0}); }
+  Strided<4> blocks(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, n.first_block(i, x), 0}); }
+  Strided<3> numbers(const Strided<3>& of) const {
+    return starting_at(of, dtype == Dtype::Float64 ? dtype : Dtype::Float32, {x.row, 0, x.first_query});
+  }
+};
+
+// The parameters of a dense call on sequence i.
+CompressedAttentionPooling parameters_of(const CompressedAttentionPooling& p, Dtype dtype, int64_t i,
+                                         const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  return {shape_of(p.shape, x), one.keys(p.k), one.keys(p.v), one.blocks(p.kc), one.blocks(p.vc), p.scratch, p.threads};
+}
+
+CompressedAttentionForward parameters_of(const CompressedAttentionForward& p, Dtype dtype, int64_t i,
+                                         const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  return {
+      shape_of(p.shape, x), p.scale,   one.queries(p.q), one.blocks(p.kc), one.blocks(p.vc), p.sink, one.queries(p.y),
+      one.numbers(p.lse),   p.scratch, p.threads};
+}
+
+CompressedAttentionBackward parameters_of(const CompressedAttentionBackward& p, Dtype dtype, int64_t i,
+                                          const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  CompressedAttentionBackward of_one = p;
+  of_one.shape = shape_of(p.shape, x);
+  for (auto member : {&CompressedAttentionBackward::grad_y, &CompressedAttentionBackward::q,
+                      &CompressedAttentionBackward::y, &CompressedAttentionBackward::grad_q})
+    of_one.*member = one.queries(p.*member);
+  for (auto member : {&CompressedAttentionBackward::kc, &CompressedAttentionBackward::vc})
+    of_one.*member = one.blocks(p.*member);
+  for (auto member : {&CompressedAttentionBackward::grad_k, &CompressedAttentionBackward::grad_v})
+    of_one.*member = p.pooled ? one.blocks(p.*member) : one.keys(p.*member);
+  for (auto member :
+       {&CompressedAttentionBackward::grad_lse, &CompressedAttentionBackward::lse, &CompressedAttentionBackward::delta})
+    of_one.*member = one.numbers(p.*member);
+  return of_one;
+}
+
+// ---- all sequences
+
 SequenceTasks tasks_of(const CompressedAttentionShape& n, int64_t threads) {
   return SequenceTasks(n.sequences, threads,
                        [&](const Sequence& x) { return (n.H * x.queries * n.blocks_of(x) + n.Hkv * x.keys) * n.D; });

@@ -95,11 +95,16 @@ Pair whole_blocks(const Pair& x, int64_t factor, bool in_torch) {
   return {std::get<2>(kept), std::get<3>(kept)};
 }
 
-// kc, vc, k_sum and v_sum after new positions x (B,Hkv,n,D), by the operator or in torch's own operations.
-variable_list state_after(const Pair& x, at::TensorList old, const c10::SymInt& opened, int64_t factor, bool in_torch) {
+// kc, vc, k_sum and v_sum after new positions x (B,Hkv,n,D), by the operator or in torch's own operations. If only new
+// blocks are wanted, kc and vc are those that x completes.
+variable_list state_after(const Pair& x, at::TensorList old, const c10::SymInt& opened, int64_t factor, bool only_new,
+                          bool in_torch) {
   const c10::SymInt count = x[0].sym_size(2);
   const auto cuts = cuts_of(opened, count, factor);
-  if (!cuts) return {old[0], old[1], added(old[2], x[0]), added(old[3], x[1])};
+  if (!cuts) {
+    const auto before = [&](size_t i) { return only_new ? part_of(old[i], 0, 0) : old[i]; };
+    return {before(0), before(1), added(old[2], x[0]), added(old[3], x[1])};
+  }
   const auto& [first, last] = *cuts;
   const auto parts = [&](const c10::SymInt& begin, const c10::SymInt& end) {
     return of_both([&](size_t i) { return part_of(x[i], begin, end); });
@@ -111,18 +116,19 @@ variable_list state_after(const Pair& x, at::TensorList old, const c10::SymInt& 
         of_both([&](size_t i) { return divided(added(old[2 + i], rest[i]), factor).to(x[i].scalar_type()); });
     blocks = of_both([&](size_t i) { return at::cat({means[i].unsqueeze(2), blocks[i]}, 2); });
   }
-  if (old[0].sym_size(2) != 0) blocks = of_both([&](size_t i) { return at::cat({old[i], blocks[i]}, 2); });
+  if (!only_new && old[0].sym_size(2) != 0) blocks = of_both([&](size_t i) { return at::cat({old[i], blocks[i]}, 2); });
   const Pair open = parts(last, count);
   const Pair sums = of_both([&](size_t i) { return added(at::zeros_like(old[2 + i]), open[i]); });
   return {blocks[0], blocks[1], sums[0], sums[1]};
 }
 
 variable_list states_after(const Tensor& k, const Tensor& v, at::TensorList states, c10::SymIntArrayRef positions,
-                           const Places& places, int64_t factor, bool in_torch) {
+                           const Places& places, int64_t factor, bool only_new, bool in_torch) {
   variable_list after;
   for (size_t i = 0; i < positions.size(); ++i) {
     const Pair its{places.of(k, i), places.of(v, i)};
-    append_tensor(after, at::TensorList(state_after(its, states.slice(4 * i, 4), positions[i], factor, in_torch)));
+    const variable_list one = state_after(its, states.slice(4 * i, 4), positions[i], factor, only_new, in_torch);
+    append_tensor(after, at::TensorList(one));
   }
   return after;
 }
@@ -160,7 +166,7 @@ struct NewBlocks : Function<NewBlocks> {
     ctx->saved_data["old"] = old;
     ctx->saved_data["positions"] = positions;
     ctx->saved_data["factor"] = factor;
-    return states_after(k, v, states, positions, places, factor, /*in_torch=*/false);
+    return states_after(k, v, states, positions, places, factor, /*only_new=*/false, /*in_torch=*/false);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -215,7 +221,7 @@ void check_extend(const char* op, const MaybeTensor& q, const Tensor& k, const T
 // q and scale are those of the attention that follows, and only checked. `op` is the function that messages name.
 variable_list extend(const MaybeTensor& q, const Tensor& k, const Tensor& v, at::TensorList states,
                      c10::SymIntArrayRef positions, int64_t factor, Scale scale, std::optional<bool> packed,
-                     at::IntArrayRef begins, at::IntArrayRef counts, std::string_view op) {
+                     at::IntArrayRef begins, at::IntArrayRef counts, bool only_new, std::string_view op) {
   const Places places{packed, begins, counts};
   check_extend(std::string(op).c_str(), q, k, v, states, positions, factor, scale, places);
   const variable_list inputs = tensors_among(k, v, states);
@@ -223,15 +229,18 @@ variable_list extend(const MaybeTensor& q, const Tensor& k, const Tensor& v, at:
   const bool in_torch = in_torch_func() || has_tangent(inputs);
   // Autograd of a sum takes no memory.
   const bool only_sums = !places.packed && !cuts_of(positions[0], k.sym_size(2), factor);
+  TORCH_CHECK_NOT_IMPLEMENTED(!only_new || in_torch || !wants_gradient(inputs), std::string(op),
+                              ": only_new has no gradient");
   if (in_torch || only_sums || !wants_gradient(inputs))
-    return states_after(k, v, states, positions, places, factor, in_torch);
+    return states_after(k, v, states, positions, places, factor, only_new, in_torch);
   return NewBlocks::apply(k, v, states, positions, places, factor);
 }
 
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   m.def(
       "compressed_attention_extend(Tensor? q, Tensor k, Tensor v, Tensor[] states, SymInt[] positions, *, int factor,"
-      " float? scale=None, bool? packed=None, int[] begins=[], int[] counts=[], str op=\"compressed_attention\")"
+      " float? scale=None, bool? packed=None, int[] begins=[], int[] counts=[], bool only_new=False, str "
+      "op=\"compressed_attention\")"
       " -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   m.impl("compressed_attention_extend", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(extend)));

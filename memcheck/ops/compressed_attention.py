@@ -22,8 +22,10 @@ from memcheck.ops.compressed_attention_states import (
     LONGEST,
     CompressedAttentionState,
     attend,
+    blocks_in,
     check_scale,
     go_on,
+    room_after,
     state_before,
     states_after,
 )
@@ -40,6 +42,7 @@ MOST_POSITIONS = 2**62
 States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
 
 _step = torch.ops.memcheck.compressed_attention_step.default
+_last_step = torch.ops.memcheck.compressed_attention_last_step.default
 
 
 class Options(TypedDict, total=False):
@@ -142,9 +145,10 @@ def compressed_attention(
 
     Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
     padding is read; its rows of y and of the gradients are 0, and its lse is -inf. Work is that of the positions that
-    count. On the CPU, sequences share the threads by their lengths. On CUDA they run one after another, which costs a
-    few launches each, and values of cu_seqlens or lengths that lie on the device are waited for. With states,
-    torch.compile leaves the call out of its graphs, because the sizes of states depend on those values.
+    count. On the CPU, sequences share the threads by their lengths. On CUDA the number of launches does not depend on
+    that of sequences, and values of cu_seqlens or lengths that lie on the device stay there: if one breaks a rule, the
+    next call raises, and this one under MEMCHECK_CHECK=1. With states they are waited for, and torch.compile leaves the
+    call out of its graphs, because the sizes of states depend on them.
 
     float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
     to the dtype of the inputs.
@@ -310,7 +314,9 @@ def compressed_attention_step(
 
     Returns:
         y (B,H,S,D), equal to the last rows of the causal compressed_attention over all keys up to rounding, and the
-        new state; the old one does not change. O(T / factor) work per query and no gradient.
+        new state; the old one does not change. O(T / factor) work per query and no gradient. Its blocks are in memory
+        with room for half as many more, in which later steps write theirs: only where it is full are blocks copied. A
+        second step from the same state copies them, too.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T, a state of other sizes or another factor.
@@ -334,7 +340,7 @@ def compressed_attention_step(
     if state is not None and _is_plain_step(q, k, v, state, factor):
         try:
             return _one_position(q, k, v, state, strict, scale)
-        except (RuntimeError, TypeError, ValueError):
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # The operator has other names for the tensors of the state.
             states_after(op, q, k, v, [state_before(op, "state", state, k, factor)], factor=factor, scale=scale)
             raise
@@ -362,8 +368,10 @@ def _one_position(
 ) -> tuple[Tensor, CompressedAttentionState]:
     """The step for k and v (B,Hkv,1,D) by one operator, which checks all arguments."""
     options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
-    kc, vc, old_k_sum, old_v_sum, positions, factor = state
-    y, new_kc, new_vc, k_sum, v_sum = _step(q, k, v, kc, vc, old_k_sum, old_v_sum, positions, factor=factor, **options)
-    if positions + 1 < factor:
+    kc, vc, k_sum, v_sum, positions, factor = state
+    if positions + 1 != factor:
+        y, k_sum, v_sum = _step(q, k, v, kc, vc, k_sum, v_sum, positions, factor=factor, **options)
         return y, CompressedAttentionState(kc, vc, k_sum, v_sum, positions + 1, factor)
-    return y, CompressedAttentionState(new_kc, new_vc, k_sum, v_sum, 0, factor)
+    blocks, room = kc.shape[2], room_after(state, 1)
+    y, k_sum, v_sum = _last_step(q, k, v, *room, k_sum, v_sum, blocks, factor=factor, **options)
+    return y, CompressedAttentionState(*blocks_in(room, blocks + 1), k_sum, v_sum, 0, factor)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
@@ -27,6 +29,7 @@ from memcheck.ops.checks import (
 from memcheck.ops.reference.sequences import sequences_of
 
 LONGEST = 2**31
+LEAST_ROOM = 8  # places for blocks
 DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
 POOLED = "compressed_attention_pooled"
 FORWARDS = {
@@ -39,7 +42,10 @@ Arguments = dict[str, Any]
 
 
 class CompressedAttentionState(NamedTuple):
-    """The state of decoding: C complete blocks and an open one."""
+    """The state of decoding: C complete blocks and an open one.
+
+    Blocks of successive states share memory, which grows by halves: do not write to them.
+    """
 
     kc: Tensor  # (B,Hkv,C,D) means of the keys of complete blocks, in their dtype
     vc: Tensor  # (B,Hkv,C,D) of the values
@@ -96,6 +102,64 @@ def attend(
     return (results[0], results[1]) if return_lse else results[0]
 
 
+# ---- memory for blocks that grows
+#
+# While decoding, the blocks of a state are the first of a longer tensor, its room, and the state after it has one block
+# more of the same room. Only the first state after another one gets its room: a second one copies the blocks.
+
+
+class Room(NamedTuple):
+    """Memory for blocks of a state, (B,Hkv,places,D) each."""
+
+    kc: Tensor
+    vc: Tensor
+    of_kc: weakref.ref[Tensor]  # the state's tensors
+    of_vc: weakref.ref[Tensor]
+
+    def has(self, places: int) -> bool:
+        """Whether so many places can be written: tensors of inference mode only in that mode."""
+        return self.kc.shape[2] >= places and self.kc.is_inference() == torch.is_inference_mode_enabled()
+
+
+ROOMS: dict[int, Room] = {}  # of the newest states, by the id of their kc
+
+
+def room_after(state: CompressedAttentionState, more: int) -> tuple[Tensor, Tensor]:
+    """Memory that begins with the blocks of the state, and has places for more of them."""
+    kc, vc = state.kc, state.vc
+    count = kc.shape[2] + more
+    room = None if torch.jit.is_tracing() else ROOMS.pop(id(kc), None)
+    if room is not None and room.of_kc() is kc and room.of_vc() is vc and room.has(count):
+        return room.kc, room.vc
+    places = count + max(count // 2, LEAST_ROOM)
+    copies = [x.new_empty(*x.shape[:2], places, *x.shape[3:]) for x in (kc, vc)]
+    for x, copy in zip((kc, vc), copies, strict=True):
+        copy[:, :, : x.shape[2]] = x
+    return copies[0], copies[1]
+
+
+def blocks_in(room: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """The first `count` blocks of a room, which the next state gets."""
+    kc, vc = room[0].narrow(2, 0, count), room[1].narrow(2, 0, count)
+    key = id(kc)
+    ROOMS[key] = Room(*room, weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
+    return kc, vc
+
+
+def appended(state: CompressedAttentionState, new: CompressedAttentionState) -> CompressedAttentionState:
+    """The new state, whose blocks are those behind the old ones, with all of them."""
+    count, more = state.kc.shape[2], new.kc.shape[2]
+    if not more:
+        return new._replace(kc=state.kc, vc=state.vc)
+    if not count:
+        return new
+    room = room_after(state, more)
+    for x, blocks in zip(room, new[:2], strict=True):
+        x[:, :, count : count + more] = blocks
+    kc, vc = blocks_in(room, count + more)
+    return new._replace(kc=kc, vc=vc)
+
+
 def state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> CompressedAttentionState:
     """The state, after the checks that the operator cannot make; in place of None that of no positions."""
     check_int(op, "factor", factor, 1, LONGEST)
@@ -125,16 +189,30 @@ def states_after(
     options: factor, the scale for the attention of q, which is only checked, and the Places of packed or padded keys.
     """
     tensors, positions = [x for state in before for x in state[:4]], [state.positions for state in before]
+    only_new = grows_in_place(k, v, tensors)
     try:
-        new = torch.ops.memcheck.compressed_attention_extend(q, k, v, tensors, positions, op=op, **options)
+        new = torch.ops.memcheck.compressed_attention_extend(
+            q, k, v, tensors, positions, op=op, only_new=only_new, **options
+        )
     except REFUSALS:
         explain_refusal(op, **({} if q is None else {"q": q}), k=k, v=v)
         raise
     factor, counts = options["factor"], options.get("counts", [k.shape[2]])
-    return [
+    after = [
         CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor)
         for kc, vc, k_sum, v_sum, opened, count in zip(*(new[i::4] for i in range(4)), positions, counts, strict=True)
     ]
+    return [appended(*pair) for pair in zip(before, after, strict=True)] if only_new else after
+
+
+def grows_in_place(k: Tensor, v: Tensor, states: Sequence[Tensor]) -> bool:
+    """Whether the blocks after new positions may share memory with those before: of plain tensors, without autograd."""
+    if torch.compiler.is_compiling() or derivatives.transformed():
+        return False
+    given = (k, v, *states)
+    if not all(type(x) in (Tensor, FakeTensor) for x in given):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
 
 
 def positions_of(state: CompressedAttentionState) -> int:

@@ -327,17 +327,10 @@ def compressed_attention_step(
     strict: bool = False,
     scale: float | None = None,
 ) -> Tensors:
-    """q (B,H,S,D), k and v (B,Hkv,1,D) and a state -> y (B,H,S,D), its new blocks if one is complete, and its sums"""
+    """q (B,H,S,D), k and v (B,Hkv,1,D) and a state -> y (B,H,S,D), and its sums"""
     kv_len = kc.shape[2] * factor + positions + 1
-    sums = [k_sum + k[:, :, 0], v_sum + v[:, :, 0]]
-    new = [x[:, :, :0] for x in (k, v)]
-    if positions + 1 == factor:
-        means = [(total / factor).to(x.dtype)[:, :, None] for total, x in zip(sums, (k, v), strict=True)]
-        new = [torch.cat(pair, 2) for pair in zip((kc, vc), means, strict=True)]
-        kc, vc = new
-        sums = [torch.zeros_like(total) for total in sums]
     options: dict[str, Any] = {"factor": factor, "kv_len": kv_len, "strict": strict, "scale": scale}
-    return compressed_attention_pooled(q, kc, vc, **options)[0], *new, *sums
+    return compressed_attention_pooled(q, kc, vc, **options)[0], k_sum + k[:, :, 0], v_sum + v[:, :, 0]
 
 
 def compressed_attention_extend(*tensors: Any, **options: Any) -> Any:

@@ -511,6 +511,54 @@ def test_step_leaves_the_old_state_alone() -> None:
     assert (state.positions, new.positions, new.kc.shape[2]) == (3, 0, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 3])
+def test_states_of_steps_share_memory(n: int, dtype: torch.dtype) -> None:
+    """Blocks are copied where their memory is full, which grows by halves; a state never changes."""
+    (q, k, v), _ = make_inputs(1, 4, 2, 300, 300, 20, dtype)
+    state, states, memories = None, [], set()
+    for t in range(0, 300, n):
+        new = [x[:, :, t : t + n] for x in (q, k, v)]
+        before, (y, state) = state, compressed_attention_step(*new, state, factor=2)
+        alone = None if before is None else before._replace(kc=before.kc.clone(), vc=before.vc.clone())
+        its_y, its_state = compressed_attention_step(*new, alone, factor=2)
+        assert same_bits([y, *state[:4]], [its_y, *its_state[:4]])
+        states.append((state, its_state))
+        memories.add(state.kc.untyped_storage().data_ptr())
+        held = state.kc.untyped_storage().nbytes() // (2 * 20 * dtype.itemsize)
+        assert state.kc.shape[2] <= held <= state.kc.shape[2] * 3 // 2 + 8
+    assert len(memories) <= 8
+    assert all(same_bits(a[:4], b[:4]) for a, b in states)
+
+
+def test_forked_states() -> None:
+    """Several steps from one state, as in a search with beams: each has blocks of its own."""
+    (q, k, v), _ = make_inputs(1, 4, 2, 12, 12, 20)
+    state = compressed_attention_state(k[:, :, :7], v[:, :, :7], factor=2)
+    for t in (7, 9, 11):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        others = [compressed_attention_step(*(c * x for x in new), state, factor=2) for c in (1, 2, 3)]
+        for c, (y, other) in zip((1, 2, 3), others, strict=True):
+            alone = state._replace(kc=state.kc.clone(), vc=state.vc.clone())
+            its_y, its_state = compressed_attention_step(*(c * x for x in new), alone, factor=2)
+            assert same_bits([y, *other[:4]], [its_y, *its_state[:4]])
+        state = others[0][1]
+        if t < 11:
+            _, state = compressed_attention_step(*(x[:, :, t + 1 : t + 2] for x in (q, k, v)), state, factor=2)
+
+
+def test_states_of_steps_outlive_inference_mode() -> None:
+    (q, k, v), _ = make_inputs(1, 4, 2, 12, 12, 20)
+    results = []
+    for modes in (itertools.repeat(False), itertools.cycle([True, False, False, True])):
+        state = None
+        for t, mode in zip(range(12), modes, strict=False):
+            with torch.inference_mode(mode):
+                y, state = compressed_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, factor=2)
+        results.append([y, *state[:4]])
+    assert same_bits(*results)
+
+
 @pytest.mark.glue
 def test_autocast_of_steps() -> None:
     """The state holds blocks in the autocast dtype; they are not converted in every step."""

@@ -179,7 +179,7 @@ def test_a_call_for_one_position_is_a_step(layout: str, factor: int, dtype: torc
         step, stepped = compressed_attention_step(*new, stepped, **options)
         assert same_bits([y, *state[:4]], [step, *stepped[:4]])
         assert state[4:] == stepped[4:]
-        assert [x.stride() for x in state[:4]] == [x.stride() for x in stepped[:4]]
+        assert [x.stride() for x in state[2:4]] == [x.stride() for x in stepped[2:4]]
 
 
 def test_one_position_is_one_operator() -> None:
@@ -193,14 +193,18 @@ def test_one_position_is_one_operator() -> None:
 
 @pytest.mark.glue
 @pytest.mark.cpu
-@pytest.mark.parametrize("positions", [0, 3])
-def test_opcheck_of_a_step(positions: int) -> None:
-    """The last position completes the open block."""
+def test_opcheck_of_a_step() -> None:
+    """The last position of a block has an operator that writes the block."""
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
     kc, vc, k_sum, v_sum, _, factor = compressed_attention_state(k, v, factor=4)
+    ops = torch.ops.memcheck
     for new in (k[:, :, :1], heads_inside(k)[:, :, :1]):
-        arguments = (q, new, new, kc, vc, k_sum, v_sum, positions)
-        torch.library.opcheck(torch.ops.memcheck.compressed_attention_step, arguments, {"factor": factor})
+        torch.library.opcheck(ops.compressed_attention_step, (q, new, new, kc, vc, k_sum, v_sum, 2), {"factor": factor})
+        arguments = (q, new, new, kc, vc, k_sum, v_sum, 1)
+        torch.library.opcheck(ops.compressed_attention_last_step, arguments, {"factor": factor})
+    for op, last, message in (("step", 3, "positions must be less"), ("last_step", 2, "kc must have a place behind 2")):
+        with pytest.raises(ValueError, match=f"compressed_attention_{op}: {message}"):
+            getattr(ops, f"compressed_attention_{op}")(q, new, new, kc, vc, k_sum, v_sum, last, factor=4)
 
 
 def test_what_is_returned() -> None:
@@ -471,7 +475,7 @@ def test_sequences_leave_the_graph_at_one_place() -> None:
 
 
 def state_bytes(states: list[CompressedAttentionState]) -> int:
-    return sum(x.nbytes for state in states for x in state[:4])
+    return sum(x.untyped_storage().nbytes() for state in states for x in state[:4])
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

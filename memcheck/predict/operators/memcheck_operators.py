@@ -155,7 +155,8 @@ def compressed_pooled(call: OperatorCall) -> Iterator[Scratch | Unknown]:
 
 
 def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
-    positions = call.kc.shape[2] * call.factor + call.positions + 1
+    completes = call.name.endswith("last_step")
+    positions = (call.blocks + 1) * call.factor if completes else call.kc.shape[2] * call.factor + call.positions + 1
     yield Scratch("scratch", compressed_plan(call, call.k.shape[1], positions)["pooled_forward_scratch"])
 
 
@@ -342,6 +343,8 @@ add_pair("compressed_attention_pooled", EXAMPLE, compressed_pooled, compressed_b
 STATE = "q.detach(), q.detach(), sums, sums"
 EXAMPLE = f"torch.ops.memcheck.compressed_attention_step(token, token, token, {STATE}, 1, factor=4)"
 add("memcheck::compressed_attention_step", EXAMPLE, everywhere=compressed_step, **OURS)
+EXAMPLE = f"torch.ops.memcheck.compressed_attention_last_step(token, token, token, {STATE}, 0, factor=4)"
+add("memcheck::compressed_attention_last_step", EXAMPLE, everywhere=compressed_step, **OURS)
 OURS = {"uses_cublas": True, "source": "csrc/combinator csrc/projection"}
 EXAMPLE = "[memcheck.combinator(x, weight, low_memory=low) for low in (True, False) for weight in weights]"
 add_pair("combinator", EXAMPLE, combinator, combinator_backward, **OURS)
