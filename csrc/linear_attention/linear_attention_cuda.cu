@@ -88,7 +88,7 @@ bool is_packed(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes)
 }
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
-  const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype) && !scan.m;
+  const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype) && !scan.steps;
   const bool whole = on_tensor_cores && std::max(scan.depth, scan.width) <= kWidestWhole;
   scan.tile = whole ? scan.width : linear_attention_tile(dtype);
   scan.a.packed = is_packed(scan.a.x, scan.depth, dtype, kPackBytes);
@@ -113,33 +113,37 @@ Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind ki
   return scan;
 }
 
-// The segments' states, and the products of their decays behind them.
-void use_scratch(void* states, Dtype dtype, Scan& scan) {
+// The segments' states, in the result if there is one, and the products of their decays. Both may be in scratch: the
+// states first.
+void place_states(const StateMemory& in_result, void* scratch, Dtype dtype, Scan& scan) {
   const LinearAttentionShape& n = scan.shape;
-  scan.states = {states, {}, 0, 0, 0};
-  scan.kept = static_cast<char*>(states) +
-              n.B * n.Hkv * scan.segments.count * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype);
+  if (scan.segments.in_result && !in_result.result) scan.segments = {1, false, scan.segments.grouped};
+  scan.states = scan.segments.in_result ? in_result : StateMemory{scratch, {}, 0, 0, 0};
+  const int64_t of_states =
+      scan.segments.in_result ? 0 : n.B * n.Hkv * scan.segments.count * linear_attention_slot(n.D, n.Dv);
+  scan.kept = static_cast<char*>(scratch) + of_states * acc_bytes(dtype);
 }
 
 Strided<4> transposed(const Strided<4>& x) {
   return {x.data, {x.stride[0], x.stride[1], x.stride[3], x.stride[2]}};
 }
 
-// A state lies in the scan's own result, or if that is not wanted in another.
+// A state lies in the scan's own result, or if that is not wanted in that of a later scan.
 StateMemory states_in_result(const LinearAttentionBackward& p, const Scan& scan) {
   const LinearAttentionShape& n = p.shape;
   const StateMemory of_q{nullptr, p.grad_q, n.H, n.S, n.D}, of_k{nullptr, p.grad_k, n.Hkv, n.T, n.D},
       of_v{nullptr, p.grad_v, n.Hkv, n.T, n.Dv};
-  if (scan.kind == ScanKind::GradK) return of_k;
-  if (scan.kind == ScanKind::GradV) return of_v;
-  return p.grad_q ? of_q : p.grad_k ? of_k : of_v;
+  const StateMemory of_keys = p.grad_k && scan.kind != ScanKind::GradV ? of_k : of_v;
+  return p.grad_q && scan.rows_are_queries() ? of_q : of_keys;
 }
 
-// Behind 1 / den and the parts of g.y.
-void* key_products(const LinearAttentionBackward& p, Dtype dtype) {
+// Those of keys lie behind 1 / den and the most parts of g.y.
+DecayProducts decay_products(const LinearAttentionBackward& p, Dtype dtype) {
   const LinearAttentionShape& n = p.shape;
-  const int64_t rows = 1 + linear_attention_parts(n.Dv, dtype);
-  return static_cast<char*>(p.rows) + rows * n.B * n.H * n.S * acc_bytes(dtype);
+  const int64_t parts = linear_attention_parts(n.Dv, dtype);
+  const bool whole = is_whole_on_tensor_cores(n, dtype);
+  return {whole ? 1 : parts, whole ? 1 : linear_attention_parts(n.D, dtype),
+          static_cast<char*>(p.rows) + (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype)};
 }
 
 Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind) {
@@ -168,13 +172,13 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
       scan.a = v, scan.b = g, scan.x = scaled_q, scan.last = p.k, scan.out = p.grad_k;
       scan.m = transposed(p.grad_last.m), scan.z = p.grad_last.z;
       scan.new_m = transposed(p.grad_initial.m), scan.new_z = p.grad_initial.z;
-      if (p.grad_decay) scan.key_products = key_products(p, dtype);
+      if (p.grad_decay) scan.key_products = decay_products(p, dtype).of_keys;
       break;
     case ScanKind::GradV:
       scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v, scan.m = p.grad_last.m;
       break;
   }
-  scan.segments.in_result ? void(scan.states = states_in_result(p, scan)) : use_scratch(p.states, dtype, scan);
+  place_states(states_in_result(p, scan), p.states, dtype, scan);
   return scan;
 }
 
@@ -185,10 +189,7 @@ void run_forward(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stre
   scan.b = {p.k, maps, false, false};
   scan.x = {p.v, false, false, false};
   scan.out = p.y;
-  if (scan.segments.in_result)
-    scan.states = {nullptr, p.y, p.shape.H, p.shape.S, p.shape.Dv};
-  else
-    use_scratch(p.states, dtype, scan);
+  place_states({nullptr, p.y, p.shape.H, p.shape.S, p.shape.Dv}, p.states, dtype, scan);
   scan.deep = p.scratch;
   scan.decay = p.decay;
   scan.m = p.initial.m, scan.z = p.initial.z;
@@ -200,12 +201,12 @@ void run_backward(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t st
   const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
   if (!p.grad_q && !runs_keys && !p.grad_v) return;
   const bool with_grad_q = stores_denominators(p.shape, dtype);
-  const bool reads_denominators = p.shape.normalize || p.grad_decay;
-  if (reads_denominators && !with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
-  if (p.grad_q || with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
+  const bool reads_rows = p.shape.normalize || p.grad_decay;
+  if (reads_rows && !with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
+  if (p.grad_q || (reads_rows && with_grad_q)) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
   if (runs_keys) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
   if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
-  if (p.grad_decay) finish_grad_decay(p, key_products(p, dtype), dtype, stream);
+  if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype), dtype, stream);
 }
 
 // Kernels do not read tables yet: this loop needs one that the host can read.
@@ -249,6 +250,7 @@ void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaS
   using namespace linear_cuda;
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
+  scan.steps = true;
   scan.segments = {1, false, false};
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};

@@ -44,11 +44,10 @@ __device__ __forceinline__ double product_sum(const Strided<4>& x, const Strided
 // phi(q).(grad phi(q)) of the queries at position t, less phi(k).(grad phi(k)). The first is (g.y) / den eps if y is
 // normalized, else g.y.
 template <typename acc_t>
-__device__ __forceinline__ double grad_of_position(const LinearAttentionBackward& p, const acc_t* key_products,
-                                                   int64_t b, int64_t head, int64_t t) {
+__device__ __forceinline__ double grad_of_position(const LinearAttentionBackward& p, const DecayProducts& of, int64_t b,
+                                                   int64_t head, int64_t t) {
   const LinearAttentionShape& n = p.shape;
-  const int64_t parts_of_values = linear_attention_parts(n.Dv, sizeof(acc_t) == sizeof(double) ? 32 : 64);
-  const int64_t parts_of_keys = linear_attention_parts(n.D, sizeof(acc_t) == sizeof(double) ? 32 : 64);
+  const acc_t* key_products = static_cast<const acc_t*>(of.of_keys);
   const acc_t* inverse = static_cast<const acc_t*>(p.rows);
   const acc_t* products = inverse + n.B * n.H * n.S;
   double sum = 0;
@@ -56,10 +55,10 @@ __device__ __forceinline__ double grad_of_position(const LinearAttentionBackward
   for (int64_t i = 0; i < n.group() && s >= 0; ++i) {
     const int64_t row = query_row(n, b, head * n.group() + i) + s;
     double product = 0;
-    for (int64_t part = 0; part < parts_of_values; ++part) product += products[part * n.B * n.H * n.S + row];
+    for (int64_t part = 0; part < of.query_parts; ++part) product += products[part * n.B * n.H * n.S + row];
     sum += n.normalize ? product * inverse[row] * p.eps : product;
   }
-  for (int64_t part = 0; part < parts_of_keys; ++part) sum -= key_products[((part * n.B + b) * n.Hkv + head) * n.T + t];
+  for (int64_t part = 0; part < of.key_parts; ++part) sum -= key_products[((part * n.B + b) * n.Hkv + head) * n.T + t];
   return sum;
 }
 
@@ -68,7 +67,7 @@ __device__ __forceinline__ double grad_of_position(const LinearAttentionBackward
 // is 0.
 template <typename acc_t>
 __global__ void __launch_bounds__(kThreads)
-    grad_decay_kernel(const LinearAttentionBackward p, const acc_t* key_products) {
+    grad_decay_kernel(const LinearAttentionBackward p, const DecayProducts products) {
   const LinearAttentionShape& n = p.shape;
   const int64_t b = blockIdx.x / n.Hkv;
   const int64_t head = blockIdx.x % n.Hkv;
@@ -79,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t end = n.T; end > 0; end -= kThreads) {
     const int64_t t = end - 1 - threadIdx.x;
     double of_chunk = 0;
-    const double x = t < 0 ? 0 : grad_of_position(p, key_products, b, head, t);
+    const double x = t < 0 ? 0 : grad_of_position<acc_t>(p, products, b, head, t);
     const double later = sum + sum_up_to(x, of_chunk);
     sum += of_chunk;
     if (t < 0) continue;
@@ -105,12 +104,13 @@ Launch launch_of_heads(const char* name, int64_t heads, cudaStream_t stream) {
 
 }  // namespace
 
-void finish_grad_decay(const LinearAttentionBackward& p, const void* key_products, Dtype dtype, cudaStream_t stream) {
+void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& products, Dtype dtype,
+                       cudaStream_t stream) {
   const Launch with = launch_of_heads("linear_attention_backward_decay", p.shape.B * p.shape.Hkv, stream);
   if (dtype == Dtype::Float64)
-    launch(with, grad_decay_kernel<double>, p, static_cast<const double*>(key_products));
+    launch(with, grad_decay_kernel<double>, p, products);
   else
-    launch(with, grad_decay_kernel<float>, p, static_cast<const float*>(key_products));
+    launch(with, grad_decay_kernel<float>, p, products);
 }
 
 }  // namespace linear_cuda

@@ -48,16 +48,6 @@ struct Accumulators {
   acc_t denominator[kThreadRows];
 };
 
-template <bool kGeneral>
-__device__ __forceinline__ bool has_denominator(const Scan& scan) {
-  return scan.has_denominator() && (!kGeneral || scan.shape.normalize);
-}
-
-template <bool kGeneral>
-__device__ __forceinline__ bool has_bias(const Scan& scan) {
-  return scan.has_bias() && (!kGeneral || scan.shape.normalize);
-}
-
 // Whether GradQ finds 1 / den and g.y: in the plain form, if a block has all columns of the result.
 template <typename acc_t, bool kGeneral>
 __device__ __forceinline__ bool grad_q_finds_rows(const Scan& scan) {
@@ -71,7 +61,7 @@ __device__ __forceinline__ bool finds_rows(const Scan& scan) {
 // Whether scores and the product with the state have the bias. GradQ that finds it subtracts it in the end.
 template <typename acc_t, bool kGeneral>
 __device__ __forceinline__ bool subtracts_bias(const Scan& scan) {
-  return has_bias<kGeneral>(scan) && !finds_rows<acc_t, kGeneral>(scan);
+  return scan.has_bias() && !finds_rows<acc_t, kGeneral>(scan);
 }
 
 // ---- decays
@@ -81,7 +71,7 @@ template <typename acc_t, int kLines>
 __device__ __forceinline__ void load_decays(const Scan& scan, const ScanWork& work, const Chunk& chunk,
                                             ScanShared<acc_t, kLines, true>& s) {
   const int line = static_cast<int>(threadIdx.x);
-  const int64_t t = chunk.columns.first + scan.column_delay() + line;
+  const int64_t t = chunk.time + line;
   if (line < kLines)
     s.decay[line] = scan.decay && t < scan.shape.T ? *scan.decay.at<acc_t>(work.b, work.key_head, t) : acc_t(1);
   __syncthreads();
@@ -304,7 +294,7 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
   acc_t scores[kThreadRows][kThreadRows] = {};
   if (chunk.has_columns)
     load_chunk<scalar_t>(scan, scan.x, work.b, column_head, chunk.columns, work.part * kSize, scan.width, s.x);
-  if (has_bias<kGeneral>(scan) && scan.kind == ScanKind::GradK && chunk.has_columns)
+  if (scan.has_bias() && scan.kind == ScanKind::GradK && chunk.has_columns)
     load_bias<kGeneral>(scan, work.b, column_head, chunk.columns, s.bias);
   if constexpr (!kGeneral)
     if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) find_inverses<scalar_t>(scan, work, chunk, s);
@@ -316,16 +306,16 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
     if (meet) add_scores(s.a, s.b, depth, scores);
     if (reads_state) {
       add_product(s.a, state.row(k), depth, acc.out);
-      if (has_denominator<kGeneral>(scan)) add_row_dots(s.a, state.sums + k, kSize, acc.denominator);
+      if (scan.has_denominator()) add_row_dots(s.a, state.sums + k, kSize, acc.denominator);
       __syncthreads();
     }
     if constexpr (kGeneral) {
       if (fades) fade_matrix(s.all, state.row(k));
-      if (fades && has_denominator<kGeneral>(scan)) fade_vector(s.all, state.sums + k);
+      if (fades && scan.has_denominator()) fade_vector(s.all, state.sums + k);
     }
     if (chunk.has_columns) {
       add_outer(s.b, s.x, chunk.columns.end, column_weights(scan, s), state.row(k));
-      if (has_denominator<kGeneral>(scan))
+      if (scan.has_denominator())
         add_column_sums(s.b, static_cast<const acc_t*>(nullptr), column_weights(scan, s), state.sums + k);
     }
     __syncthreads();
@@ -342,11 +332,11 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
     if (finds_rows<acc_t, kGeneral>(scan)) sum_lines(s.x, s.b);
     __syncthreads();
     add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(chunk.columns.end, 4) * 4), acc.out);
-    if (has_denominator<kGeneral>(scan)) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
+    if (scan.has_denominator()) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
   }
   if constexpr (!kGeneral)
     if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) finish_queries<scalar_t>(scan, work, chunk, s, acc.out);
-  if (has_bias<kGeneral>(scan) && (chunk.has_columns || fades)) {
+  if (scan.has_bias() && (chunk.has_columns || fades)) {
     __syncthreads();
     if constexpr (kGeneral)
       if (fades) fade_vector(s.all, s.vector);
@@ -395,7 +385,7 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
   acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(n, work.b, work.row_head);
   if constexpr (kGeneral)
     if (scan.key_products != nullptr) store_key_product<scalar_t>(scan, work, row, exists, out);
-  if (scan.has_denominator()) {
+  if (scan.forms_output()) {
     acc_t inverse = acc_t(1) / (sum_along_x(denominator) + static_cast<acc_t>(scan.eps));
     if (kGeneral && !n.normalize) inverse = 1;
 #pragma unroll
@@ -434,7 +424,8 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
   }
   const int64_t heads = chunk.has_columns ? work.column_heads : 0;
   for (int64_t head = 0; head < max(heads, int64_t{1}); ++head) {
-    const Chunk of_head{chunk.rows, chunk.columns, chunk.has_rows, chunk.has_columns && head < heads};
+    Chunk of_head = chunk;
+    of_head.has_columns = chunk.has_columns && head < heads;
     scan_head<scalar_t>(scan, work, of_head, head, state, s, acc);
   }
   if (!chunk.has_rows || finds_rows<acc_t, kGeneral>(scan)) return;
@@ -460,10 +451,10 @@ __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work
     const int64_t column = work.part * kSize + i % kSize;
     move(state.row(k)[i % kSize], k, column, k < scan.depth && column < scan.width);
   }
-  acc_t* vector = scan.has_denominator() ? state.sums : state.vector;
-  const int64_t first = scan.has_denominator() ? 0 : work.part * kSize;
-  const int64_t count = scan.has_denominator() ? padded : kSize;
-  const int64_t length = scan.has_denominator() ? scan.depth : scan.width;
+  acc_t* vector = scan.forms_output() ? state.sums : state.vector;
+  const int64_t first = scan.forms_output() ? 0 : work.part * kSize;
+  const int64_t count = scan.forms_output() ? padded : kSize;
+  const int64_t length = scan.forms_output() ? scan.depth : scan.width;
   for (int64_t i = threadIdx.x; i < count; i += kThreads<acc_t>) move_sum(vector[i], first + i, first + i < length);
   __syncthreads();
 }
@@ -499,7 +490,7 @@ __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& wo
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
   const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.piece);
-  const bool stores_sums = !scan.has_denominator() || scan.parts_have_slots() || work.part == 0;
+  const bool stores_sums = !scan.forms_output() || scan.parts_have_slots() || work.part == 0;
   for_state(
       scan, work, state,
       [&](acc_t& from, int64_t k, int64_t column, bool exists) {
@@ -533,7 +524,7 @@ __device__ __forceinline__ void store_last_state(const Scan& scan, const ScanWor
         if (exists && scan.new_m) *scan.new_m.at<acc_t>(work.b, work.key_head, k, column) = from;
       },
       [&](acc_t& from, int64_t i, bool exists) {
-        if (!exists || !scan.new_z || (scan.has_denominator() && work.part > 0)) return;
+        if (!exists || !scan.new_z || (scan.forms_output() && work.part > 0)) return;
         *scan.new_z.at<acc_t>(work.b, work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
       });
 }
@@ -565,10 +556,8 @@ __device__ __forceinline__ void scan_block(const Scan& scan, int64_t parts) {
     if (!kGeneral && i == sums && scan.new_m && work.row_head % scan.shape.group() == 0)
       store_new_state(scan, work, state);
     if (i == steps) break;
-    // chunk_of has the chunks of sums in ascending order. Decays need that of the scan.
-    const int of_sums = kGeneral && scan.backwards() ? sums - 1 - i : i;
     const Chunk chunk =
-        chunk_of(scan, i < sums ? ranges.columns : ranges.rows, i < sums ? of_sums : i - sums, i < sums, kLines);
+        chunk_of(scan, i < sums ? ranges.columns : ranges.rows, i < sums ? i : i - sums, i < sums, kLines);
     if (kGeneral || chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state, s);
   }
   if constexpr (kGeneral) {

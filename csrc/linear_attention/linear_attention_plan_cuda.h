@@ -130,16 +130,16 @@ inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentio
       std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
   const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
   const int64_t evened = linear_attention_evened(heads, wanted, length / kShortest);
-  const int64_t in_result = n.is_plain() ? linear_attention_segments_in_result(n, dtype, rows, evened) : 0;
+  const int64_t in_result = linear_attention_segments_in_result(n, dtype, rows, evened);
   return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1, false}
                                 : LinearAttentionSegments{in_memory, false, false};
 }
 
-// Whether scans of the shape run on tensor cores: the plain form of 16-bit types whose products have many terms, so
-// that the errors of splitting the factors in two are small beside those of the sum.
+// Whether scans of the shape run on tensor cores: those of 16-bit types whose products have many terms, so that the
+// errors of splitting the factors in two are small beside those of the sum.
 inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
   constexpr int64_t kFewest = 16;
-  if (!n.is_plain() || (dtype != Dtype::Float16 && dtype != Dtype::BFloat16)) return false;
+  if (dtype != Dtype::Float16 && dtype != Dtype::BFloat16) return false;
   return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
 }
 
@@ -182,8 +182,9 @@ inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype 
 inline LinearAttentionPlan linear_attention_plan_of_dense_cuda(const LinearAttentionShape& n, Dtype dtype) {
   const auto states_bytes = [&](LinearAttentionRows rows) {
     const LinearAttentionSegments segments = linear_attention_segments(n, dtype, rows);
-    if (segments.count == 1 || segments.in_result) return int64_t{0};
-    return n.B * n.Hkv * segments.count * (linear_attention_slot(n.D, n.Dv) + (n.decayed ? 1 : 0)) * acc_bytes(dtype);
+    if (segments.count == 1) return int64_t{0};
+    const int64_t of_state = segments.in_result ? 0 : linear_attention_slot(n.D, n.Dv);
+    return n.B * n.Hkv * segments.count * (of_state + (n.decayed ? 1 : 0)) * acc_bytes(dtype);
   };
   const auto deep_bytes = [&](LinearAttentionRows rows) {
     return std::max(linear_attention_deep_bytes(n, dtype, rows, n.D, n.Dv),

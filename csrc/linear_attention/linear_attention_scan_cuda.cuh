@@ -28,11 +28,11 @@
 // a copy, if it has a block of its own. On tensor cores one block can have all query heads of a group: at each chunk
 // its rows read the state one head after the other, then the columns join it.
 //
-// The general form, by fused multiply-adds only, knows decays, states and sums that are not normalized (no bias, and
-// den is 1). Query i sees key j with the product of the decays from j + 1 to i as a weight. From the state before its
-// chunk to row i, and from column j to the state behind it, the weights are products of the chunk's decays, up to the
-// position or from the next one on: the first of a query, the second of a key. The segments' states lie in scratch,
-// with the product of each segment's decays.
+// There may be a state before the first key, the state behind the last one may be wanted, and sums may not be
+// normalized (no bias, and den is 1). With decays, query i sees key j with the product of the decays from j + 1 to i as
+// a weight. From the state before its chunk to row i, and from column j to the state behind it, the weights are
+// products of the chunk's decays, up to the position or from the next one on: the first of a query, the second of a
+// key. The product of each segment's decays is in scratch.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -93,23 +93,26 @@ struct Scan {
   Strided<4> last;  // read at the end. Denominators: g; GradQ: q; GradK: k
   bool out_packed;  // may be written as many bytes at a time as the kernel stores
   bool last_packed;
-  void* inverse;    // (B,H,S): 1 / den
-  void* products;   // (parts,B,H,S): parts of g.y
-  void* deep;       // states of blocks that are too deep for shared memory
-  Strided<4> m, z;  // initial sums, null for zeros: (B,Hkv,depth,width), (B,Hkv,1,depth)
+  void* inverse;   // (B,H,S): 1 / den
+  void* products;  // (parts,B,H,S): parts of g.y
+  void* deep;      // states of blocks that are too deep for shared memory
+  // The state before the scan, and the one behind it; any may be null. GradK's z is minus the sum of its vector.
+  Strided<4> m, z;  // (B,Hkv,depth,width), (B,Hkv,1,depth or width)
   Strided<4> new_m, new_z;
+  bool steps;  // of decoding: all keys join the state before the query reads it
   LinearAttentionSegments segments;
   StateMemory states;
-  int64_t tile;  // the columns of a block, of the width
-  // The general form. Then m and z are the state before the scan, and new_m and new_z the one behind it, of which
-  // either may be null; GradK's z is minus the sum of its vector.
+  int64_t tile;        // the columns of a block, of the width
   Strided<3> decay;    // (B,Hkv,T), null if it does not decay
   void* kept;          // (B,Hkv,segments): products of decays
   void* key_products;  // (parts,B,Hkv,T): GradK writes parts of phi(k).(grad phi(k)); null if they are not wanted
 
   MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
-  MEMCHECK_INLINE bool has_denominator() const { return kind == ScanKind::Output || kind == ScanKind::Denominators; }
-  MEMCHECK_INLINE bool has_bias() const { return kind == ScanKind::GradQ || kind == ScanKind::GradK; }
+  MEMCHECK_INLINE bool forms_output() const { return kind == ScanKind::Output || kind == ScanKind::Denominators; }
+  MEMCHECK_INLINE bool has_denominator() const { return forms_output() && shape.normalize; }
+  MEMCHECK_INLINE bool has_bias() const {
+    return (kind == ScanKind::GradQ || kind == ScanKind::GradK) && shape.normalize;
+  }
   MEMCHECK_INLINE bool backwards() const { return shape.causal && !rows_are_queries(); }
   MEMCHECK_INLINE int64_t rows() const { return rows_are_queries() ? shape.S : shape.T; }
   MEMCHECK_INLINE int64_t columns() const { return rows_are_queries() ? shape.T : shape.S; }
@@ -177,6 +180,7 @@ MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, in
 
 // Rows and columns of one chunk. If the scan is not causal, a time is a position of either.
 struct Chunk {
+  int64_t time;  // of the first line
   Lines rows, columns;
   bool has_rows, has_columns;
 };
@@ -204,8 +208,9 @@ MEMCHECK_INLINE ScanRanges ranges_of(const Scan& scan, const ScanWork& work) {
 
 MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
   const int64_t last = ceil_div(range.end - range.begin, size) - 1;
-  const int64_t time = range.begin + (!sums && scan.backwards() ? last - number : number) * size;
+  const int64_t time = range.begin + (scan.backwards() ? last - number : number) * size;
   Chunk chunk = {};
+  chunk.time = time;
   if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
   if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
   chunk.has_rows = chunk.rows.begin < chunk.rows.end;
@@ -271,9 +276,9 @@ __device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const S
   Slot slot = {};
   slot.first_column = is_part ? work.part * scan.tile : 0;
   slot.columns = is_part ? min(scan.tile, scan.width - slot.first_column) : scan.width;
-  slot.first_sum = scan.has_denominator() ? 0 : slot.first_column;
+  slot.first_sum = scan.forms_output() ? 0 : slot.first_column;
   slot.matrix = scan.depth * slot.columns;
-  slot.count = slot.matrix + (scan.has_denominator() ? scan.depth : slot.columns);
+  slot.count = slot.matrix + (scan.forms_output() ? scan.depth : slot.columns);
   if (!memory.result) {
     const int64_t head = work.b * scan.shape.Hkv + work.key_head;
     slot.whole = static_cast<acc_t*>(memory.scratch) +
@@ -292,7 +297,7 @@ __device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const S
   return slot;
 }
 
-// The state before the scan of a head, of the general form: an element of the matrix, and of the vector.
+// The state before the scan of a head: an element of the matrix, and of the vector.
 template <typename acc_t>
 __device__ __forceinline__ acc_t initial_element(const Scan& scan, const ScanWork& work, int64_t k, int64_t column) {
   return scan.m ? *scan.m.at<acc_t>(work.b, work.key_head, k, column) : acc_t(0);
@@ -313,9 +318,14 @@ __device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work
 // On tensor cores, a block has all columns of the width if depth and width are at most this.
 constexpr int64_t kWidestWhole = 128;
 
-// Whether GradQ also stores what Denominators would: if a block has all columns of its result, in the plain form.
+inline bool is_whole_on_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
+  return linear_attention_suits_tensor_cores(n, dtype) && std::max(n.D, n.Dv) <= kWidestWhole;
+}
+
+// Whether GradQ also stores what Denominators would: if a block has all columns of its result. By fused multiply-adds
+// only in the plain form.
 inline bool stores_denominators(const LinearAttentionShape& n, Dtype dtype) {
-  if (linear_attention_suits_tensor_cores(n, dtype)) return std::max(n.D, n.Dv) <= kWidestWhole;
+  if (linear_attention_suits_tensor_cores(n, dtype)) return is_whole_on_tensor_cores(n, dtype);
   return n.is_plain() && n.D <= linear_attention_tile(dtype);
 }
 
@@ -329,8 +339,16 @@ void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);
 // the sum of all.
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
 
-// Queues the gradient of a decay for each position, when all scans have run. key_products is GradK's.
-void finish_grad_decay(const LinearAttentionBackward& p, const void* key_products, Dtype dtype, cudaStream_t stream);
+// What the scans have stored for the gradient of a decay: parts of g.y for each query, and of phi(k).(grad phi(k)) for
+// each key.
+struct DecayProducts {
+  int64_t query_parts, key_parts;
+  void* of_keys;  // (parts,B,Hkv,T)
+};
+
+// Queues the gradient of a decay for each position, when all scans have run.
+void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& products, Dtype dtype,
+                       cudaStream_t stream);
 
 // Calls run(scan, blocks) for each phase of a scan, and adds up the segments in between.
 template <typename Run>

@@ -7,7 +7,22 @@ namespace linear_cuda {
 
 namespace {
 
-// ---- results
+// ---- states, and results
+
+// Before and after the scan the state is moved by way of shared memory, so that memory is accessed in its order, and
+// that addresses take few registers beside the state. Calls move(element, staged) for the thread's elements.
+template <typename T, typename Move>
+__device__ __forceinline__ void for_state(State<T>& state, StagedState<T>& staged, const Move& move) {
+  const Place at;
+#pragma unroll
+  for (int tile = 0; tile < T::kSlabTiles; ++tile)
+#pragma unroll
+    for (int depth = 0; depth < T::kDepthTiles; ++depth)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        move(state.part[tile][depth][i],
+             staged.matrix[8 * depth + at.pair + i % 2][T::kSlab * at.warp + 16 * tile + at.group + i / 2 * 8]);
+}
 
 // Calls change(of_row, row, column, x, y) for the pairs of this thread's results, where of_row = start(row).
 template <typename T, typename Start, typename Change>
@@ -86,6 +101,11 @@ __device__ __forceinline__ void share_rows(const Scan& scan, SharedTiles<T>& s, 
     }
 }
 
+// Whether the gradients need 1 / den or g.y of queries.
+__device__ __forceinline__ bool needs_rows(const Scan& scan) {
+  return scan.shape.normalize || scan.decay;
+}
+
 // Adds up the shares of a query, and stores the result in memory.
 template <typename T>
 __device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTiles<T>& s, int line) {
@@ -93,17 +113,17 @@ __device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTil
   float denominator = static_cast<float>(scan.eps);
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) denominator += s.row_sums[warp][line][0];
-  const float inverse = 1.0f / denominator;
+  const float inverse = scan.shape.normalize ? 1.0f / denominator : 1.0f;
   float product = 0.0f;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp)
     product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
-  if (at.warp == 0 && at.pair == 0 && s.step.chunk.rows.has(line)) {
+  if (at.warp == 0 && at.pair == 0 && s.step.chunk.rows.has(line) && needs_rows(scan)) {
     const int64_t row = query_row(scan.shape, s.work.b, s.step.row_head) + s.step.chunk.rows.first + line;
     static_cast<float*>(scan.inverse)[row] = inverse;
     static_cast<float*>(scan.products)[row] = product;
   }
-  return {inverse, product};
+  return {inverse, scan.shape.normalize ? product : 0.0f};
 }
 
 // GradQ: the gradient from 1 / den and g.y.
@@ -112,12 +132,12 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
   const Place at;
   const FeatureMap map = scan.shape.feature_map;
   Out<T> z = {};
-  if (s.step.chunk.has_columns) sum_chunk(s, z);
+  if (s.step.chunk.has_columns && scan.shape.normalize) sum_chunk(s, z);
   for_pairs<T>(
-      z, [](int) { return 0.0f; },
-      [&](float, int, int column, float& x, float& y) {
-        x += s.vector[column];
-        y += s.vector[column + 1];
+      z, [&](int row) { return row_weight(s, row); },
+      [&](float weight, int, int column, float& x, float& y) {
+        x += s.vector[column] * weight;
+        y += s.vector[column + 1] * weight;
       });
   if constexpr (T::kWhole) share_rows(scan, s, z, out);
   __syncthreads();
@@ -143,7 +163,8 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
 // 1 / den of a query of the chunk.
 template <typename T>
 __device__ __forceinline__ float inverse_of(const Scan& scan, const SharedTiles<T>& s, int row) {
-  float denominator = s.denominator[row];
+  if (!scan.shape.normalize) return 1.0f;
+  float denominator = s.denominator[row] * row_weight(s, row);
   if (s.step.chunk.has_columns)
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) denominator += s.score_sums[tile][row];
@@ -184,6 +205,39 @@ __device__ __forceinline__ void finish_denominators(const Scan& scan, SharedTile
   if (s.work.part == 0) static_cast<float*>(scan.inverse)[row] = inverse_of(scan, s, line);
 }
 
+// GradK: stores the block's part of phi(k).(grad phi(k)), which the gradient of a decay needs.
+template <typename T>
+__device__ __forceinline__ void store_key_products(const Scan& scan, SharedTiles<T>& s, const Out<T>& out) {
+  const Place at;
+  const FeatureMap map = scan.shape.feature_map;
+  const auto phi = [&](float x) { return map == FeatureMap::Identity ? x : elu_plus_one(x, fast_exp(x)); };
+#pragma unroll
+  for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * row_tile + at.group + 8 * half;
+      float product = 0.0f;
+#pragma unroll
+      for (int tile = 0; tile < T::kOutTiles; ++tile) {
+        const float2 k = read_pair(&s.last[row][T::kSlab * at.warp + 8 * tile + at.pair]);
+        product += out.part[row_tile][tile][2 * half] * phi(k.x);
+        product += out.part[row_tile][tile][2 * half + 1] * phi(k.y);
+      }
+      product = sum_of_four(product);
+      if (at.pair == 0) s.row_sums[at.warp][row][0] = product;
+    }
+  __syncthreads();
+  const int line = thread_number();
+  if (line >= kChunk || !s.step.chunk.rows.has(line)) return;
+  const LinearAttentionShape& n = scan.shape;
+  float product = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][0];
+  const int64_t head = s.work.b * n.Hkv + s.work.key_head;
+  static_cast<float*>(scan.key_products)[(s.work.part * n.B * n.Hkv + head) * n.T + s.step.chunk.rows.first + line] =
+      product;
+}
+
 template <typename T>
 __device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, Out<T>& out) {
   if constexpr (T::kFeatures) {
@@ -196,6 +250,8 @@ __device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, Out<
   } else if (scan.kind == ScanKind::GradQ) {
     finish_queries(scan, s, out);
   } else {
+    if constexpr (T::kDecayed)
+      if (scan.key_products != nullptr) store_key_products(scan, s, out);
     const auto zero = [](int) { return 0.0f; };
     for_pairs<T>(out, zero, [&](float, int row, int column, float x, float y) {
       auto* to = &s.last[row][column];
@@ -267,6 +323,8 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
       request_last(scan, s, s.last);
     }
   cp_async_commit();
+  if constexpr (T::kDecayed)
+    if (step.head == 0 && thread_number() / 32 == kWarps - 1) weigh_chunk(scan, s);
   if (!scan.rows_are_queries()) {
     if (step.takes_columns) load_query_rows(scan, work.b, step.column_head, chunk.columns, s);
   } else if (!T::kWhole && step.takes_rows && scan.kind == ScanKind::GradQ) {
@@ -276,11 +334,12 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
     cp_async_wait<2>();
     if (step.takes_rows) split_a(scan, chunk, s);
     cp_async_wait<1>();
-    if (!scan.rows_are_queries()) __syncthreads();  // for 1 / den and g.y of the queries
+    // For 1 / den and g.y of the queries, or the weights of decays.
+    if (T::kDecayed || !scan.rows_are_queries()) __syncthreads();
     if (step.takes_columns) split_b(scan, chunk, s);
     await_x(scan, s);
     __syncthreads();
-  } else if (chunk.has_rows || !scan.rows_are_queries()) {
+  } else if (T::kDecayed || chunk.has_rows || !scan.rows_are_queries()) {
     cp_async_wait<1>();
     __syncthreads();
   }
@@ -289,15 +348,25 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
 // Adds the columns of a loaded head to the state.
 template <typename T>
 __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  add_to_state(scan, s, state);
+  float faded = 1.0f;
+  if constexpr (T::kDecayed)
+    if (s.step.fades) faded = s.decays.all;
+  add_to_state(scan, s, faded, state);
   if (!scan.has_bias() && !scan.has_denominator()) return;
   const int sums = scan.has_bias() ? T::kWidth : T::kDepth;
   for (int column = thread_number(); column < sums; column += kThreads) {
     float sum = s.sums[0][column];
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) sum += s.sums[warp][column];
-    s.vector[column] += sum;
+    s.vector[column] = (T::kDecayed ? s.vector[column] * faded : s.vector[column]) + sum;
   }
+}
+
+// A chunk of decays without columns.
+template <typename T>
+__device__ __forceinline__ void fade_state(State<T>& state, SharedTiles<T>& s) {
+  for_state(state, s.state, [&](float& x, float&) { x *= s.decays.all; });
+  for (int column = thread_number(); column < T::kDepth; column += kThreads) s.vector[column] *= s.decays.all;
 }
 
 // Begins the next step: of the next head, or of the next chunk. One thread calls it.
@@ -320,6 +389,7 @@ __device__ __forceinline__ void next_step(const Scan& scan, SharedTiles<T>& s) {
   step.takes_columns = step.chunk.has_columns && (!queries || is_first);
   step.finishes_rows = step.chunk.has_rows && (queries || is_last);
   step.joins_columns = step.chunk.has_columns && (!queries || is_last);
+  step.fades = queries ? is_last : is_first;
 }
 
 // The rows read the state before the columns of the chunk join it.
@@ -330,6 +400,13 @@ __device__ __forceinline__ void scan_step(const Scan& scan, State<T>& state, Out
   if (s.step.takes_rows) {
     start_out(scan, s, out);
     read_state(scan, s, state, out);
+    if constexpr (T::kDecayed)
+      for_pairs<T>(
+          out, [&](int row) { return row_weight(s, row); },
+          [](float weight, int, int, float& x, float& y) {
+            x *= weight;
+            y *= weight;
+          });
   }
   if constexpr (T::kFactorParts == 1) await_x(scan, s);
   if (s.step.chunk.has_rows || T::kFactorParts == 1) __syncthreads();
@@ -342,52 +419,49 @@ __device__ __forceinline__ void scan_step(const Scan& scan, State<T>& state, Out
     if (s.step.chunk.has_columns) read_chunk(scan, s, out);
     if (s.step.finishes_rows) finish(scan, s, out);
   }
-  if (s.step.joins_columns) join_state(scan, state, s);
+  if (s.step.joins_columns) {
+    join_state(scan, state, s);
+  } else if constexpr (T::kDecayed) {
+    if (s.step.fades) fade_state(state, s);
+  }
 }
 
 // ---- states
 
-// Before and after the scan the state is moved by way of shared memory, so that memory is accessed in its order, and
-// that addresses take few registers beside the state. Calls move(element, staged) for the thread's elements.
-template <typename T, typename Move>
-__device__ __forceinline__ void for_state(State<T>& state, StagedState<T>& staged, const Move& move) {
-  const Place at;
-#pragma unroll
-  for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-    for (int depth = 0; depth < T::kDepthTiles; ++depth)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        move(state.part[tile][depth][i],
-             staged.matrix[8 * depth + at.pair + i % 2][T::kSlab * at.warp + 16 * tile + at.group + i / 2 * 8]);
-}
-
-// Calls move(number, staged) for the numbers of a slot that this thread moves. If blocks share a slot, each of
-// them has all of the sum of b_j.
-template <typename T, typename Move>
-__device__ __forceinline__ void for_slot(const Scan& scan, const StateSlot<typename T::scalar>& slot, SharedTiles<T>& s,
-                                         const Move& move) {
+// Calls move(k, column, staged) for the elements of the block's matrix that this thread moves, and move_sum(i, element)
+// for those of its vector: of the sum of b_j each block has all.
+template <typename T, typename Move, typename MoveSum>
+__device__ __forceinline__ void for_staged(const Scan& scan, SharedTiles<T>& s, const Move& move,
+                                           const MoveSum& move_sum) {
   const int thread = thread_number();
 #pragma unroll 8
   for (int i = thread; i < T::kDepth * T::kWidth; i += kThreads) {
     const int k = i / T::kWidth;
     const int column = i % T::kWidth;
-    if (k < scan.depth && column < s.columns) move(slot.at(k, s.first_column + column), s.state.matrix[k][column]);
+    if (k < scan.depth && column < s.columns) move(k, s.first_column + column, s.state.matrix[k][column]);
   }
-  const int64_t sums = scan.has_denominator() ? scan.depth : s.columns;
-  const int64_t first = scan.has_denominator() ? 0 : s.first_column;
-  for (int i = thread; i < sums; i += kThreads) move(slot.sum_at(first + i), s.vector[i]);
+  const int64_t sums = scan.forms_output() ? scan.depth : s.columns;
+  const int64_t first = scan.forms_output() ? 0 : s.first_column;
+  for (int i = thread; i < sums; i += kThreads) move_sum(first + i, s.vector[i]);
 }
 
 template <typename T>
 __device__ __forceinline__ void start_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   for (int i = thread_number(); i < T::kDepth; i += kThreads) s.vector[i] = 0.0f;
   for_state(state, s.state, [](float& x, float&) { x = 0.0f; });
-  if (scan.phase != ScanPhase::Pieces) return;
+  if (scan.phase == ScanPhase::Sums || (scan.phase == ScanPhase::Whole && !scan.m && !scan.z)) return;
   for_state(state, s.state, [](float&, float& staged) { staged = 0.0f; });
   __syncthreads();
-  const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
-  for_slot(scan, slot, s, [&](int64_t number, float& to) { to = slot.read(number); });
+  if (scan.phase == ScanPhase::Pieces) {
+    const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
+    for_staged(
+        scan, s, [&](int64_t k, int64_t column, float& to) { to = slot.read(slot.at(k, column)); },
+        [&](int64_t i, float& to) { to = slot.read(slot.sum_at(i)); });
+  } else {
+    for_staged(
+        scan, s, [&](int64_t k, int64_t column, float& to) { to = initial_element<float>(scan, s.work, k, column); },
+        [&](int64_t i, float& to) { to = initial_sum<float>(scan, s.work, i); });
+  }
   __syncthreads();
   for_state(state, s.state, [](float& x, float& staged) { x = staged; });
 }
@@ -397,15 +471,36 @@ __device__ __forceinline__ void store_segment(const Scan& scan, State<T>& state,
   const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
   for_state(state, s.state, [](float& x, float& staged) { staged = x; });
   __syncthreads();
-  const bool only_matrix = !T::kWhole && scan.has_denominator() && !scan.parts_have_slots() && s.work.part > 0;
-  for_slot(scan, slot, s, [&](int64_t number, float& from) {
-    if (!only_matrix || number < slot.matrix) slot.write(number, from);
-  });
+  const bool only_matrix = !T::kWhole && scan.forms_output() && !scan.parts_have_slots() && s.work.part > 0;
+  for_staged(
+      scan, s, [&](int64_t k, int64_t column, float& from) { slot.write(slot.at(k, column), from); },
+      [&](int64_t i, float& from) {
+        if (!only_matrix) slot.write(slot.sum_at(i), from);
+      });
+  if constexpr (T::kDecayed)
+    if (s.work.part == 0 && thread_number() == 0)
+      kept_of<float>(scan, s.work, s.work.piece) = static_cast<float>(s.decays.kept);
 }
 
-template <typename scalar_t, int kDepth, int kWidth, bool kFeatures>
+// The state behind the scan, as far as it is wanted.
+template <typename T>
+__device__ __forceinline__ void store_last_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
+  for_state(state, s.state, [](float& x, float& staged) { staged = x; });
+  __syncthreads();
+  for_staged(
+      scan, s,
+      [&](int64_t k, int64_t column, float& from) {
+        if (scan.new_m) *scan.new_m.at<float>(s.work.b, s.work.key_head, k, column) = from;
+      },
+      [&](int64_t i, float& from) {
+        if (!scan.new_z || (scan.forms_output() && s.work.part > 0)) return;
+        *scan.new_z.at<float>(s.work.b, s.work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
+      });
+}
+
+template <typename scalar_t, int kDepth, int kWidth, bool kFeatures, bool kDecayed>
 __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_kernel(const Scan scan) {
-  using T = Traits<scalar_t, kDepth, kWidth, kFeatures>;
+  using T = Traits<scalar_t, kDepth, kWidth, kFeatures, kDecayed>;
   SharedTiles<T>& s = shared<SharedTiles<T>>();
   if (threadIdx.x == 0) {
     s.work = scan_work(scan, blockIdx.x, scan.parts());
@@ -417,6 +512,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     s.unstored = {};
     s.step = {};
     s.step.number = -1;
+    if constexpr (kDecayed) s.decays.kept = 1;
   }
   __syncthreads();
   State<T> state;
@@ -434,29 +530,40 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     if constexpr (T::kFeatures) store_results(scan, s);
   }
   if constexpr (!T::kFeatures) store_results(scan, s);
-  if (scan.phase == ScanPhase::Sums) store_segment(scan, state, s);
+  if (scan.phase == ScanPhase::Sums) return store_segment(scan, state, s);
+  const bool is_last = scan.phase == ScanPhase::Whole || s.work.piece == scan.last_segment();
+  const bool is_first_head = !scan.rows_are_queries() || s.work.row_head % scan.shape.group() == 0;
+  if ((scan.new_m || scan.new_z) && is_last && is_first_head) store_last_state(scan, state, s);
 }
 
-template <typename scalar_t, int kDepth, int kWidth>
+template <typename scalar_t, int kDepth, int kWidth, bool kDecayed>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
-  const bool features = scan.has_denominator() || scan.kind == ScanKind::GradV;
+  const bool features = scan.forms_output() || scan.kind == ScanKind::GradV;
   const auto launch_with = [&](auto traits, auto kernel) {
     constexpr size_t kBytes = sizeof(SharedTiles<decltype(traits)>);
     static_assert(kBytes <= kSharedBytesEverywhere);
     const dim3 grid(static_cast<unsigned>(blocks * scan.parts()));
     launch({name_of(scan.kind, true), grid, dim3(kThreads), kBytes, stream}, kernel, scan);
   };
-  features
-      ? launch_with(Traits<scalar_t, kDepth, kWidth, true>{}, tensor_scan_kernel<scalar_t, kDepth, kWidth, true>)
-      : launch_with(Traits<scalar_t, kDepth, kWidth, false>{}, tensor_scan_kernel<scalar_t, kDepth, kWidth, false>);
+  if (features)
+    launch_with(Traits<scalar_t, kDepth, kWidth, true, kDecayed>{},
+                tensor_scan_kernel<scalar_t, kDepth, kWidth, true, kDecayed>);
+  else
+    launch_with(Traits<scalar_t, kDepth, kWidth, false, kDecayed>{},
+                tensor_scan_kernel<scalar_t, kDepth, kWidth, false, kDecayed>);
+}
+
+template <typename scalar_t, bool kDecayed>
+void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
+  const int64_t larger = std::max(scan.depth, scan.width);
+  if (larger <= 64) return launch_scan<scalar_t, 64, 64, kDecayed>(scan, blocks, stream);
+  if (larger <= kWidestWhole) return launch_scan<scalar_t, kWidestWhole, kWidestWhole, kDecayed>(scan, blocks, stream);
+  launch_scan<scalar_t, kLinearAttentionDeepest, 64, kDecayed>(scan, blocks, stream);
 }
 
 template <typename scalar_t>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
-  const int64_t larger = std::max(scan.depth, scan.width);
-  if (larger <= 64) return launch_scan<scalar_t, 64, 64>(scan, blocks, stream);
-  if (larger <= kWidestWhole) return launch_scan<scalar_t, kWidestWhole, kWidestWhole>(scan, blocks, stream);
-  launch_scan<scalar_t, kLinearAttentionDeepest, 64>(scan, blocks, stream);
+  scan.decay ? launch_scan<scalar_t, true>(scan, blocks, stream) : launch_scan<scalar_t, false>(scan, blocks, stream);
 }
 
 }  // namespace

@@ -91,7 +91,8 @@ __device__ __forceinline__ void read_state(const Scan& scan, const SharedTiles<T
   }
 }
 
-// Stores the scores of 16 rows and 16 columns, which are a warp's, if a row may see a column; 0 where it does not.
+// Stores the scores of 16 rows and 16 columns, which are a warp's, if a row may see a column, with the weights of their
+// decays; 0 where it does not.
 template <typename T>
 __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s) {
   static_assert(kWarps == kRowTiles * kRowTiles);
@@ -125,6 +126,8 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
         const bool sees = (forwards ? column <= row : column >= row) && s.step.chunk.columns.has(column);
         const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
         pair[j] = sees ? scores[tile][2 * half + j] - bias : 0.0f;
+        if constexpr (T::kDecayed)
+          if (sees) pair[j] *= forwards ? weight_between(s, row, column) : weight_between(s, column, row);
         sum += pair[j];
       }
       store_pack(Pack<float, 2>{pair[0], pair[1]}, &s.scores[row][first_column + 8 * tile + at.pair]);
@@ -175,7 +178,7 @@ __device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T
   }
 }
 
-// z += the sum of x over the columns that a row sees, if the rows are queries.
+// z += the sum of x over the columns that a row sees, weighted, if the rows are queries.
 template <typename T>
 __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, Out<T>& z) {
   const Place at;
@@ -190,11 +193,21 @@ __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, Out<T>& z) {
 #pragma unroll
     for (int row = 0; row < kRowTiles; ++row) {
       if (k > row) continue;
-      uint32_t seen[1][4];  // 1 where a row sees a column
+      constexpr int kParts = T::kDecayed ? 3 : 1;
+      uint32_t seen[kParts][4];  // the weight where a row sees a column: 1 without decays
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int behind = 16 * (row - k) + at.group + i % 2 * 8 - (at.pair + i / 2 * 8);
-        seen[0][i] = packed(behind >= 0 ? 1.0f : 0.0f, behind >= 1 ? 1.0f : 0.0f);
+        const int line = 16 * row + at.group + i % 2 * 8;
+        const int column = 16 * k + at.pair + i / 2 * 8;
+        float weights[2] = {1.0f, 1.0f};
+        if constexpr (T::kDecayed) {
+          weights[0] = weight_between(s, line, column);
+          weights[1] = weight_between(s, line, column + 1);
+        }
+        uint32_t parts[kParts];
+        split(line >= column ? weights[0] : 0.0f, line > column ? weights[1] : 0.0f, parts);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) seen[part][i] = parts[part];
       }
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(z.part[row][tile], seen, b[tile / 2], tile % 2);
@@ -202,20 +215,44 @@ __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, Out<T>& z) {
   }
 }
 
-// state += b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0. x stays in
-// registers: shared memory is what a chunk waits for most.
+// Loads 16 columns of x and 16 lines from `line` on as operand a of mma, as they join the state: weighted.
 template <typename T>
-__device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles<T>& s, State<T>& state) {
+__device__ __forceinline__ void load_joining(uint32_t (&x)[T::kJoiningParts][4], const SharedTiles<T>& s, int line,
+                                             int column) {
+  const Place at;
+#pragma unroll
+  for (int part = 0; part < T::kValueParts; ++part)
+    load_along_columns<true>(x[part], s.x.part[part], line, column, at.lane);
+  if constexpr (T::kDecayed) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float pair[2] = {};
+#pragma unroll
+      for (int part = T::kValueParts - 1; part >= 0; --part) {
+        pair[0] += low_half(x[part][i]);
+        pair[1] += high_half(x[part][i]);
+      }
+      const float* weights = &s.decays.of_column[line + at.pair + i / 2 * 8];
+      uint32_t parts[T::kJoiningParts];
+      split(pair[0] * weights[0], pair[1] * weights[1], parts);
+#pragma unroll
+      for (int part = 0; part < T::kJoiningParts; ++part) x[part][i] = parts[part];
+    }
+  }
+}
+
+// state = faded state + b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0. x
+// stays in registers: shared memory is what a chunk waits for most.
+template <typename T>
+__device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles<T>& s, float faded, State<T>& state) {
   constexpr int kSteps = kRowTiles;
   const Place at;
-  uint32_t x[kSteps][T::kSlabTiles][T::kValueParts][4];
+  uint32_t x[kSteps][T::kSlabTiles][T::kJoiningParts][4];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-      for (int part = 0; part < T::kValueParts; ++part)
-        load_along_columns<true>(x[k][tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
+      load_joining(x[k][tile], s, 16 * k, T::kSlab * at.warp + 16 * tile);
 #pragma unroll
   for (int depth = 0; depth < T::kDepth / 16; ++depth) {
     if (16 * depth >= scan.depth) break;
@@ -237,7 +274,10 @@ __device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) state.part[tile][2 * depth + half][i] += sum[tile][half][i];
+        for (int i = 0; i < 4; ++i) {
+          float& to = state.part[tile][2 * depth + half][i];
+          to = (T::kDecayed ? to * faded : to) + sum[tile][half][i];
+        }
   }
 }
 

@@ -11,6 +11,10 @@
 // average out over the depth. They may not average out in scores, and little may be left of the states of GradQ and
 // GradK: those are split in three. bfloat16 has the range of float32, which float16 does not have: values of float16
 // are also split, which is exact.
+//
+// With decays, a weight is a power of two whose exponent is a difference of sums of logarithms over the chunk, never
+// above 0. The product of a whole chunk's decays multiplies the state once for each chunk, so its errors add up: it is
+// formed in float64.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -22,18 +26,21 @@ constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRowTiles = kChunk / 16;
 
-// kFeatures: a and b are features and x is not (Output, GradV); otherwise x is (GradQ, GradK).
-template <typename scalar_t, int kDepth_, int kWidth_, bool kFeatures_>
+// kFeatures: a and b are features and x is not (Output, GradV); otherwise x is (GradQ, GradK). kDecayed: with decays.
+template <typename scalar_t, int kDepth_, int kWidth_, bool kFeatures_, bool kDecayed_>
 struct Traits {
   using scalar = scalar_t;
   static constexpr int kDepth = kDepth_;  // with padding
   static constexpr int kWidth = kWidth_;  // of a block's tile
   static constexpr bool kFeatures = kFeatures_;
+  static constexpr bool kDecayed = kDecayed_;
   // Whether blocks have all of the width. Then GradQ computes 1 / den, else Denominators do.
   static constexpr bool kWhole = kDepth == kWidth;
   static constexpr int kPlainParts = std::is_same_v<scalar_t, bf16> ? 1 : 2;
   static constexpr int kFactorParts = kFeatures ? 2 : kPlainParts;  // of a and b
   static constexpr int kValueParts = kFeatures ? kPlainParts : 2;   // of x
+  // Of x as it joins the state. A weight takes all bits of float32.
+  static constexpr int kJoiningParts = kDecayed ? 3 : kValueParts;
   // Of the state. Gradients of queries and keys are differences, which may cancel.
   static constexpr int kStateParts = kFeatures ? 2 : 3;
   static constexpr int kSlab = kWidth / kWarps;  // a warp's columns
@@ -67,12 +74,25 @@ struct Step {
   int64_t row_head, column_head;
   bool takes_rows, takes_columns;     // in the first step of their head
   bool finishes_rows, joins_columns;  // in the last one
+  bool fades;                         // where columns of the chunk first join: the state is multiplied by its decays
 };
 
 // Rows of which results are in shared memory.
 struct UnstoredRows {
   int64_t head;
   Lines lines;
+};
+
+// The weights that decays give to the positions of a chunk.
+template <bool kDecayed>
+struct ChunkDecays {};
+template <>
+struct alignas(16) ChunkDecays<true> {
+  float2 logs[kChunk];   // the sum of the logarithms to base 2 up to a position: a number, and what rounding left out
+  float of_row[kChunk];  // between a row and the state before the chunk
+  float of_column[kChunk];  // between a column and the state behind it
+  float all;                // the product of all decays
+  double kept;              // that of the chunks so far
 };
 
 template <typename T>
@@ -99,6 +119,7 @@ struct SharedTiles {
   float denominator[kChunk];
   float score_sums[kRowTiles][kChunk];  // of each 16 columns
   float row_sums[kWarps][kChunk][2];
+  ChunkDecays<T::kDecayed> decays;
   // What the block computes. The state needs the registers.
   ScanWork work;
   ScanRanges ranges;
@@ -225,6 +246,56 @@ __device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
   return map == FeatureMap::Identity ? 1.0f : elu_plus_one_derivative(x, fast_exp(x));
 }
 
+// ---- decays
+
+// One warp forms the weights of a chunk.
+template <typename T>
+__device__ __forceinline__ void weigh_chunk(const Scan& scan, SharedTiles<T>& s) {
+  const Place at;
+  ChunkDecays<true>& to = s.decays;
+  const int64_t t = s.step.chunk.time + at.lane;
+  const float decay = t < scan.shape.T ? *scan.decay.at<float>(s.work.b, s.work.key_head, t) : 1.0f;
+  double sum = log2f(decay);
+  double product = decay;
+#pragma unroll
+  for (int distance = 1; distance < kChunk; distance *= 2) {
+    const double before = __shfl_up_sync(0xffffffffu, sum, distance);
+    if (at.lane >= distance) sum += before;
+    product *= __shfl_xor_sync(0xffffffffu, product, distance);
+  }
+  const double all = __shfl_sync(0xffffffffu, sum, kChunk - 1);
+  const float high = static_cast<float>(sum);
+  to.logs[at.lane] = make_float2(high, static_cast<float>(sum - high));
+  const float from_begin = exp2_approximate(high);
+  const float to_end = exp2_approximate(static_cast<float>(all - sum));
+  to.of_row[at.lane] = scan.rows_are_queries() ? from_begin : to_end;
+  to.of_column[at.lane] = scan.rows_are_queries() ? to_end : from_begin;
+  if (at.lane > 0) return;
+  to.all = static_cast<float>(product);
+  to.kept *= product;
+}
+
+// The product of the decays between two positions of a chunk.
+template <typename T>
+__device__ __forceinline__ float weight_between(const SharedTiles<T>& s, int query, int key) {
+  const float2 up_to_query = s.decays.logs[query], up_to_key = s.decays.logs[key];
+  return exp2_approximate((up_to_query.x - up_to_key.x) + (up_to_query.y - up_to_key.y));
+}
+
+template <typename T>
+__device__ __forceinline__ float row_weight(const SharedTiles<T>& s, int row) {
+  if constexpr (T::kDecayed) return s.decays.of_row[row];
+  return 1.0f;
+}
+
+template <typename T>
+__device__ __forceinline__ float column_weight(const SharedTiles<T>& s, int column) {
+  if constexpr (T::kDecayed) return s.decays.of_column[column];
+  return 1.0f;
+}
+
+// ---- splitting
+
 // Replaces what this thread loaded by phi of it, times its scale, in parts. Calls add(line, values) for each pack.
 template <typename T, int kParts, int kColumns, typename Add>
 __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lines, int64_t columns, const float* scale,
@@ -308,9 +379,10 @@ template <typename T>
 __device__ __forceinline__ void split_b(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
   if constexpr (T::kFactorParts == 2) {
     float sums[8] = {};
-    split_factor<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int, const float(&values)[8]) {
+    split_factor<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int line, const float(&values)[8]) {
+      const float weight = column_weight(s, line);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] += values[j];
+      for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
     });
     if (scan.has_denominator()) store_column_sums<ColumnPacks<typename T::scalar, T::kDepth>>(sums, s.sums);
   }
@@ -321,7 +393,7 @@ __device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, Sh
   if constexpr (T::kValueParts == 2) {
     float sums[8] = {};
     split_factor<T>(scan.x, chunk.columns, s.columns, s.scale, s.x, [&](int line, const float(&values)[8]) {
-      const float weight = scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f;
+      const float weight = (scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f) * column_weight(s, line);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
     });
@@ -329,13 +401,18 @@ __device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, Sh
   }
 }
 
-// Loads 1 / den and g.y of queries; 0 where none exist.
+// Loads 1 / den and g.y of queries; 0 where none exist. Not normalized: den is 1, and there is no bias.
 template <typename T>
 __device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int64_t head, Lines queries,
                                                 SharedTiles<T>& s) {
   const LinearAttentionShape& n = scan.shape;
   const int line = thread_number();
   if (line >= kChunk) return;
+  if (!n.normalize) {
+    s.scale[line] = 1.0f;
+    s.bias[line] = 0.0f;
+    return;
+  }
   const int64_t at = query_row(n, b, head) + queries.first + line;
   const int64_t parts = T::kWhole ? 1 : linear_attention_parts(n.Dv, T::kWidth);
   float product = 0.0f;
