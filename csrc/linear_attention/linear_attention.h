@@ -81,7 +81,7 @@ struct LinearAttentionBackward {
   Strided<4> grad_k;  // (B,Hkv,T,D)
   Strided<4> grad_v;  // (B,Hkv,T,Dv)
   // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den. CUDA (1+parts,B,H,S): 1 / den, then grad_y.y; behind them,
-  // if it decays, phi(k).(grad phi(k)) of each key (parts,B,Hkv,T).
+  // if it decays, phi(k).(grad phi(k)) of each key (parts,B,Hkv,T), and sums of the gradients of decays.
   void* rows;
   void* states;           // the plan's backward_states_bytes
   void* scratch;          // the plan's backward_scratch_bytes
@@ -94,7 +94,7 @@ struct LinearAttentionBackward {
   Strided<3> grad_decay = {};              // (B,Hkv,T)
 };
 
-// The gradient of a decay for each head, from those for each position.
+// The gradient of a decay for each head, from those for each position, which may be overwritten.
 struct LinearAttentionDecaySum {
   int64_t B, Hkv, T;
   Strided<3> from;  // (B,Hkv,T)

@@ -1,5 +1,4 @@
 #include "common/compensated_sum.h"
-#include "common/finding.h"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
 // Linear attention on CUDA: the scans of forward, backward and step, and the sum of segments.
@@ -9,6 +8,24 @@ namespace linear_cuda {
 
 namespace {
 
+// The sequence whose slots begin with this one, or -1.
+MEMCHECK_INLINE int64_t sequence_of_slot(const Scan& scan, int64_t slot) {
+  const LinearAttentionShape& n = scan.shape;
+  if (!n.sequences.packed) return slot % scan.segments.count == 0 ? slot / scan.segments.count : -1;
+  // The last one whose first slot is this one: those before it have no segments but one, which has no slot.
+  int64_t low = -1, high = n.sequences.count - 1;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (first_time(scan, n.sequences.sequences[middle]) / scan.segments.shortest <= slot) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const bool begins = low >= 0 && first_time(scan, n.sequences.sequences[low]) / scan.segments.shortest == slot;
+  return begins ? low : -1;
+}
+
 // add_up_segments; a thread for each number of a key head's slots, of which none has more than `most`.
 template <typename scalar_t, bool kGeneral>
 __device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t most) {
@@ -16,18 +33,21 @@ __device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t 
   const LinearAttentionShape& n = scan.shape;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t number = index % most;
-  const int64_t head = index / most / slots;
-  if (head >= n.B * n.Hkv) return;
-  const bool shares = scan.segments.grouped || scan.states.heads == n.Hkv;
+  const int64_t head = index / most / slots % n.Hkv;
+  const int64_t sequence =
+      sequence_of_slot(scan, index / most / slots / n.Hkv * (n.sequences.packed ? 1 : scan.segments.count));
+  if (sequence < 0 || sequence >= sequence_count(n)) return;
+  const bool shares = scan.segments.grouped || scan.states.of_keys;
   const int64_t copies = scan.states.result && !shares ? n.group() : 1;
   ScanWork work = {};
   work.part = index / most % slots;
-  work.b = head / n.Hkv;
-  work.key_head = head % n.Hkv;
+  work.sequence = scan_sequence(scan, sequence);
+  if (work.is_whole()) return;
+  work.key_head = head;
   work.row_head = work.key_head * n.group();
   const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, 0);
   if (number >= slot.count) return;
-  const int64_t count = scan.segments.count;
+  const int64_t count = work.sequence.segments;
   const auto replace = [&](int64_t segment, acc_t x) {
     ScanWork of_copy = work;
     for (int64_t i = 0; i < copies; ++i, ++of_copy.row_head) slot_of<scalar_t>(scan, of_copy, segment).write(number, x);
@@ -39,9 +59,9 @@ __device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t 
                                : initial_sum<acc_t>(scan, work, number - slot.matrix);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t segment = scan.backwards() ? count - 1 - i : i;
-    const acc_t x = i < scan.summed_segments() ? slot_of<scalar_t>(scan, work, segment).read(number) : acc_t(0);
+    const acc_t x = i < scan.summed(count) ? slot_of<scalar_t>(scan, work, segment).read(number) : acc_t(0);
     if (n.causal) replace(segment, sum);
-    if (kGeneral && scan.decay && i < scan.summed_segments()) {
+    if (kGeneral && scan.decay && i < scan.summed(count)) {
       const acc_t kept = kept_of<acc_t>(scan, work, segment);
       sum *= kept;
       rest *= kept;
@@ -68,8 +88,9 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   const int64_t slots = scan.parts_have_slots() ? scan.parts() : 1;
   const int64_t columns = scan.parts_have_slots() ? std::min(scan.tile, scan.width) : scan.width;
   const int64_t most = linear_attention_slot(scan.depth, columns);
-  const int64_t numbers = scan.shape.B * scan.shape.Hkv * slots * most;
-  const Launch with{"linear_attention_add_up", dim3(static_cast<unsigned>(ceil_div(numbers, kBlock))), dim3(kBlock), 0,
+  const LinearAttentionShape& n = scan.shape;
+  const int64_t places = n.B * (n.sequences.packed ? scan.segments.count : 1);
+  const Launch with{"linear_attention_add_up", ceil_div(places * n.Hkv * slots * most, kBlock), dim3(kBlock), 0,
                     stream};
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
@@ -118,7 +139,7 @@ Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind ki
 void place_states(const StateMemory& in_result, void* scratch, Dtype dtype, Scan& scan) {
   const LinearAttentionShape& n = scan.shape;
   if (scan.segments.in_result && !in_result.result) scan.segments = {1, false, scan.segments.grouped};
-  scan.states = scan.segments.in_result ? in_result : StateMemory{scratch, {}, 0, 0, 0};
+  scan.states = scan.segments.in_result ? in_result : StateMemory{scratch, {}, false, 0};
   const int64_t of_states =
       scan.segments.in_result ? 0 : n.B * n.Hkv * scan.segments.count * linear_attention_slot(n.D, n.Dv);
   scan.kept = static_cast<char*>(scratch) + of_states * acc_bytes(dtype);
@@ -131,8 +152,8 @@ Strided<4> transposed(const Strided<4>& x) {
 // A state lies in the scan's own result, or if that is not wanted in that of a later scan.
 StateMemory states_in_result(const LinearAttentionBackward& p, const Scan& scan) {
   const LinearAttentionShape& n = p.shape;
-  const StateMemory of_q{nullptr, p.grad_q, n.H, n.S, n.D}, of_k{nullptr, p.grad_k, n.Hkv, n.T, n.D},
-      of_v{nullptr, p.grad_v, n.Hkv, n.T, n.Dv};
+  const StateMemory of_q{nullptr, p.grad_q, false, n.D}, of_k{nullptr, p.grad_k, true, n.D},
+      of_v{nullptr, p.grad_v, true, n.Dv};
   const StateMemory of_keys = p.grad_k && scan.kind != ScanKind::GradV ? of_k : of_v;
   return p.grad_q && scan.rows_are_queries() ? of_q : of_keys;
 }
@@ -141,9 +162,13 @@ StateMemory states_in_result(const LinearAttentionBackward& p, const Scan& scan)
 DecayProducts decay_products(const LinearAttentionBackward& p, Dtype dtype) {
   const LinearAttentionShape& n = p.shape;
   const int64_t parts = linear_attention_parts(n.Dv, dtype);
+  const int64_t key_parts = linear_attention_parts(n.D, dtype);
   const bool whole = is_whole_on_tensor_cores(n, dtype);
-  return {whole ? 1 : parts, whole ? 1 : linear_attention_parts(n.D, dtype),
-          static_cast<char*>(p.rows) + (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype)};
+  char* rows = static_cast<char*>(p.rows);
+  const int64_t of_queries = (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype);
+  const int64_t of_keys = key_parts * n.B * n.Hkv * n.T * acc_bytes(dtype);
+  return {whole ? 1 : parts, whole ? 1 : key_parts, rows + of_queries,
+          reinterpret_cast<double*>(rows + linear_attention_decay_sums_at(of_queries + of_keys))};
 }
 
 Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind) {
@@ -182,14 +207,19 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   return scan;
 }
 
-void run_forward(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+}  // namespace
+}  // namespace linear_cuda
+
+void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+  using namespace linear_cuda;
+  if (p.decay) check_decays(p, dtype, stream);
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};
   scan.x = {p.v, false, false, false};
   scan.out = p.y;
-  place_states({nullptr, p.y, p.shape.H, p.shape.S, p.shape.Dv}, p.states, dtype, scan);
+  place_states({nullptr, p.y, false, p.shape.Dv}, p.states, dtype, scan);
   scan.deep = p.scratch;
   scan.decay = p.decay;
   scan.m = p.initial.m, scan.z = p.initial.z;
@@ -197,7 +227,8 @@ void run_forward(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stre
   run_scan(scan, dtype, stream);
 }
 
-void run_backward(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  using namespace linear_cuda;
   const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
   if (!p.grad_q && !runs_keys && !p.grad_v) return;
   const bool with_grad_q = stores_denominators(p.shape, dtype);
@@ -207,43 +238,6 @@ void run_backward(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t st
   if (runs_keys) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
   if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
   if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype), dtype, stream);
-}
-
-// Kernels do not read tables yet: this loop needs one that the host can read.
-template <typename Params>
-void run_each(const Params& p, Dtype dtype, cudaStream_t stream, void (*run)(const Params&, Dtype, cudaStream_t)) {
-  if (!p.shape.sequences) return run(p, dtype, stream);
-  for (int64_t i = 0; i < p.shape.sequences.count; ++i)
-    run(part_of(p, i, p.shape.sequences.sequences[i], dtype), dtype, stream);
-}
-
-#if defined(MEMCHECK_HOST_CUDA)
-// Kernels do not check decays yet.
-template <typename acc_t>
-void check_decays(const LinearAttentionForward& p) {
-  for (int64_t i = 0; i < sequence_count(p.shape) * p.shape.Hkv; ++i) {
-    const Sequence x = sequence_of(p.shape, i / p.shape.Hkv);
-    for (int64_t t = x.first_key; t < x.first_key + x.keys; ++t) {
-      const double value = *p.decay.at<acc_t>(x.row, i % p.shape.Hkv, t);
-      if (!(value > 0 && value <= 1))
-        *finding_slots().decay = {Rule::DecayInRange, "linear_attention", "decay", ' ', t, 0, 0, value};
-    }
-  }
-}
-#endif
-
-}  // namespace
-}  // namespace linear_cuda
-
-void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
-#if defined(MEMCHECK_HOST_CUDA)
-  if (p.decay) dtype == Dtype::Float64 ? linear_cuda::check_decays<double>(p) : linear_cuda::check_decays<float>(p);
-#endif
-  linear_cuda::run_each(p, dtype, stream, linear_cuda::run_forward);
-}
-
-void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
-  linear_cuda::run_each(p, dtype, stream, linear_cuda::run_backward);
 }
 
 void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaStream_t stream) {

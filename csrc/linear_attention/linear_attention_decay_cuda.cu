@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <limits>
 
+#include "common/finding.cuh"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
 // The gradient of decays on CUDA, from what queries and keys give to each position. Sums are in float64.
@@ -41,87 +43,223 @@ __device__ __forceinline__ double product_sum(const Strided<4>& x, const Strided
   return sum;
 }
 
+// The segment of a block, from its last position to its first, and its key head.
+struct DecayWork {
+  ScanSequence sequence;
+  int64_t head, place;
+  int64_t segment, segments;
+  Range positions;  // of the batch; empty if the sequence ends before
+
+  __device__ __forceinline__ explicit DecayWork(const LinearAttentionShape& n) {
+    head = blockIdx.x % n.Hkv;
+    place = blockIdx.x / n.Hkv;
+    const SequenceTile at = key_tile_at(n, place, kLinearAttentionDecays);
+    const Sequence x = sequence_of(n, at.sequence);
+    sequence = {at.sequence, x.row, {x.first_query, x.first_query + x.queries}, {x.first_key, x.first_key + x.keys}};
+    segment = at.tile;
+    segments = ceil_div(x.keys, kLinearAttentionDecays);
+    const int64_t begin = min(x.keys, segment * kLinearAttentionDecays);
+    const int64_t end = min(x.keys, begin + kLinearAttentionDecays);
+    positions = {x.first_key + begin, x.first_key + end};
+  }
+};
+
 // phi(q).(grad phi(q)) of the queries at position t, less phi(k).(grad phi(k)). The first is (g.y) / den eps if y is
 // normalized, else g.y.
 template <typename acc_t>
-__device__ __forceinline__ double grad_of_position(const LinearAttentionBackward& p, const DecayProducts& of, int64_t b,
-                                                   int64_t head, int64_t t) {
+__device__ __forceinline__ double grad_of_position(const LinearAttentionBackward& p, const DecayProducts& of,
+                                                   const DecayWork& work, int64_t t) {
   const LinearAttentionShape& n = p.shape;
   const acc_t* key_products = static_cast<const acc_t*>(of.of_keys);
   const acc_t* inverse = static_cast<const acc_t*>(p.rows);
   const acc_t* products = inverse + n.B * n.H * n.S;
   double sum = 0;
-  const int64_t s = t - (n.T - n.S);
-  for (int64_t i = 0; i < n.group() && s >= 0; ++i) {
-    const int64_t row = query_row(n, b, head * n.group() + i) + s;
+  const ScanSequence& x = work.sequence;
+  const int64_t s = x.queries.end - (x.keys.end - t);
+  for (int64_t i = 0; i < n.group() && s >= x.queries.begin; ++i) {
+    const int64_t row = query_row(n, x.row, work.head * n.group() + i) + s;
     double product = 0;
     for (int64_t part = 0; part < of.query_parts; ++part) product += products[part * n.B * n.H * n.S + row];
     sum += n.normalize ? product * inverse[row] * p.eps : product;
   }
-  for (int64_t part = 0; part < of.key_parts; ++part) sum -= key_products[((part * n.B + b) * n.Hkv + head) * n.T + t];
+  for (int64_t part = 0; part < of.key_parts; ++part)
+    sum -= key_products[((part * n.B + x.row) * n.Hkv + work.head) * n.T + t];
   return sum;
 }
 
-// A block has a key head of one batch entry, and goes from the last position to the first. The sum of a decay below the
-// precision of acc_t is smaller than its rounding errors, and divided by the decay it would be anything: its gradient
-// is 0.
+// The sum over a segment, and for the last one of what the state behind the sequence gives.
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads)
+    decay_sums_kernel(const LinearAttentionBackward p, const DecayProducts products) {
+  const LinearAttentionShape& n = p.shape;
+  const DecayWork work(n);
+  double sum = 0;
+  for (int64_t t = work.positions.begin + threadIdx.x; t < work.positions.end; t += kThreads)
+    sum += grad_of_position<acc_t>(p, products, work, t);
+  if (work.segment == work.segments - 1) {
+    sum += product_sum<acc_t>(p.grad_last.m, p.last.m, work.sequence.index, work.head, n.D, n.Dv);
+    sum += product_sum<acc_t>(p.grad_last.z, p.last.z, work.sequence.index, work.head, 1, n.D);
+  }
+  double total = 0;
+  sum_up_to(sum, total);
+  if (threadIdx.x == 0) products.sums[blockIdx.x] = total;
+}
+
+// The sum of a decay below the precision of acc_t is smaller than its rounding errors, and divided by the decay it
+// would be anything: its gradient is 0.
 template <typename acc_t>
 __global__ void __launch_bounds__(kThreads)
     grad_decay_kernel(const LinearAttentionBackward p, const DecayProducts products) {
   const LinearAttentionShape& n = p.shape;
-  const int64_t b = blockIdx.x / n.Hkv;
-  const int64_t head = blockIdx.x % n.Hkv;
+  const DecayWork work(n);
+  if (work.segment >= work.segments) return;
+  // What later positions give: the sums of later segments. Of its own segment only the last one has more.
+  double later = 0;
+  for (int64_t i = work.segment + 1 + threadIdx.x; i < work.segments; i += kThreads)
+    later += products.sums[(work.place - work.segment + i) * n.Hkv + work.head];
+  if (work.segment == work.segments - 1) {
+    later += product_sum<acc_t>(p.grad_last.m, p.last.m, work.sequence.index, work.head, n.D, n.Dv);
+    later += product_sum<acc_t>(p.grad_last.z, p.last.z, work.sequence.index, work.head, 1, n.D);
+  }
   double sum = 0;
-  sum_up_to(product_sum<acc_t>(p.grad_last.m, p.last.m, b, head, n.D, n.Dv) +
-                product_sum<acc_t>(p.grad_last.z, p.last.z, b, head, 1, n.D),
-            sum);
-  for (int64_t end = n.T; end > 0; end -= kThreads) {
+  sum_up_to(later, sum);
+  for (int64_t end = work.positions.end; end > work.positions.begin; end -= kThreads) {
     const int64_t t = end - 1 - threadIdx.x;
+    const bool exists = t >= work.positions.begin;
     double of_chunk = 0;
-    const double x = t < 0 ? 0 : grad_of_position<acc_t>(p, products, b, head, t);
-    const double later = sum + sum_up_to(x, of_chunk);
+    const double up_to = sum + sum_up_to(exists ? grad_of_position<acc_t>(p, products, work, t) : 0.0, of_chunk);
     sum += of_chunk;
-    if (t < 0) continue;
-    const double decay = *p.decay.at<acc_t>(b, head, t);
-    *p.grad_decay.at<acc_t>(b, head, t) =
-        decay < std::numeric_limits<acc_t>::epsilon() ? acc_t(0) : static_cast<acc_t>(later / decay);
+    if (!exists) continue;
+    const double decay = *p.decay.at<acc_t>(work.sequence.row, work.head, t);
+    *p.grad_decay.at<acc_t>(work.sequence.row, work.head, t) =
+        decay < std::numeric_limits<acc_t>::epsilon() ? acc_t(0) : static_cast<acc_t>(up_to / decay);
   }
 }
 
+// ---- a decay for each head
+
+// The gradient of a head is a sum over all positions: of pieces, whose sums replace their first numbers, and of these.
+struct DecayPieces {
+  static constexpr int64_t kPositions = 4096;
+
+  int64_t positions, count;
+
+  explicit DecayPieces(const LinearAttentionDecaySum& p)
+      : positions(p.B * p.T), count(std::max<int64_t>(1, positions / kPositions)) {}
+
+  MEMCHECK_INLINE int64_t begin(int64_t piece) const { return piece * positions / count; }
+};
+
 template <typename acc_t>
-__global__ void __launch_bounds__(kThreads) sum_decays_kernel(const LinearAttentionDecaySum p) {
+__device__ __forceinline__ acc_t* decay_at(const LinearAttentionDecaySum& p, int64_t head, int64_t position) {
+  return p.from.at<acc_t>(position / p.T, head, position % p.T);
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads)
+    sum_decay_pieces_kernel(const LinearAttentionDecaySum p, const DecayPieces pieces) {
+  const int64_t head = blockIdx.x / pieces.count;
+  const int64_t piece = blockIdx.x % pieces.count;
+  const int64_t begin = pieces.begin(piece);
+  double sum = 0;
+  for (int64_t i = begin + threadIdx.x; i < pieces.begin(piece + 1); i += kThreads) sum += *decay_at<acc_t>(p, head, i);
+  double total = 0;
+  sum_up_to(sum, total);
+  if (threadIdx.x > 0) return;
+  acc_t parts[sizeof(double) / sizeof(acc_t)];
+  __builtin_memcpy(parts, &total, sizeof(total));
+  for (size_t i = 0; i < sizeof(double) / sizeof(acc_t); ++i) *decay_at<acc_t>(p, head, begin + i) = parts[i];
+}
+
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads)
+    sum_decays_kernel(const LinearAttentionDecaySum p, const DecayPieces pieces) {
   const int64_t head = blockIdx.x;
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < p.B * p.T; i += kThreads) sum += *p.from.at<acc_t>(i / p.T, head, i % p.T);
+  if (pieces.count == 1) {
+    for (int64_t i = threadIdx.x; i < pieces.positions; i += kThreads) sum += *decay_at<acc_t>(p, head, i);
+  } else {
+    for (int64_t piece = threadIdx.x; piece < pieces.count; piece += kThreads) {
+      acc_t parts[sizeof(double) / sizeof(acc_t)];
+      for (size_t i = 0; i < sizeof(double) / sizeof(acc_t); ++i)
+        parts[i] = *decay_at<acc_t>(p, head, pieces.begin(piece) + i);
+      double of_piece = 0;
+      __builtin_memcpy(&of_piece, parts, sizeof(of_piece));
+      sum += of_piece;
+    }
+  }
   double total = 0;
   sum_up_to(sum, total);
   if (threadIdx.x == 0) *p.to.at<acc_t>(head) = static_cast<acc_t>(total);
 }
 
-Launch launch_of_heads(const char* name, int64_t heads, cudaStream_t stream) {
-  return {name, dim3(static_cast<unsigned>(heads)), dim3(kThreads), kThreads * sizeof(double), stream};
+// ---- values of decays
+
+// A thread for each decay, in turns; of a decay for each head, which has no strides along B and T, one thread.
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads)
+    check_decays_kernel(const LinearAttentionForward p, int64_t rows, int64_t length, Finding* slot) {
+  const LinearAttentionShape& n = p.shape;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < rows * n.Hkv * length;
+       i += int64_t{gridDim.x} * kThreads) {
+    const int64_t row = i / length / n.Hkv, t = i % length;
+    if (n.sequences && !n.sequences.packed && length == n.T) {
+      const Sequence& x = n.sequences.sequences[row];
+      if (t < x.first_key || t >= x.first_key + x.keys) continue;
+    }
+    const double value = *p.decay.at<acc_t>(row, i / length % n.Hkv, t);
+    if (!(value > 0 && value <= 1))
+      report_finding({Rule::DecayInRange, "linear_attention", "decay", ' ', t, 0, 0, value}, slot);
+  }
+}
+
+Launch launch_of(const char* name, int64_t blocks, cudaStream_t stream) {
+  return {name, blocks, dim3(kThreads), kThreads * sizeof(double), stream};
+}
+
+template <typename acc_t>
+void launch_check(const LinearAttentionForward& p, cudaStream_t stream) {
+  const LinearAttentionShape& n = p.shape;
+  const bool per_head = p.decay.stride[0] == 0 && p.decay.stride[2] == 0;
+  const int64_t rows = per_head ? std::min<int64_t>(1, n.B) : n.B, length = per_head ? std::min<int64_t>(1, n.T) : n.T;
+  constexpr int64_t kMost = 8 * kLinearAttentionMultiprocessors;
+  const int64_t blocks = std::min(kMost, ceil_div(rows * n.Hkv * length, kThreads));
+  launch(launch_of("linear_attention_decays", blocks, stream), check_decays_kernel<acc_t>, p, rows, length,
+         finding_slots().decay);
+}
+
+template <typename acc_t>
+void launch_finish(const LinearAttentionBackward& p, const DecayProducts& products, cudaStream_t stream) {
+  const int64_t blocks = key_tile_places(p.shape, kLinearAttentionDecays) * p.shape.Hkv;
+  launch(launch_of("linear_attention_backward_decay_sums", blocks, stream), decay_sums_kernel<acc_t>, p, products);
+  launch(launch_of("linear_attention_backward_decay", blocks, stream), grad_decay_kernel<acc_t>, p, products);
+}
+
+template <typename acc_t>
+void launch_sums(const LinearAttentionDecaySum& p, cudaStream_t stream) {
+  const DecayPieces pieces(p);
+  if (pieces.count > 1)
+    launch(launch_of("linear_attention_sum_decay_pieces", p.Hkv * pieces.count, stream), sum_decay_pieces_kernel<acc_t>,
+           p, pieces);
+  launch(launch_of("linear_attention_sum_decays", p.Hkv, stream), sum_decays_kernel<acc_t>, p, pieces);
 }
 
 }  // namespace
 
+void check_decays(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+  dtype == Dtype::Float64 ? launch_check<double>(p, stream) : launch_check<float>(p, stream);
+}
+
 void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& products, Dtype dtype,
                        cudaStream_t stream) {
-  const Launch with = launch_of_heads("linear_attention_backward_decay", p.shape.B * p.shape.Hkv, stream);
-  if (dtype == Dtype::Float64)
-    launch(with, grad_decay_kernel<double>, p, products);
-  else
-    launch(with, grad_decay_kernel<float>, p, products);
+  dtype == Dtype::Float64 ? launch_finish<double>(p, products, stream) : launch_finish<float>(p, products, stream);
 }
 
 }  // namespace linear_cuda
 
 void linear_attention_sum_decays_cuda(const LinearAttentionDecaySum& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
-  const Launch with = launch_of_heads("linear_attention_sum_decays", p.Hkv, stream);
-  if (dtype == Dtype::Float64)
-    launch(with, sum_decays_kernel<double>, p);
-  else
-    launch(with, sum_decays_kernel<float>, p);
+  dtype == Dtype::Float64 ? launch_sums<double>(p, stream) : launch_sums<float>(p, stream);
 }
 
 }  // namespace memcheck

@@ -29,6 +29,7 @@ struct alignas(16) ScanShared : ChunkDecays<acc_t, kLines, kGeneral> {
   acc_t bias[kLines];                // of rows or columns of the chunk
   ScanWork work;
   ScanRanges ranges;
+  int64_t index;  // of the next work
 };
 
 // The state of a block: rows that are kTileStride apart, the sum of b_j after them, and the vector in shared memory.
@@ -72,8 +73,11 @@ __device__ __forceinline__ void load_decays(const Scan& scan, const ScanWork& wo
                                             ScanShared<acc_t, kLines, true>& s) {
   const int line = static_cast<int>(threadIdx.x);
   const int64_t t = chunk.time + line;
+  const Range& keys = work.sequence.keys;
   if (line < kLines)
-    s.decay[line] = scan.decay && t < scan.shape.T ? *scan.decay.at<acc_t>(work.b, work.key_head, t) : acc_t(1);
+    s.decay[line] = scan.decay && t < keys.end - keys.begin
+                        ? *scan.decay.at<acc_t>(work.b(), work.key_head, keys.begin + t)
+                        : acc_t(1);
   __syncthreads();
   if (line < kLines) {
     double into = 1;
@@ -176,7 +180,7 @@ template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& work, int64_t row, const acc_t (&x)[4]) {
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
   if (!scan.out || column >= scan.width) return;
-  scalar_t* to = scan.out.at<scalar_t>(work.b, work.row_head, row, column);
+  scalar_t* to = scan.out.at<scalar_t>(work.b(), work.row_head, row, column);
   write_pack(rounded_pack<scalar_t>(x), to, {scan.out.stride[3], scan.width, scan.out_packed}, column);
 }
 
@@ -184,7 +188,7 @@ __device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& wor
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work, int64_t row, acc_t (&x)[4]) {
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
-  const scalar_t* from = scan.last.at<scalar_t>(work.b, work.row_head, row, column);
+  const scalar_t* from = scan.last.at<scalar_t>(work.b(), work.row_head, row, column);
   Pack<scalar_t, 4> pack = {};
   if (scan.last_packed) {
     if (column < scan.width) pack = load_pack<4>(from);
@@ -240,7 +244,7 @@ __device__ __forceinline__ acc_t product_with_features(FeatureMap map, const acc
 template <typename scalar_t, typename acc_t, int kLines>
 __device__ __forceinline__ void find_inverses(const Scan& scan, const ScanWork& work, const Chunk& chunk,
                                               ScanShared<acc_t, kLines, false>& s) {
-  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(scan.shape, work.b, work.row_head);
+  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(scan.shape, work.b(), work.row_head);
   __syncthreads();
   if (chunk.has_columns) sum_lines(s.x, s.a);
   __syncthreads();
@@ -261,7 +265,7 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
                                                const ScanShared<acc_t, kLines, false>& s,
                                                acc_t (&out)[kThreadRows][4]) {
   const LinearAttentionShape& n = scan.shape;
-  const int64_t head = query_row(n, work.b, work.row_head);
+  const int64_t head = query_row(n, work.b(), work.row_head);
   for_sums(chunk, s.b, s.vector, [&](int line, int i, const Four<acc_t>& z) {
     const int64_t row = chunk.rows.first + line;
     const bool exists = chunk.rows.has(line);
@@ -293,15 +297,16 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
   const int64_t column_head = work.first_column_head + head;
   acc_t scores[kThreadRows][kThreadRows] = {};
   if (chunk.has_columns)
-    load_chunk<scalar_t>(scan, scan.x, work.b, column_head, chunk.columns, work.part * kSize, scan.width, s.x);
+    load_chunk<scalar_t>(scan, scan.x, work.b(), column_head, chunk.columns, work.part * kSize, scan.width, s.x);
   if (scan.has_bias() && scan.kind == ScanKind::GradK && chunk.has_columns)
-    load_bias<kGeneral>(scan, work.b, column_head, chunk.columns, s.bias);
+    load_bias<kGeneral>(scan, work.b(), column_head, chunk.columns, s.bias);
   if constexpr (!kGeneral)
     if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) find_inverses<scalar_t>(scan, work, chunk, s);
   for (int64_t k = 0; k < scan.depth; k += kSize) {
     const int depth = static_cast<int>(min(int64_t{kSize}, ceil_div(scan.depth - k, 4) * 4));
-    if (reads_state || meet) load_chunk<scalar_t>(scan, scan.a, work.b, work.row_head, chunk.rows, k, scan.depth, s.a);
-    if (chunk.has_columns) load_chunk<scalar_t>(scan, scan.b, work.b, column_head, chunk.columns, k, scan.depth, s.b);
+    if (reads_state || meet)
+      load_chunk<scalar_t>(scan, scan.a, work.b(), work.row_head, chunk.rows, k, scan.depth, s.a);
+    if (chunk.has_columns) load_chunk<scalar_t>(scan, scan.b, work.b(), column_head, chunk.columns, k, scan.depth, s.b);
     __syncthreads();
     if (meet) add_scores(s.a, s.b, depth, scores);
     if (reads_state) {
@@ -374,7 +379,7 @@ __device__ __forceinline__ void store_key_product(const Scan& scan, const ScanWo
   for (int j = 0; j < 4; ++j)
     product += out[j] * (n.feature_map == FeatureMap::EluPlusOne ? elu_plus_one(k[j], exp_minus_abs(k[j])) : k[j]);
   product = sum_along_x(product);
-  acc_t* products = static_cast<acc_t*>(scan.key_products) + (work.b * n.Hkv + work.key_head) * n.T + row;
+  acc_t* products = static_cast<acc_t*>(scan.key_products) + (work.b() * n.Hkv + work.key_head) * n.T + row;
   if (exists && thread_x<acc_t>() == 0) products[work.part * n.B * n.Hkv * n.T] = product;
 }
 
@@ -382,7 +387,7 @@ template <typename scalar_t, bool kGeneral, typename acc_t>
 __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& work, int64_t row, bool exists,
                                            acc_t denominator, acc_t (&out)[4]) {
   const LinearAttentionShape& n = scan.shape;
-  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(n, work.b, work.row_head);
+  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(n, work.b(), work.row_head);
   if constexpr (kGeneral)
     if (scan.key_products != nullptr) store_key_product<scalar_t>(scan, work, row, exists, out);
   if (scan.forms_output()) {
@@ -394,7 +399,7 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
       acc_t g[4] = {};
       if (exists) load_last<scalar_t>(scan, work, row, g);
       const acc_t product = sum_along_x(out[0] * g[0] + out[1] * g[1] + out[2] * g[2] + out[3] * g[3]);
-      acc_t* products = static_cast<acc_t*>(scan.products) + query_row(n, work.b, work.row_head);
+      acc_t* products = static_cast<acc_t*>(scan.products) + query_row(n, work.b(), work.row_head);
       if (exists && thread_x<acc_t>() == 0) {
         products[work.part * n.B * n.H * n.S + row] = product;
         if (work.part == 0) inverses[row] = inverse;
@@ -416,7 +421,7 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
   if constexpr (kGeneral) load_decays(scan, work, chunk, s);
   if (chunk.has_rows && subtracts_bias<acc_t, kGeneral>(scan)) {
     if (scan.kind == ScanKind::GradQ) {
-      load_bias<kGeneral>(scan, work.b, work.row_head, chunk.rows, s.bias);
+      load_bias<kGeneral>(scan, work.b(), work.row_head, chunk.rows, s.bias);
       __syncthreads();
     }
     subtract_bias_of_state(scan, s, acc.out);
@@ -459,37 +464,30 @@ __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work
   __syncthreads();
 }
 
-template <typename scalar_t, bool kGeneral, typename acc_t>
+template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  const bool from_slot = scan.phase == ScanPhase::Pieces;
-  const StateSlot<scalar_t> slot = from_slot ? slot_of<scalar_t>(scan, work, work.piece) : StateSlot<scalar_t>{};
+  const bool from_zero = scan.phase == ScanPhase::Sums;
+  const bool from_slot = !from_zero && !work.is_whole();
+  const StateSlot<scalar_t> slot = from_slot ? slot_of<scalar_t>(scan, work, work.segment) : StateSlot<scalar_t>{};
   for_state(
       scan, work, state,
       [&](acc_t& to, int64_t k, int64_t column, bool exists) {
         acc_t x = 0;
         if (exists && from_slot) x = slot.read(slot.at(k, column));
-        if constexpr (kGeneral) {
-          if (exists && scan.phase == ScanPhase::Whole) x = initial_element<acc_t>(scan, work, k, column);
-        } else {
-          if (exists && scan.m) x = *scan.m.at<acc_t>(work.b, work.key_head, k, column);
-        }
+        if (exists && !from_slot && !from_zero) x = initial_element<acc_t>(scan, work, k, column);
         to = x;
       },
       [&](acc_t& to, int64_t i, bool exists) {
         acc_t x = 0;
         if (exists && from_slot) x = slot.read(slot.sum_at(i));
-        if constexpr (kGeneral) {
-          if (exists && scan.phase == ScanPhase::Whole) x = initial_sum<acc_t>(scan, work, i);
-        } else {
-          if (exists && scan.z) x = *scan.z.at<acc_t>(work.b, work.key_head, 0, i);
-        }
+        if (exists && !from_slot && !from_zero) x = initial_sum<acc_t>(scan, work, i);
         to = x;
       });
 }
 
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.piece);
+  const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.segment);
   const bool stores_sums = !scan.forms_output() || scan.parts_have_slots() || work.part == 0;
   for_state(
       scan, work, state,
@@ -501,86 +499,81 @@ __device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& 
       });
 }
 
-template <typename acc_t>
-__device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork& work,
-                                                const BlockState<acc_t>& state) {
-  for_state(
-      scan, work, state,
-      [&](acc_t& from, int64_t k, int64_t column, bool exists) {
-        if (exists) *scan.new_m.at<acc_t>(work.b, work.key_head, k, column) = from;
-      },
-      [&](acc_t& from, int64_t i, bool exists) {
-        if (exists && work.part == 0) *scan.new_z.at<acc_t>(work.b, work.key_head, 0, i) = from;
-      });
-}
-
-// The general form: the last segment's state, as far as it is wanted. Every block has its own part of GradK's vector.
+// The state behind the scan, as far as it is wanted. Every block has its own part of GradK's vector.
 template <typename acc_t>
 __device__ __forceinline__ void store_last_state(const Scan& scan, const ScanWork& work,
                                                  const BlockState<acc_t>& state) {
   for_state(
       scan, work, state,
       [&](acc_t& from, int64_t k, int64_t column, bool exists) {
-        if (exists && scan.new_m) *scan.new_m.at<acc_t>(work.b, work.key_head, k, column) = from;
+        if (exists && scan.new_m) *scan.new_m.at<acc_t>(work.sequence.index, work.key_head, k, column) = from;
       },
       [&](acc_t& from, int64_t i, bool exists) {
         if (!exists || !scan.new_z || (scan.forms_output() && work.part > 0)) return;
-        *scan.new_z.at<acc_t>(work.b, work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
+        *scan.new_z.at<acc_t>(work.sequence.index, work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
       });
 }
 
 // ---- a block
 
-template <typename scalar_t, int kLines, bool kGeneral>
-__device__ __forceinline__ void scan_block(const Scan& scan, int64_t parts) {
-  using acc_t = acc_type<scalar_t>;
+// Scans for a work that exists, from its first state to its last one.
+template <typename scalar_t, typename acc_t, int kLines, bool kGeneral>
+__device__ __forceinline__ void run_work(const Scan& scan, ScanShared<acc_t, kLines, kGeneral>& s) {
   constexpr int kSize = kTileSize<acc_t>;
-  auto& s = shared<ScanShared<acc_t, kLines, kGeneral>>();
-  if (threadIdx.x == 0) {
-    s.work = scan_work(scan, blockIdx.x, parts);
-    s.ranges = ranges_of(scan, s.work);
-    if constexpr (kGeneral) s.kept = 1;
-  }
-  __syncthreads();
-  const ScanWork& work = s.work;
-  const ScanRanges& ranges = s.ranges;
   acc_t* memory = scan.depth > kLinearAttentionDeepest
                       ? static_cast<acc_t*>(scan.deep) + blockIdx.x * linear_attention_block_state(scan.depth, kSize)
                       : reinterpret_cast<acc_t*>(&s + 1);
   const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kTileStride<acc_t>, s.vector};
+  const ScanWork& work = s.work;
+  const ScanRanges& ranges = s.ranges;
   const int sums = ranges.column_chunks(kLines);
   const int steps = sums + ranges.row_chunks(kLines);
-  start_state<scalar_t, kGeneral>(scan, work, state);
+  start_state<scalar_t>(scan, work, state);
   for (int i = 0; i <= steps; ++i) {
-    if (i == sums && scan.phase == ScanPhase::Sums) store_segment<scalar_t>(scan, work, state);
-    if (!kGeneral && i == sums && scan.new_m && work.row_head % scan.shape.group() == 0)
-      store_new_state(scan, work, state);
+    // Not causal, the state is complete before the rows.
+    if (i == (scan.shape.causal ? steps : sums) && work.stores_state(scan)) store_last_state(scan, work, state);
     if (i == steps) break;
-    const Chunk chunk =
-        chunk_of(scan, i < sums ? ranges.columns : ranges.rows, i < sums ? i : i - sums, i < sums, kLines);
+    const Chunk chunk = chunk_of(scan, work.sequence, i < sums ? ranges.columns : ranges.rows, i < sums ? i : i - sums,
+                                 i < sums, kLines);
     if (kGeneral || chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state, s);
   }
-  if constexpr (kGeneral) {
-    if (scan.phase == ScanPhase::Sums) {
-      if (scan.decay && work.part == 0 && threadIdx.x == 0) kept_of<acc_t>(scan, work, work.piece) = s.kept;
-      return;
+  if (scan.phase != ScanPhase::Sums) return;
+  store_segment<scalar_t>(scan, work, state);
+  if constexpr (kGeneral)
+    if (scan.decay && work.part == 0 && threadIdx.x == 0) kept_of<acc_t>(scan, work, work.segment) = s.kept;
+}
+
+// A block takes one work, or some in turns.
+template <typename scalar_t, int kLines, bool kGeneral>
+__device__ __forceinline__ void scan_block(const Scan& scan, int64_t parts, int64_t works) {
+  using acc_t = acc_type<scalar_t>;
+  auto& s = shared<ScanShared<acc_t, kLines, kGeneral>>();
+  if (threadIdx.x == 0) s.index = blockIdx.x;
+  for (;;) {
+    if (threadIdx.x == 0) {
+      s.work = scan_work(scan, s.index, parts);
+      s.ranges = ranges_of(scan, s.work);
+      s.index += gridDim.x;
+      if constexpr (kGeneral) s.kept = 1;
     }
-    const bool is_last = scan.phase == ScanPhase::Whole || work.piece == scan.last_segment();
-    const bool stores = !scan.rows_are_queries() || work.row_head % scan.shape.group() == 0;
-    if ((scan.new_m || scan.new_z) && is_last && stores) store_last_state(scan, work, state);
+    __syncthreads();
+    if (s.work.exists) run_work<scalar_t>(scan, s);
+    const bool is_last = s.index >= works;
+    __syncthreads();
+    if (is_last) break;
   }
 }
 
 template <typename scalar_t, int kLines>
 __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
-    scan_kernel(const Scan scan, int64_t parts) {
-  scan_block<scalar_t, kLines, false>(scan, parts);
+    scan_kernel(const Scan scan, int64_t parts, int64_t works) {
+  scan_block<scalar_t, kLines, false>(scan, parts, works);
 }
 
 template <typename scalar_t, int kLines>
 __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
-    general_scan_kernel(const Scan scan, int64_t parts) {
-  scan_block<scalar_t, kLines, true>(scan, parts);
+    general_scan_kernel(const Scan scan, int64_t parts, int64_t works) {
+  scan_block<scalar_t, kLines, true>(scan, parts, works);
 }
 
 // ---- launches
@@ -589,12 +582,15 @@ template <typename scalar_t, int kLines, bool kGeneral>
 void launch_chunks(const Scan& scan, int64_t blocks, size_t state_bytes, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   const int64_t parts = std::max<int64_t>(1, ceil_div(scan.width, kTileSize<acc_t>));
-  const Launch with{name_of(scan.kind, false), dim3(static_cast<unsigned>(blocks * parts)), dim3(kThreads<acc_t>),
+  const int64_t works = blocks * parts;
+  const bool in_turns = scan.depth > kLinearAttentionDeepest && scan.shape.sequences;
+  const int64_t launched = in_turns ? std::min(works, kLinearAttentionDeepBlocks) : works;
+  const Launch with{name_of(scan.kind, false), launched, dim3(kThreads<acc_t>),
                     sizeof(ScanShared<acc_t, kLines, kGeneral>) + state_bytes, stream};
   if constexpr (kGeneral)
-    launch(with, general_scan_kernel<scalar_t, kLines>, scan, parts);
+    launch(with, general_scan_kernel<scalar_t, kLines>, scan, parts, works);
   else
-    launch(with, scan_kernel<scalar_t, kLines>, scan, parts);
+    launch(with, scan_kernel<scalar_t, kLines>, scan, parts, works);
 }
 
 // In chunks of a tile's lines, or of half as many if the GPU's shared memory has no room for more beside a deep state.

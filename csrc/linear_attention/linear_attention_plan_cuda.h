@@ -33,12 +33,20 @@ inline int64_t linear_attention_parts(int64_t columns, Dtype dtype) {
 // A sequence cut into segments of whole chunks, each with a state of its own in memory; one segment if there are enough
 // blocks. Causal: rows are cut where columns are; else rows are cut into as many pieces as columns.
 struct LinearAttentionSegments {
-  int64_t count;
+  int64_t count;  // with `shortest`: of the longest sequence that the batch may have
   // The states lie in the result, each in the rows that its segment's blocks write in the end. Else in memory of their
   // own.
   bool in_result;
   // Rows are queries, and a block has those of all query heads of a key head.
   bool grouped;
+  // With a table, a sequence has as many segments as it has times this length, or one. So its bits depend on no other
+  // sequence. 0 if every sequence has `count`.
+  int64_t shortest = 0;
+
+  MEMCHECK_INLINE int64_t count_of(int64_t length) const {
+    if (shortest == 0) return count;
+    return length < 2 * shortest ? 1 : length / shortest;
+  }
 };
 
 constexpr int64_t kLinearAttentionChunk = 64;
@@ -58,6 +66,13 @@ MEMCHECK_INLINE Range linear_attention_segment(int64_t count, int64_t segment, i
 // The elements of a segment's state: the sum of an outer product (D,Dv), and of a vector.
 MEMCHECK_INLINE int64_t linear_attention_slot(int64_t D, int64_t Dv) {
   return D * Dv + (D > Dv ? D : Dv);
+}
+
+// Places for segments of all sequences.
+MEMCHECK_INLINE int64_t linear_attention_places(const LinearAttentionShape& n, const LinearAttentionSegments& segments,
+                                                int64_t length) {
+  if (segments.count > 1 && n.sequences.packed) return tile_places(n, length, segments.shortest);
+  return sequence_count(n) * segments.count;
 }
 
 inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearAttentionRows rows) {
@@ -143,11 +158,35 @@ inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, D
   return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
 }
 
+// The segments of a batch with a table. Causal batches of as many queries as keys, and others whose sequences have as
+// many, have the states in results: eight times the wider dimension leaves room there for states, and makes moving them
+// a small part of the work. Else states in memory take about a sixteenth of the bytes of the keys.
+inline LinearAttentionSegments linear_attention_segments_of_table(const LinearAttentionShape& n, Dtype dtype,
+                                                                  LinearAttentionRows rows) {
+  constexpr int64_t kShortest = 256, kLongest = 16384, kPartOfKeys = 16, kOfWider = 8;
+  const bool of_queries = rows == LinearAttentionRows::Queries;
+  const int64_t length = n.causal || of_queries ? n.T : n.S;
+  const int64_t wider = std::max(n.D, n.Dv);
+  const bool has_rows = n.S == n.T || (n.causal && !of_queries);
+  const bool in_result = has_rows && std::min(n.D, n.Dv) > 0 && wider <= kLinearAttentionDeepest;
+  const int64_t of_state = ceil_div(linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype) * kPartOfKeys,
+                                    std::max<int64_t>(1, n.D) * element_bytes(dtype));
+  const int64_t wanted = in_result ? kOfWider * wider : std::min(of_state, kLongest);
+  const int64_t shortest = std::max(kShortest, ceil_div(wanted, kLinearAttentionChunk) * kLinearAttentionChunk);
+  LinearAttentionSegments segments{1, in_result, false, shortest};
+  segments.count = segments.count_of(length);
+  const bool fills_gpu = n.B * n.Hkv * segments.count >= 2 * kLinearAttentionMultiprocessors;
+  segments.grouped =
+      of_queries && n.group() > 1 && in_result && fills_gpu && linear_attention_suits_tensor_cores(n, dtype);
+  return segments;
+}
+
 // The segments of columns. On tensor cores a block has all query heads of a group if that takes no scratch, leaves two
 // blocks to a multiprocessor, and takes less time: by the counts, the columns of a chunk take about half of what its
 // rows of one head take.
 inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
                                                          LinearAttentionRows rows) {
+  if (n.sequences) return linear_attention_segments_of_table(n, dtype, rows);
   const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
   const LinearAttentionSegments apart = linear_attention_segments_of(n, dtype, rows, heads);
   if (rows == LinearAttentionRows::Keys || n.group() <= 1 || !linear_attention_suits_tensor_cores(n, dtype))
@@ -169,6 +208,9 @@ MEMCHECK_INLINE constexpr int64_t linear_attention_block_state(int64_t depth, in
   return ceil_div(depth, tile) * tile * (tile + 5);
 }
 
+// The most blocks of a batch with a table whose states lie in memory. They take turns.
+constexpr int64_t kLinearAttentionDeepBlocks = 2 * kLinearAttentionMultiprocessors;
+
 // The bytes of all blocks' states (depth,width), if they lie in memory.
 inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
                                            int64_t depth, int64_t width) {
@@ -176,10 +218,22 @@ inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype 
   const int64_t tile = linear_attention_tile(dtype);
   const int64_t segments = linear_attention_segments(n, dtype, rows).count;
   const int64_t blocks = linear_attention_row_heads(n, rows) * segments * std::max<int64_t>(1, ceil_div(width, tile));
-  return blocks * linear_attention_block_state(depth, tile) * acc_bytes(dtype);
+  const int64_t at_once = n.sequences ? kLinearAttentionDeepBlocks : blocks;
+  return at_once * linear_attention_block_state(depth, tile) * acc_bytes(dtype);
 }
 
-inline LinearAttentionPlan linear_attention_plan_of_dense_cuda(const LinearAttentionShape& n, Dtype dtype) {
+// The positions whose gradients of decays a block adds up.
+constexpr int64_t kLinearAttentionDecays = 2048;
+
+// Their sums in float64 lie behind the rows.
+inline int64_t linear_attention_decay_sums_at(int64_t rows_bytes) {
+  return ceil_div(rows_bytes, int64_t{sizeof(double)}) * int64_t{sizeof(double)};
+}
+inline int64_t linear_attention_decay_sums_bytes(const LinearAttentionShape& n) {
+  return key_tile_places(n, kLinearAttentionDecays) * n.Hkv * int64_t{sizeof(double)};
+}
+
+inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype, int64_t /*threads*/) {
   const auto states_bytes = [&](LinearAttentionRows rows) {
     const LinearAttentionSegments segments = linear_attention_segments(n, dtype, rows);
     if (segments.count == 1) return int64_t{0};
@@ -194,24 +248,10 @@ inline LinearAttentionPlan linear_attention_plan_of_dense_cuda(const LinearAtten
   constexpr auto kKeys = LinearAttentionRows::Keys;
   const int64_t of_queries = n.normalize || n.decayed ? 1 + linear_attention_parts(n.Dv, dtype) : 0;
   const int64_t of_keys = n.decayed ? linear_attention_parts(n.D, dtype) : 0;
+  const int64_t rows_bytes = n.B * (of_queries * n.H * n.S + of_keys * n.Hkv * n.T) * acc_bytes(dtype);
   return {states_bytes(kQueries), linear_attention_deep_bytes(n, dtype, kQueries, n.D, n.Dv),
-          n.B * (of_queries * n.H * n.S + of_keys * n.Hkv * n.T) * acc_bytes(dtype),
+          n.decayed ? linear_attention_decay_sums_at(rows_bytes) + linear_attention_decay_sums_bytes(n) : rows_bytes,
           std::max(states_bytes(kQueries), states_bytes(kKeys)), std::max(deep_bytes(kQueries), deep_bytes(kKeys))};
-}
-
-// Sequences follow each other in the memory of the one that needs most.
-inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype, int64_t /*threads*/) {
-  if (!n.sequences) return linear_attention_plan_of_dense_cuda(n, dtype);
-  LinearAttentionPlan most = {};
-  for (int64_t i = 0; i < n.sequences.count; ++i) {
-    const auto plan = linear_attention_plan_of_dense_cuda(shape_of(n, n.sequences.sequences[i]), dtype);
-    most.forward_states_bytes = std::max(most.forward_states_bytes, plan.forward_states_bytes);
-    most.forward_scratch_bytes = std::max(most.forward_scratch_bytes, plan.forward_scratch_bytes);
-    most.rows_bytes = std::max(most.rows_bytes, plan.rows_bytes);
-    most.backward_states_bytes = std::max(most.backward_states_bytes, plan.backward_states_bytes);
-    most.backward_scratch_bytes = std::max(most.backward_scratch_bytes, plan.backward_scratch_bytes);
-  }
-  return most;
 }
 
 }  // namespace memcheck

@@ -25,8 +25,10 @@
 // scan goes backwards. If there are few heads, the sequence is cut into segments: one launch sums the columns of each
 // segment, one adds the segments up, and one scans all segments at once. The segments' states lie in the result until
 // the last launch writes it: each in rows that only its own segment's blocks write, so every query head of a group has
-// a copy, if it has a block of its own. On tensor cores one block can have all query heads of a group: at each chunk
-// its rows read the state one head after the other, then the columns join it.
+// a copy, if it has a block of its own. With a table of sequences, a launch has a block for every place that a segment
+// may have; a block finds the sequence and the segment of its place, and does nothing if there is none. On tensor cores
+// one block can have all query heads of a group: at each chunk its rows read the state one head after the other, then
+// the columns join it.
 //
 // There may be a state before the first key, the state behind the last one may be wanted, and sums may not be
 // normalized (no bias, and den is 1). With decays, query i sees key j with the product of the decays from j + 1 to i as
@@ -62,8 +64,8 @@ inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
   return on_tensor_cores ? "linear_attention_backward_v_tensor" : "linear_attention_backward_v";
 }
 
-// A scan without segments is Whole. Else Sums forms the states of segments, and Pieces the results.
-enum class ScanPhase { Whole, Sums, Pieces };
+// If any sequence may have several segments, Sums forms their states before Results.
+enum class ScanPhase { Sums, Results };
 
 // x (B,heads,length,columns), or phi(x) if mapped; times 1 / den of its query if scaled. Null means zeros.
 struct ScanFactor {
@@ -73,12 +75,13 @@ struct ScanFactor {
   bool packed;  // may be read 16 bytes at a time
 };
 
-// The memory of the segments' states: scratch (B,Hkv,segments,slot), or rows of a result (B,heads,rows,columns) of
-// which nothing is written yet.
+// The memory of the segments' states: scratch (segments,Hkv,slot), or rows of a result, (B,H,S,columns) or
+// (B,Hkv,T,columns), of which nothing is written yet.
 struct StateMemory {
   void* scratch;
   Strided<4> result;  // null if they lie in scratch
-  int64_t heads, rows, columns;
+  bool of_keys;
+  int64_t columns;
 };
 
 struct Scan {
@@ -97,14 +100,14 @@ struct Scan {
   void* products;  // (parts,B,H,S): parts of g.y
   void* deep;      // states of blocks that are too deep for shared memory
   // The state before the scan, and the one behind it; any may be null. GradK's z is minus the sum of its vector.
-  Strided<4> m, z;  // (B,Hkv,depth,width), (B,Hkv,1,depth or width)
+  Strided<4> m, z;  // (N,Hkv,depth,width), (N,Hkv,1,depth or width)
   Strided<4> new_m, new_z;
   bool steps;  // of decoding: all keys join the state before the query reads it
   LinearAttentionSegments segments;
   StateMemory states;
   int64_t tile;        // the columns of a block, of the width
   Strided<3> decay;    // (B,Hkv,T), null if it does not decay
-  void* kept;          // (B,Hkv,segments): products of decays
+  void* kept;          // (segments,Hkv): products of decays
   void* key_products;  // (parts,B,Hkv,T): GradK writes parts of phi(k).(grad phi(k)); null if they are not wanted
 
   MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
@@ -114,47 +117,91 @@ struct Scan {
     return (kind == ScanKind::GradQ || kind == ScanKind::GradK) && shape.normalize;
   }
   MEMCHECK_INLINE bool backwards() const { return shape.causal && !rows_are_queries(); }
-  MEMCHECK_INLINE int64_t rows() const { return rows_are_queries() ? shape.S : shape.T; }
-  MEMCHECK_INLINE int64_t columns() const { return rows_are_queries() ? shape.T : shape.S; }
-  // Causal: a key's time is its position, a query's that of the last key it sees.
-  MEMCHECK_INLINE int64_t delay_of_queries() const { return shape.causal ? shape.T - shape.S : 0; }
-  MEMCHECK_INLINE int64_t row_delay() const { return rows_are_queries() ? delay_of_queries() : 0; }
-  MEMCHECK_INLINE int64_t column_delay() const { return rows_are_queries() ? 0 : delay_of_queries(); }
+  // Times are positions of keys if the scan is causal, else of columns.
+  MEMCHECK_INLINE bool times_are_keys() const { return shape.causal || rows_are_queries(); }
+  MEMCHECK_INLINE int64_t times() const { return times_are_keys() ? shape.T : shape.S; }
+  MEMCHECK_INLINE int64_t places() const { return linear_attention_places(shape, segments, times()); }
   MEMCHECK_INLINE int64_t parts() const { return linear_attention_parts(width, tile); }
-  // Segments whose sums are wanted: if causal, all but the last in the direction of the scan.
-  MEMCHECK_INLINE int64_t summed_segments() const { return segments.count - (shape.causal ? 1 : 0); }
+  // Of so many segments, those whose sums are wanted: if causal, all but the last in the direction of the scan.
+  MEMCHECK_INLINE int64_t summed(int64_t count) const { return count - (shape.causal ? 1 : 0); }
   // Whether a block's part of the state lies in the columns that it writes. Else parts share a slot.
   MEMCHECK_INLINE bool parts_have_slots() const { return states.result && out; }
-  // The segment that is scanned last.
-  MEMCHECK_INLINE int64_t last_segment() const { return backwards() ? 0 : segments.count - 1; }
 };
+
+// A sequence of the batch, and its segments.
+struct ScanSequence {
+  int64_t index;  // of states
+  int64_t row;    // of the batch
+  Range queries, keys;
+  int64_t segments;
+  int64_t first_slot;
+
+  MEMCHECK_INLINE int64_t query_count() const { return queries.end - queries.begin; }
+  MEMCHECK_INLINE int64_t key_count() const { return keys.end - keys.begin; }
+};
+
+MEMCHECK_INLINE int64_t first_time(const Scan& scan, const Sequence& x) {
+  return scan.times_are_keys() ? x.first_key : x.first_query;
+}
+
+MEMCHECK_INLINE ScanSequence scan_sequence(const Scan& scan, int64_t index) {
+  const Sequence x = sequence_of(scan.shape, index);
+  const int64_t times = scan.times_are_keys() ? x.keys : x.queries;
+  const bool both_have_room = !scan.shape.causal && scan.segments.in_result;
+  const int64_t shorter = x.queries < x.keys ? x.queries : x.keys;
+  const int64_t slot_of_packed = scan.segments.shortest == 0 ? 0 : first_time(scan, x) / scan.segments.shortest;
+  return {index,
+          x.row,
+          {x.first_query, x.first_query + x.queries},
+          {x.first_key, x.first_key + x.keys},
+          scan.segments.count_of(both_have_room ? shorter : times),
+          scan.shape.sequences.packed ? slot_of_packed : index * scan.segments.count};
+}
 
 // The part of the scan that a block computes.
 struct ScanWork {
-  int64_t b;
+  ScanSequence sequence;
+  bool exists;        // whether the block's place has a segment
   int64_t row_head;   // of sums and of grouped rows: the first of the key head's
   int64_t row_heads;  // from row_head on, of grouped rows
   int64_t key_head;
   int64_t first_column_head, column_heads;
-  int64_t part;  // of the width
-  int64_t piece;
+  int64_t part;     // of the width
+  int64_t segment;  // causal: of rows and columns
+
+  MEMCHECK_INLINE int64_t b() const { return sequence.row; }
+  MEMCHECK_INLINE bool is_whole() const { return sequence.segments == 1; }
+  // Whether the block has the state behind the scan, and that is wanted.
+  MEMCHECK_INLINE bool stores_state(const Scan& scan) const {
+    if ((!scan.new_m && !scan.new_z) || scan.phase == ScanPhase::Sums) return false;
+    const bool is_first_head = !scan.rows_are_queries() || row_head % scan.shape.group() == 0;
+    return is_first_head && segment == (scan.backwards() ? 0 : sequence.segments - 1);
+  }
 };
+
+// The sequence and the segment at a place, of as many segments as are launched for the longest sequence.
+MEMCHECK_INLINE SequenceTile segment_at(const Scan& scan, int64_t place, int64_t launched) {
+  if (scan.segments.count == 1 || !scan.shape.sequences.packed) return {place / launched, place % launched};
+  return tile_at(scan.shape, place, scan.times(), scan.segments.shortest,
+                 [&](const Sequence& x) { return first_time(scan, x); });
+}
 
 MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t parts) {
   const LinearAttentionShape& n = scan.shape;
   const bool sums = scan.phase == ScanPhase::Sums;
-  const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.summed_segments() : scan.segments.count;
+  const int64_t launched = sums ? scan.summed(scan.segments.count) : scan.segments.count;
   const int64_t group = n.group();
   const bool by_key_head = sums || !scan.rows_are_queries() || scan.segments.grouped;
   const int64_t heads = by_key_head ? n.Hkv : n.H;
   const int64_t rows_a_key_head = by_key_head ? 1 : group;
+  const SequenceTile at = segment_at(scan, index / parts / heads, launched);
   ScanWork work;
+  work.sequence = scan_sequence(scan, at.sequence);
+  work.exists = at.tile < (sums ? work.is_whole() ? 0 : scan.summed(work.sequence.segments) : work.sequence.segments);
   work.part = index % parts;
-  work.piece = index / parts % pieces;
-  work.row_head = index / parts / pieces % heads;
-  work.b = index / parts / pieces / heads;
+  work.row_head = index / parts % heads;
   work.key_head = work.row_head / rows_a_key_head;
-  if (sums && scan.backwards()) work.piece += 1;
+  work.segment = at.tile + (sums && scan.backwards() ? 1 : 0);
   if (by_key_head && scan.rows_are_queries()) work.row_head = work.key_head * group;
   work.row_heads = scan.segments.grouped ? group : 1;
   work.first_column_head = scan.rows_are_queries() ? work.key_head : work.key_head * group;
@@ -162,7 +209,7 @@ MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t part
   return work;
 }
 
-// The lines of a chunk that exist: line i, for i in [begin, end), is at position first + i.
+// The lines of a chunk that exist: line i, for i in [begin, end), is at position first + i of the batch.
 struct Lines {
   int64_t first;
   int begin, end;
@@ -170,12 +217,14 @@ struct Lines {
   MEMCHECK_INLINE bool has(int i) const { return i >= begin && i < end; }
 };
 
-MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, int64_t length, int chunk) {
+// The lines from a time on, of positions whose first has the time `delay`.
+MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, const Range& positions, int chunk) {
   const int64_t first = time - delay;
   const int64_t begin = first < 0 ? (-first < chunk ? -first : chunk) : 0;
-  int64_t end = end_time - time < length - first ? end_time - time : length - first;
+  const int64_t left = positions.end - positions.begin - first;
+  int64_t end = end_time - time < left ? end_time - time : left;
   end = end < chunk ? end : chunk;
-  return {first, static_cast<int>(begin), static_cast<int>(end > begin ? end : begin)};
+  return {positions.begin + first, static_cast<int>(begin), static_cast<int>(end > begin ? end : begin)};
 }
 
 // Rows and columns of one chunk. If the scan is not causal, a time is a position of either.
@@ -197,22 +246,28 @@ struct ScanRanges {
 };
 
 MEMCHECK_INLINE ScanRanges ranges_of(const Scan& scan, const ScanWork& work) {
+  const ScanSequence& x = work.sequence;
   const bool causal = scan.shape.causal;
+  const int64_t columns = scan.times_are_keys() ? x.key_count() : x.query_count();
+  const int64_t rows = causal || !scan.rows_are_queries() ? x.key_count() : x.query_count();
   const Range none = {0, 0};
-  if (scan.phase == ScanPhase::Sums)
-    return {linear_attention_segment(scan.segments.count, work.piece, causal ? scan.shape.T : scan.columns()), none};
-  if (scan.phase == ScanPhase::Pieces)
-    return {none, linear_attention_segment(scan.segments.count, work.piece, causal ? scan.shape.T : scan.rows())};
-  return {causal ? none : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
+  if (scan.phase == ScanPhase::Sums) return {linear_attention_segment(x.segments, work.segment, columns), none};
+  const bool sums_too = work.is_whole() && !causal;
+  return {sums_too ? Range{0, columns} : none, linear_attention_segment(x.segments, work.segment, rows)};
 }
 
-MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
+MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const ScanSequence& x, const Range& range, int64_t number, bool sums,
+                               int size) {
   const int64_t last = ceil_div(range.end - range.begin, size) - 1;
   const int64_t time = range.begin + (scan.backwards() ? last - number : number) * size;
   Chunk chunk = {};
   chunk.time = time;
-  if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
-  if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
+  // Causal: a key's time is its position, a query's that of the last key it sees.
+  const int64_t delay = scan.shape.causal ? x.key_count() - x.query_count() : 0;
+  const Lines queries = lines_at(time, range.end, delay, x.queries, size);
+  const Lines keys = lines_at(time, range.end, 0, x.keys, size);
+  if (!sums) chunk.rows = scan.rows_are_queries() ? queries : keys;
+  if (sums || scan.shape.causal) chunk.columns = scan.rows_are_queries() ? keys : queries;
   chunk.has_rows = chunk.rows.begin < chunk.rows.end;
   chunk.has_columns = chunk.columns.begin < chunk.columns.end;
   return chunk;
@@ -267,6 +322,11 @@ struct StateSlot {
   }
 };
 
+// Of a segment and key head, in scratch.
+MEMCHECK_INLINE int64_t slot_number(const Scan& scan, const ScanWork& work, int64_t segment) {
+  return (work.sequence.first_slot + segment) * scan.shape.Hkv + work.key_head;
+}
+
 template <typename scalar_t>
 __device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const ScanWork& work, int64_t segment) {
   using Slot = StateSlot<scalar_t>;
@@ -279,18 +339,19 @@ __device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const S
   slot.first_sum = scan.forms_output() ? 0 : slot.first_column;
   slot.matrix = scan.depth * slot.columns;
   slot.count = slot.matrix + (scan.forms_output() ? scan.depth : slot.columns);
+  const ScanSequence& x = work.sequence;
   if (!memory.result) {
-    const int64_t head = work.b * scan.shape.Hkv + work.key_head;
     slot.whole = static_cast<acc_t*>(memory.scratch) +
-                 (head * scan.segments.count + segment) * linear_attention_slot(scan.depth, scan.width);
+                 slot_number(scan, work, segment) * linear_attention_slot(scan.depth, scan.width);
     return slot;
   }
-  const int64_t head = memory.heads == scan.shape.Hkv ? work.key_head : work.row_head;
-  const int64_t row = linear_attention_segment(scan.segments.count, segment, memory.rows).begin;
+  const int64_t head = memory.of_keys ? work.key_head : work.row_head;
+  const Range& rows = memory.of_keys ? x.keys : x.queries;
+  const int64_t row = rows.begin + linear_attention_segment(x.segments, segment, rows.end - rows.begin).begin;
   slot.row_length = static_cast<uint32_t>(is_part ? slot.columns : memory.columns);
   slot.row_stride = memory.result.stride[2];
   slot.column_stride = memory.result.stride[3];
-  slot.bits = memory.result.at<typename Slot::bits_t>(work.b, head, row, slot.first_column);
+  slot.bits = memory.result.at<typename Slot::bits_t>(x.row, head, row, slot.first_column);
   if (slot.column_stride == 1 && slot.row_stride == slot.row_length &&
       reinterpret_cast<uintptr_t>(slot.bits) % sizeof(acc_t) == 0)
     slot.whole = reinterpret_cast<acc_t*>(slot.bits);
@@ -300,19 +361,18 @@ __device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const S
 // The state before the scan of a head: an element of the matrix, and of the vector.
 template <typename acc_t>
 __device__ __forceinline__ acc_t initial_element(const Scan& scan, const ScanWork& work, int64_t k, int64_t column) {
-  return scan.m ? *scan.m.at<acc_t>(work.b, work.key_head, k, column) : acc_t(0);
+  return scan.m ? *scan.m.at<acc_t>(work.sequence.index, work.key_head, k, column) : acc_t(0);
 }
 template <typename acc_t>
 __device__ __forceinline__ acc_t initial_sum(const Scan& scan, const ScanWork& work, int64_t i) {
-  const acc_t z = scan.z ? *scan.z.at<acc_t>(work.b, work.key_head, 0, i) : acc_t(0);
+  const acc_t z = scan.z ? *scan.z.at<acc_t>(work.sequence.index, work.key_head, 0, i) : acc_t(0);
   return scan.kind == ScanKind::GradK ? -z : z;
 }
 
 // The product of the decays of a block's segment.
 template <typename acc_t>
 __device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work, int64_t segment) {
-  const int64_t head = work.b * scan.shape.Hkv + work.key_head;
-  return static_cast<acc_t*>(scan.kept)[head * scan.segments.count + segment];
+  return static_cast<acc_t*>(scan.kept)[slot_number(scan, work, segment)];
 }
 
 // On tensor cores, a block has all columns of the width if depth and width are at most this.
@@ -339,11 +399,15 @@ void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);
 // the sum of all.
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
 
+// Queues the check that decays are in (0, 1]. Padding is not read.
+void check_decays(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
+
 // What the scans have stored for the gradient of a decay: parts of g.y for each query, and of phi(k).(grad phi(k)) for
-// each key.
+// each key; and room for sums.
 struct DecayProducts {
   int64_t query_parts, key_parts;
   void* of_keys;  // (parts,B,Hkv,T)
+  double* sums;   // (places,Hkv), of kLinearAttentionDecays positions each
 };
 
 // Queues the gradient of a decay for each position, when all scans have run.
@@ -354,16 +418,15 @@ void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& pr
 template <typename Run>
 void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
   const LinearAttentionShape& n = scan.shape;
-  const int64_t row_heads = n.B * (scan.rows_are_queries() && !scan.segments.grouped ? n.H : n.Hkv);
-  if (scan.segments.count == 1) {
-    scan.phase = ScanPhase::Whole;
-    return run(scan, row_heads);
+  if (scan.segments.count > 1) {
+    LinearAttentionSegments summed = scan.segments;
+    summed.count = scan.summed(summed.count);
+    scan.phase = ScanPhase::Sums;
+    run(scan, n.Hkv * (n.sequences.packed ? scan.places() : linear_attention_places(n, summed, scan.times())));
+    add_up_segments(scan, dtype, stream);
   }
-  scan.phase = ScanPhase::Sums;
-  run(scan, n.B * n.Hkv * scan.summed_segments());
-  add_up_segments(scan, dtype, stream);
-  scan.phase = ScanPhase::Pieces;
-  run(scan, row_heads * scan.segments.count);
+  scan.phase = ScanPhase::Results;
+  run(scan, scan.places() * (scan.rows_are_queries() && !scan.segments.grouped ? n.H : n.Hkv));
 }
 
 }  // namespace linear_cuda

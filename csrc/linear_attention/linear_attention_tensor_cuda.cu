@@ -119,7 +119,7 @@ __device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTil
   for (int warp = 0; warp < kWarps; ++warp)
     product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
   if (at.warp == 0 && at.pair == 0 && s.step.chunk.rows.has(line) && needs_rows(scan)) {
-    const int64_t row = query_row(scan.shape, s.work.b, s.step.row_head) + s.step.chunk.rows.first + line;
+    const int64_t row = query_row(scan.shape, s.work.b(), s.step.row_head) + s.step.chunk.rows.first + line;
     static_cast<float*>(scan.inverse)[row] = inverse;
     static_cast<float*>(scan.products)[row] = product;
   }
@@ -134,10 +134,10 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
   Out<T> z = {};
   if (s.step.chunk.has_columns && scan.shape.normalize) sum_chunk(s, z);
   for_pairs<T>(
-      z, [&](int row) { return row_weight(s, row); },
-      [&](float weight, int, int column, float& x, float& y) {
-        x += s.vector[column] * weight;
-        y += s.vector[column + 1] * weight;
+      z, [](int) { return 0.0f; },
+      [&](float, int row, int column, float& x, float& y) {
+        x += weighted_by_row(s, row, s.vector[column]);
+        y += weighted_by_row(s, row, s.vector[column + 1]);
       });
   if constexpr (T::kWhole) share_rows(scan, s, z, out);
   __syncthreads();
@@ -164,7 +164,7 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
 template <typename T>
 __device__ __forceinline__ float inverse_of(const Scan& scan, const SharedTiles<T>& s, int row) {
   if (!scan.shape.normalize) return 1.0f;
-  float denominator = s.denominator[row] * row_weight(s, row);
+  float denominator = weighted_by_row(s, row, s.denominator[row]);
   if (s.step.chunk.has_columns)
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) denominator += s.score_sums[tile][row];
@@ -197,7 +197,7 @@ __device__ __forceinline__ void finish_denominators(const Scan& scan, SharedTile
   __syncthreads();
   if (line >= kChunk || !s.step.chunk.rows.has(line)) return;
   const LinearAttentionShape& n = scan.shape;
-  const int64_t row = query_row(n, s.work.b, s.step.row_head) + s.step.chunk.rows.first + line;
+  const int64_t row = query_row(n, s.work.b(), s.step.row_head) + s.step.chunk.rows.first + line;
   float product = 0.0f;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][1];
@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_key_products(const Scan& scan, SharedTiles
   float product = 0.0f;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][0];
-  const int64_t head = s.work.b * n.Hkv + s.work.key_head;
+  const int64_t head = s.work.b() * n.Hkv + s.work.key_head;
   static_cast<float*>(scan.key_products)[(s.work.part * n.B * n.Hkv + head) * n.T + s.step.chunk.rows.first + line] =
       product;
 }
@@ -269,7 +269,7 @@ __device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& 
   const ColumnPacks<scalar_t, T::kWidth> packs;
   const Lines rows = s.unstored.lines;
   if (!scan.out || packs.column >= s.columns) return;
-  scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.unstored.head, rows.first, s.first_column + packs.column);
+  scalar_t* to = scan.out.at<scalar_t>(s.work.b(), s.unstored.head, rows.first, s.first_column + packs.column);
   store_tile<2>(
       packs, RowLayout{scan.out.stride[3], s.columns, scan.out_packed},
       [&](int line) { return to + line * scan.out.stride[2]; },
@@ -293,7 +293,7 @@ __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>
 template <typename T>
 __device__ __forceinline__ void request_last(const Scan& scan, const SharedTiles<T>& s,
                                              typename SharedTiles<T>::Line* to) {
-  request_lines(scan.last, scan.last_packed, s.work.b, s.step.row_head, s.step.chunk.rows, s.first_column, s.columns,
+  request_lines(scan.last, scan.last_packed, s.work.b(), s.step.row_head, s.step.chunk.rows, s.first_column, s.columns,
                 to);
 }
 
@@ -311,12 +311,12 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
   const ScanWork& work = s.work;
   const Step& step = s.step;
   const Chunk& chunk = step.chunk;
-  if (step.takes_rows) request_lines<T>(scan.a, work.b, step.row_head, chunk.rows, 0, scan.depth, s.a);
+  if (step.takes_rows) request_lines<T>(scan.a, work.b(), step.row_head, chunk.rows, 0, scan.depth, s.a);
   cp_async_commit();
-  if (step.takes_columns) request_lines<T>(scan.b, work.b, step.column_head, chunk.columns, 0, scan.depth, s.b);
+  if (step.takes_columns) request_lines<T>(scan.b, work.b(), step.column_head, chunk.columns, 0, scan.depth, s.b);
   cp_async_commit();
   if (step.takes_columns)
-    request_lines<T>(scan.x, work.b, step.column_head, chunk.columns, s.first_column, s.columns, s.x);
+    request_lines<T>(scan.x, work.b(), step.column_head, chunk.columns, s.first_column, s.columns, s.x);
   if constexpr (!T::kFeatures)
     if (step.takes_rows) {
       store_results(scan, s);  // where a thread's own copies go to
@@ -326,9 +326,9 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
   if constexpr (T::kDecayed)
     if (step.head == 0 && thread_number() / 32 == kWarps - 1) weigh_chunk(scan, s);
   if (!scan.rows_are_queries()) {
-    if (step.takes_columns) load_query_rows(scan, work.b, step.column_head, chunk.columns, s);
+    if (step.takes_columns) load_query_rows(scan, work.b(), step.column_head, chunk.columns, s);
   } else if (!T::kWhole && step.takes_rows && scan.kind == ScanKind::GradQ) {
-    load_query_rows(scan, work.b, step.row_head, chunk.rows, s);
+    load_query_rows(scan, work.b(), step.row_head, chunk.rows, s);
   }
   if constexpr (T::kFactorParts == 2) {
     cp_async_wait<2>();
@@ -345,28 +345,27 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
   }
 }
 
+// Multiplies the state by the decays of the chunk. A thread has the numbers of the vector that it later adds to.
+template <typename T>
+__device__ __forceinline__ void fade_state(State<T>& state, SharedTiles<T>& s) {
+  for_state(state, s.state, [&](float& x, float&) { x *= s.decays.all; });
+  for (int column = thread_number(); column < T::kDepth; column += kThreads) s.vector[column] *= s.decays.all;
+}
+
 // Adds the columns of a loaded head to the state.
 template <typename T>
 __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  float faded = 1.0f;
   if constexpr (T::kDecayed)
-    if (s.step.fades) faded = s.decays.all;
-  add_to_state(scan, s, faded, state);
+    if (s.step.fades) fade_state(state, s);
+  add_to_state(scan, s, state);
   if (!scan.has_bias() && !scan.has_denominator()) return;
   const int sums = scan.has_bias() ? T::kWidth : T::kDepth;
   for (int column = thread_number(); column < sums; column += kThreads) {
     float sum = s.sums[0][column];
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) sum += s.sums[warp][column];
-    s.vector[column] = (T::kDecayed ? s.vector[column] * faded : s.vector[column]) + sum;
+    s.vector[column] += sum;
   }
-}
-
-// A chunk of decays without columns.
-template <typename T>
-__device__ __forceinline__ void fade_state(State<T>& state, SharedTiles<T>& s) {
-  for_state(state, s.state, [&](float& x, float&) { x *= s.decays.all; });
-  for (int column = thread_number(); column < T::kDepth; column += kThreads) s.vector[column] *= s.decays.all;
 }
 
 // Begins the next step: of the next head, or of the next chunk. One thread calls it.
@@ -376,7 +375,7 @@ __device__ __forceinline__ void next_step(const Scan& scan, SharedTiles<T>& s) {
   Step& step = s.step;
   if (++step.head >= step.heads) {
     const bool summing = ++step.number < s.summed_chunks;
-    step.chunk = chunk_of(scan, summing ? s.ranges.columns : s.ranges.rows,
+    step.chunk = chunk_of(scan, s.work.sequence, summing ? s.ranges.columns : s.ranges.rows,
                           summing ? step.number : step.number - s.summed_chunks, summing, kChunk);
     const bool has_heads = queries ? step.chunk.has_rows : step.chunk.has_columns;
     step.heads = has_heads ? static_cast<int>(queries ? s.work.row_heads : s.work.column_heads) : 1;
@@ -402,7 +401,7 @@ __device__ __forceinline__ void scan_step(const Scan& scan, State<T>& state, Out
     read_state(scan, s, state, out);
     if constexpr (T::kDecayed)
       for_pairs<T>(
-          out, [&](int row) { return row_weight(s, row); },
+          out, [&](int row) { return s.decays.of_row[row]; },
           [](float weight, int, int, float& x, float& y) {
             x *= weight;
             y *= weight;
@@ -449,11 +448,12 @@ template <typename T>
 __device__ __forceinline__ void start_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   for (int i = thread_number(); i < T::kDepth; i += kThreads) s.vector[i] = 0.0f;
   for_state(state, s.state, [](float& x, float&) { x = 0.0f; });
-  if (scan.phase == ScanPhase::Sums || (scan.phase == ScanPhase::Whole && !scan.m && !scan.z)) return;
+  const bool from_slot = !s.work.is_whole();
+  if (scan.phase == ScanPhase::Sums || (!from_slot && !scan.m && !scan.z)) return;
   for_state(state, s.state, [](float&, float& staged) { staged = 0.0f; });
   __syncthreads();
-  if (scan.phase == ScanPhase::Pieces) {
-    const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
+  if (from_slot) {
+    const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.segment);
     for_staged(
         scan, s, [&](int64_t k, int64_t column, float& to) { to = slot.read(slot.at(k, column)); },
         [&](int64_t i, float& to) { to = slot.read(slot.sum_at(i)); });
@@ -468,7 +468,7 @@ __device__ __forceinline__ void start_state(const Scan& scan, State<T>& state, S
 
 template <typename T>
 __device__ __forceinline__ void store_segment(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
+  const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.segment);
   for_state(state, s.state, [](float& x, float& staged) { staged = x; });
   __syncthreads();
   const bool only_matrix = !T::kWhole && scan.forms_output() && !scan.parts_have_slots() && s.work.part > 0;
@@ -479,7 +479,7 @@ __device__ __forceinline__ void store_segment(const Scan& scan, State<T>& state,
       });
   if constexpr (T::kDecayed)
     if (s.work.part == 0 && thread_number() == 0)
-      kept_of<float>(scan, s.work, s.work.piece) = static_cast<float>(s.decays.kept);
+      kept_of<float>(scan, s.work, s.work.segment) = static_cast<float>(s.decays.kept);
 }
 
 // The state behind the scan, as far as it is wanted.
@@ -490,11 +490,12 @@ __device__ __forceinline__ void store_last_state(const Scan& scan, State<T>& sta
   for_staged(
       scan, s,
       [&](int64_t k, int64_t column, float& from) {
-        if (scan.new_m) *scan.new_m.at<float>(s.work.b, s.work.key_head, k, column) = from;
+        if (scan.new_m) *scan.new_m.at<float>(s.work.sequence.index, s.work.key_head, k, column) = from;
       },
       [&](int64_t i, float& from) {
         if (!scan.new_z || (scan.forms_output() && s.work.part > 0)) return;
-        *scan.new_z.at<float>(s.work.b, s.work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
+        *scan.new_z.at<float>(s.work.sequence.index, s.work.key_head, 0, i) =
+            scan.kind == ScanKind::GradK ? -from : from;
       });
 }
 
@@ -515,6 +516,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     if constexpr (kDecayed) s.decays.kept = 1;
   }
   __syncthreads();
+  if (!s.work.exists) return;
   State<T> state;
   Out<T> out;
   start_state(scan, state, s);
@@ -531,9 +533,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
   }
   if constexpr (!T::kFeatures) store_results(scan, s);
   if (scan.phase == ScanPhase::Sums) return store_segment(scan, state, s);
-  const bool is_last = scan.phase == ScanPhase::Whole || s.work.piece == scan.last_segment();
-  const bool is_first_head = !scan.rows_are_queries() || s.work.row_head % scan.shape.group() == 0;
-  if ((scan.new_m || scan.new_z) && is_last && is_first_head) store_last_state(scan, state, s);
+  if (s.work.stores_state(scan)) store_last_state(scan, state, s);
 }
 
 template <typename scalar_t, int kDepth, int kWidth, bool kDecayed>
@@ -542,8 +542,7 @@ void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   const auto launch_with = [&](auto traits, auto kernel) {
     constexpr size_t kBytes = sizeof(SharedTiles<decltype(traits)>);
     static_assert(kBytes <= kSharedBytesEverywhere);
-    const dim3 grid(static_cast<unsigned>(blocks * scan.parts()));
-    launch({name_of(scan.kind, true), grid, dim3(kThreads), kBytes, stream}, kernel, scan);
+    launch({name_of(scan.kind, true), blocks * scan.parts(), dim3(kThreads), kBytes, stream}, kernel, scan);
   };
   if (features)
     launch_with(Traits<scalar_t, kDepth, kWidth, true, kDecayed>{},

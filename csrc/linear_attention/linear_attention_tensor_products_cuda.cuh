@@ -241,10 +241,10 @@ __device__ __forceinline__ void load_joining(uint32_t (&x)[T::kJoiningParts][4],
   }
 }
 
-// state = faded state + b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0. x
+// state += b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0. x
 // stays in registers: shared memory is what a chunk waits for most.
 template <typename T>
-__device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles<T>& s, float faded, State<T>& state) {
+__device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles<T>& s, State<T>& state) {
   constexpr int kSteps = kRowTiles;
   const Place at;
   uint32_t x[kSteps][T::kSlabTiles][T::kJoiningParts][4];
@@ -274,10 +274,7 @@ __device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& to = state.part[tile][2 * depth + half][i];
-          to = (T::kDecayed ? to * faded : to) + sum[tile][half][i];
-        }
+        for (int i = 0; i < 4; ++i) state.part[tile][2 * depth + half][i] += sum[tile][half][i];
   }
 }
 

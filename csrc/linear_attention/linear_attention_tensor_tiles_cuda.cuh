@@ -194,6 +194,7 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     parts[part] = packed(x, y);
+    if (part == kParts - 1) break;
     x -= low_half(parts[part]);
     y -= high_half(parts[part]);
   }
@@ -254,7 +255,9 @@ __device__ __forceinline__ void weigh_chunk(const Scan& scan, SharedTiles<T>& s)
   const Place at;
   ChunkDecays<true>& to = s.decays;
   const int64_t t = s.step.chunk.time + at.lane;
-  const float decay = t < scan.shape.T ? *scan.decay.at<float>(s.work.b, s.work.key_head, t) : 1.0f;
+  const Range& keys = s.work.sequence.keys;
+  const bool exists = t < keys.end - keys.begin;
+  const float decay = exists ? *scan.decay.at<float>(s.work.b(), s.work.key_head, keys.begin + t) : 1.0f;
   double sum = log2f(decay);
   double product = decay;
 #pragma unroll
@@ -282,16 +285,17 @@ __device__ __forceinline__ float weight_between(const SharedTiles<T>& s, int que
   return exp2_approximate((up_to_query.x - up_to_key.x) + (up_to_query.y - up_to_key.y));
 }
 
+// x as a row reads it from the state, and as a column adds it: times their weight.
 template <typename T>
-__device__ __forceinline__ float row_weight(const SharedTiles<T>& s, int row) {
-  if constexpr (T::kDecayed) return s.decays.of_row[row];
-  return 1.0f;
+__device__ __forceinline__ float weighted_by_row(const SharedTiles<T>& s, int row, float x) {
+  if constexpr (T::kDecayed) return x * s.decays.of_row[row];
+  return x;
 }
 
 template <typename T>
-__device__ __forceinline__ float column_weight(const SharedTiles<T>& s, int column) {
-  if constexpr (T::kDecayed) return s.decays.of_column[column];
-  return 1.0f;
+__device__ __forceinline__ float weighted_by_column(const SharedTiles<T>& s, int column, float x) {
+  if constexpr (T::kDecayed) return x * s.decays.of_column[column];
+  return x;
 }
 
 // ---- splitting
@@ -380,9 +384,8 @@ __device__ __forceinline__ void split_b(const Scan& scan, const Chunk& chunk, Sh
   if constexpr (T::kFactorParts == 2) {
     float sums[8] = {};
     split_factor<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int line, const float(&values)[8]) {
-      const float weight = column_weight(s, line);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
+      for (int j = 0; j < 8; ++j) sums[j] += weighted_by_column(s, line, values[j]);
     });
     if (scan.has_denominator()) store_column_sums<ColumnPacks<typename T::scalar, T::kDepth>>(sums, s.sums);
   }
@@ -393,7 +396,7 @@ __device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, Sh
   if constexpr (T::kValueParts == 2) {
     float sums[8] = {};
     split_factor<T>(scan.x, chunk.columns, s.columns, s.scale, s.x, [&](int line, const float(&values)[8]) {
-      const float weight = (scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f) * column_weight(s, line);
+      const float weight = weighted_by_column(s, line, scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f);
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
     });

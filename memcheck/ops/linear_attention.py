@@ -129,9 +129,10 @@ def linear_attention(
 
     float64, float32, float16, bfloat16. Sums are in float32 (float64 for float64).
 
-    Packed or padded, each sequence gives the bits that it gives alone. Nothing of padding is read; its rows of y and of
-    the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
-    gradients.
+    Packed or padded, each sequence gives the bits that it gives alone. On CUDA one of 512 positions or more gives the
+    bits that it gives in any packed or padded batch of as many queries as keys; a dense call rounds it differently.
+    Nothing of padding is read; its rows of y and of the gradients are 0. Nothing is copied, and work and memory are
+    those of the positions that count, beside y and the gradients.
 
     Two calls with the state between give what one call gives, up to rounding. They give the same bits on the CPU if the
     first ends with a segment: after a multiple of max(512, 16 Dv) / (H / Hkv) keys, rounded up to a multiple of 64, in
@@ -161,7 +162,7 @@ def linear_attention(
         >>> if causal:
         ...     weights = weights.tril(k.shape[2] - q.shape[2])
         >>> if decay is not None:
-        ...     sums = decay.log().cumsum(2)  # of decay (B,Hkv,T); memcheck multiplies and takes no logarithm
+        ...     sums = decay.log().cumsum(2)  # of decay (B,Hkv,T)
         ...     sums = sums.repeat_interleave(q.shape[1] // sums.shape[1], 1)
         ...     weights = weights * (sums[..., -q.shape[2]:, None] - sums[..., None, :]).clamp(max=0).exp()
         >>> y = (weights @ v) / (weights.sum(-1, keepdim=True) + eps) if normalize else weights @ v

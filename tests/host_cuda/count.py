@@ -130,6 +130,23 @@ def decaying(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Case:
     )
 
 
+def lengths_of_documents(count: int, mean: int) -> list[int]:
+    """From 3/4 to 5/4 of the mean, in mixed order."""
+    return [mean - mean // 4 + mean // 2 * (89 * i % count) // max(1, count - 1) for i in range(count)]
+
+
+def linear_documents(count: int, H: int, mean: int, D: int, dtype: torch.dtype) -> Case:
+    """A packed batch."""
+    lengths = lengths_of_documents(count, mean)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    case = attention(
+        f"linear_attention {spelled(dtype)} {count} documents of {mean} H{H} D{D}",
+        lambda: [zeros(1, H, sum(lengths), D, dtype=dtype) for _ in range(3)],
+        lambda q, k, v: memcheck.linear_attention(q, k, v, causal=True, cu_seqlens=ends),
+    )
+    return replace(case, sampled=128)
+
+
 def compressed(B: int, H: int, T: int, D: int, factor: int, dtype: torch.dtype, causal: bool = True) -> Case:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y, lse = memcheck.compressed_attention(q, k, v, factor=factor, causal=causal, return_lse=True)
@@ -146,8 +163,8 @@ def compressed(B: int, H: int, T: int, D: int, factor: int, dtype: torch.dtype, 
 
 
 def documents(count: int, H: int, mean: int, D: int, factor: int, dtype: torch.dtype) -> Case:
-    """Compressed attention on a packed batch, of documents with from 3/4 to 5/4 of the mean length, in mixed order."""
-    lengths = [mean - mean // 4 + mean // 2 * (89 * i % count) // max(1, count - 1) for i in range(count)]
+    """Compressed attention on a packed batch."""
+    lengths = lengths_of_documents(count, mean)
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -247,6 +264,7 @@ def small_cases() -> Iterator[Case]:
     yield linear(1, 2, 64, 256, torch.bfloat16)
     yield compressed(1, 1, 256, 128, 8, torch.bfloat16)
     yield decaying(1, 1, 64, 32, torch.bfloat16)
+    yield linear_documents(2, 1, 1100, 64, torch.bfloat16)
     yield compressed(1, 1, 256, 256, 8, torch.bfloat16)
     yield documents(3, 1, 128, 64, 8, torch.bfloat16)
 
@@ -265,7 +283,10 @@ def large_cases() -> Iterator[Case]:
     yield compressed(256, 8, 4096, 64, 8, torch.bfloat16)
     yield documents(256, 8, 4096, 64, 8, torch.bfloat16)
     yield linear(4, 8, 4096, 64, torch.float32)
+    yield linear(1, 8, 4096, 64, torch.bfloat16)
     yield decaying(1, 8, 4096, 64, torch.bfloat16)
+    yield linear(1, 8, 256 * 4096, 64, torch.bfloat16)
+    yield linear_documents(256, 8, 4096, 64, torch.bfloat16)
     yield linear(1, 8, 4096, 256, torch.bfloat16)
     yield compressed(1, 8, 4096, 64, 8, torch.float32)
     yield softplus_step(8, 1024, torch.bfloat16)

@@ -128,3 +128,19 @@ def test_a_gpu_that_is_too_old_is_named_once(stand_for: Callable[[str], None]) -
     assert library.last_error() == 0
     with pytest.raises(RuntimeError, match=words.replace("softplus", "linear")):
         memcheck.linear_attention(x[None], x[None], x[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_launches_of_linear_attention_do_not_depend_on_the_number_of_sequences(dtype: torch.dtype) -> None:
+    """Nor on whether a sequence is cut into segments."""
+    x, decay = torch.randn(1, 2, 1200, 16, dtype=dtype), torch.rand(1, 2, 1200).clamp(min=0.5)
+    counts = []
+    for ends in ([0, 1200], [0, 0, 1, 700, 800, 800, 1150, 1200]):
+        library.forget_launches()
+        leaves = [y.clone().requires_grad_() for y in (x, x, x, decay)]
+        cu_seqlens = torch.tensor(ends)
+        q, k, v, a = leaves
+        memcheck.linear_attention(q, k, v, causal=True, decay=a, cu_seqlens=cu_seqlens).sum().backward()
+        counts.append({name: of.count for name, of in library.launches().items()})
+    assert counts[0] == counts[1]
+    assert counts[0]["linear_attention_add_up"] >= 4

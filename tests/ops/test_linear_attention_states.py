@@ -395,6 +395,43 @@ def test_states_of_sequences(packed: bool) -> None:
         assert same_bits([x[n : n + 1] for x in results[7:]], gradients[4:])
 
 
+@pytest.mark.parametrize(("D", "dtype"), [(8, torch.float32), (24, torch.bfloat16)])
+def test_long_sequences_have_their_bits_in_every_batch(D: int, dtype: torch.dtype) -> None:
+    """Packed, padded, and packed without others: of several segments, on CUDA and on the CPU."""
+    lengths, H, Hkv = [3, 1100, 0, 530], 2, 1
+    T, ends = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    inputs, grad_y = make_inputs(1, H, Hkv, T, T, D, D, "per position", dtype)
+    state = make_state(len(lengths), Hkv, D, D)
+
+    def everything_of(inputs: list[Tensor], grad_y: Tensor, state: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+        *leaves, m, z = [x.detach().requires_grad_() for x in (*inputs, *state)]
+        y, last = ours(*leaves[:3], (m, z), leaves[3], **options)
+        return [y, *last, *torch.autograd.grad([y, *last], [*leaves, m, z], [grad_y, *last])]
+
+    packed = everything_of(inputs, grad_y, state, cu_seqlens=ends)
+    padded = [torch.zeros(len(lengths), x.shape[1], max(lengths), *x.shape[3:], dtype=x.dtype) for x in inputs]
+    padded_grad = torch.zeros(len(lengths), H, max(lengths), D, dtype=dtype)
+    parts = [slice(ends[n], ends[n + 1]) for n in range(len(lengths))]
+    for n, part in enumerate(parts):
+        for to, x in zip((*padded, padded_grad), (*inputs, grad_y), strict=True):
+            to[n, :, : lengths[n]] = x[0, :, part]
+    of_padded = everything_of(padded, padded_grad, state, lengths=torch.tensor(lengths))
+    for n, part in enumerate(parts):
+        some, its_grad, its_state = [x[:, :, part] for x in inputs], grad_y[:, :, part], [x[n : n + 1] for x in state]
+        alone = everything_of(some, its_grad, tuple(its_state), cu_seqlens=torch.tensor([0, lengths[n]]))
+        for i, (x, y, one) in enumerate(zip(packed, of_padded, alone, strict=True)):
+            is_state = i in (1, 2, 7, 8)
+            assert same_bits([x[n : n + 1] if is_state else x[:, :, part]], [one])
+            assert same_bits([y[n : n + 1] if is_state else y[n : n + 1, :, : lengths[n]]], [one])
+        if n == 3 and dtype == torch.float32:
+            for x, truth in zip(alone, everything_of(*doubled(some, its_grad, its_state)), strict=True):
+                assert (x - truth).norm() < 2e-6 * truth.norm()
+
+
+def doubled(*groups: Any) -> list[Any]:
+    return [doubles(x) if isinstance(x, list) else x.double() for x in groups]
+
+
 # ---- bits, strides, memory
 
 
@@ -506,13 +543,14 @@ def test_memory_to_the_byte_on_cuda() -> None:
     state = tuple(x.requires_grad_() for x in make_state(1, 2, 8, 8))
     leaves = [x.requires_grad_() for x in inputs]
     kept = 2 * (S // 256) * 4
+    sums = 2 * 8
     with track(device=DEVICE) as memory:
         y, last = ours(*leaves[:3], state, leaves[3])
         assert memory.peak_bytes == sum(x.nbytes for x in (y, *last)) + kept
         memory.reset_peak()
         y.backward(grad_y)
         gradients = sum(x.grad.nbytes for x in (*leaves, *state))
-        assert memory.peak_bytes == sum(x.nbytes for x in (y, *last)) + gradients + 3 * 2 * S * 4 + kept
+        assert memory.peak_bytes == sum(x.nbytes for x in (y, *last)) + gradients + 3 * 2 * S * 4 + sums + kept
 
 
 # ---- torch's own checks
