@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kTableThreads) table_kernel(SequenceTableBuild
 }
 
 void build(const SequenceTableBuild& p, Dtype, cudaStream_t stream) {
-  launch({"table of sequences", dim3(1), dim3(kTableThreads), 0, stream}, table_kernel, p, finding_slots().sequences);
+  launch({"table of sequences", 1, dim3(kTableThreads), 0, stream}, table_kernel, p, finding_slots().sequences);
 }
 
 // ---- padding
@@ -58,8 +58,7 @@ __global__ void __launch_bounds__(kFillThreads) fill_kernel(PaddingFill p) {
 void fill_padding(const PaddingFill& p, Dtype dtype, cudaStream_t stream) {
   constexpr int64_t kMostBlocks = 1 << 20;
   const int64_t blocks = ceil_div(p.sequences.count * p.outer * p.length * p.inner, kFillThreads);
-  const Launch with{"padding", dim3(static_cast<unsigned>(std::min(blocks, kMostBlocks))), dim3(kFillThreads), 0,
-                    stream};
+  const Launch with{"padding", std::min(blocks, kMostBlocks), dim3(kFillThreads), 0, stream};
   switch (element_bytes(dtype)) {
     case 8:
       return launch(with, fill_kernel<uint64_t>, p);
