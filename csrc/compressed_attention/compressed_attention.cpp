@@ -12,6 +12,13 @@ namespace {
 
 using namespace compressed_attention_glue;
 
+using Op = operators::CompressedAttention;
+using BackwardOp = operators::CompressedAttentionBackward;
+using Pooled = operators::CompressedAttentionPooled;
+using PooledBackwardOp = operators::CompressedAttentionPooledBackward;
+using StepOp = operators::CompressedAttentionStep;
+using LastStepOp = operators::CompressedAttentionLastStep;
+
 constexpr const char* kForward = "compressed_attention";
 constexpr const char* kBackward = "compressed_attention_backward";
 constexpr const char* kPooled = "compressed_attention_pooled";
@@ -21,20 +28,19 @@ constexpr const char* kLastStep = "compressed_attention_last_step";
 
 // ---- forward
 
-using MaybeTensor = std::optional<at::Tensor>;
-using ForwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using PooledResult = std::tuple<at::Tensor, at::Tensor>;
+// The sizes, and of the sequences what does not depend on values.
+std::pair<Sizes, SequenceArguments> check_forward(const Op::Arguments& in) {
+  Sizes n = check_inputs(kForward, in.q, in.k, in.v, options_of(in));
+  SequenceArguments sequences = sequence_arguments(kForward, in);
+  n.C = block_places(n, in.factor, sequences);
+  check_sink(kForward, n, in.q, in.sink);
+  return {n, sequences};
+}
 
-ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& sink,
-                           const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
-                           bool left_padded, int64_t factor, bool causal, bool strict, std::optional<double> scale,
-                           bool keep, bool return_lse) {
-  Sizes n = check_inputs(kForward, q, k, v, {factor, causal, strict, scale});
-  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
-  n.C = block_places(n, factor, sequences.check(kForward, q));
-  check_sink(kForward, n, q, sink);
-  return {empty_output(n, q), empty_lse(n, q, keep || return_lse), empty_compressed(n, q, keep),
-          empty_compressed(n, q, keep)};
+Op::Results forward_meta(const Op::Arguments& in) {
+  const auto [n, sequences] = check_forward(in);
+  return {empty_output(n, in.q), empty_lse(n, in.q, in.keep || in.return_lse), empty_compressed(n, in.q, in.keep),
+          empty_compressed(n, in.q, in.keep)};
 }
 
 // The sequences of a call, which the shape gets.
@@ -77,64 +83,56 @@ void fill_padded_outputs(const Sequences& sequences, const at::Tensor& y, const 
   sequences.fill_padded_queries(lse, 2, -std::numeric_limits<double>::infinity());
 }
 
-ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
-                      const at::Tensor& v, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                      const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
-                      bool causal, bool strict, std::optional<double> scale, bool keep, bool return_lse) {
-  const Options options{factor, causal, strict, scale};
-  Sizes n = check_inputs(kForward, q, k, v, options);
-  const auto arguments = SequenceInputs{cu_seqlens_q, cu_seqlens_k, lengths, left_padded}.check(kForward, q);
-  n.C = block_places(n, factor, arguments);
-  const at::Tensor sinks = contiguous_or_not(check_sink(kForward, n, q, sink));
+Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Arguments& in) {
+  const auto [n, arguments] = check_forward(in);
+  const at::Tensor& q = in.q;
+  const Options options = options_of(in);
+  const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
   const Sequences sequences = sequences_of(kForward, kernels, arguments, q, shape, device);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
-  const at::Tensor lse = empty_lse(n, q, keep || return_lse);
+  const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const at::Tensor kc = empty_compressed(n, q, true), vc = empty_compressed(n, q, true);
   const Scratch scratch(plan.forward_scratch_bytes, q);
   fill_padded_outputs(sequences, y, lse);
-  if (shape.sequences && keep) zero_all({kc, vc});  // places without a block
-  const CompressedAttentionPooling pooling{shape,         reads<4>(k),    reads<4>(v),   writes<4>(kc),
+  if (shape.sequences && in.keep) zero_all({kc, vc});  // places without a block
+  const CompressedAttentionPooling pooling{shape,         reads<4>(in.k), reads<4>(in.v), writes<4>(kc),
                                            writes<4>(vc), scratch.data(), device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
-  run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch.data()}, device);
-  if (keep) return {y, lse, kc, vc};
+  run_forward(kernels, shape, options, {q, kc, vc, sink, y, lse, scratch.data()}, device);
+  if (in.keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
 
-PooledResult pooled_meta(const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, const MaybeTensor& sink,
-                         const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
-                         bool left_padded, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
-                         std::optional<double> scale, bool keep, bool return_lse) {
-  const Options options{factor, causal, strict, scale};
-  const Sizes n = check_blocks(kPooled, q, kc, vc, kv_len, options, true);
-  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
-  check_block_count(kPooled, n, options, sequences.check(kPooled, q));
-  check_sink(kPooled, n, q, sink);
-  return {empty_output(n, q), empty_lse(n, q, keep || return_lse)};
+std::pair<Sizes, SequenceArguments> check_pooled(const Pooled::Arguments& in) {
+  const Sizes n = check_blocks(kPooled, in.q, in.kc, in.vc, in.kv_len, options_of(in), true);
+  SequenceArguments sequences = sequence_arguments(kPooled, in);
+  check_block_count(kPooled, n, options_of(in), sequences);
+  check_sink(kPooled, n, in.q, in.sink);
+  return {n, sequences};
 }
 
-PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& kc,
-                    const at::Tensor& vc, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                    const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
-                    c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale, bool keep,
-                    bool return_lse) {
-  const Options options{factor, causal, strict, scale};
-  const Sizes n = check_blocks(kPooled, q, kc, vc, kv_len, options, true);
-  const auto arguments = SequenceInputs{cu_seqlens_q, cu_seqlens_k, lengths, left_padded}.check(kPooled, q);
-  check_block_count(kPooled, n, options, arguments);
-  const at::Tensor sinks = contiguous_or_not(check_sink(kPooled, n, q, sink));
+Pooled::Results pooled_meta(const Pooled::Arguments& in) {
+  const auto [n, sequences] = check_pooled(in);
+  return {empty_output(n, in.q), empty_lse(n, in.q, in.keep || in.return_lse)};
+}
+
+Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::Arguments& in) {
+  const auto [n, arguments] = check_pooled(in);
+  const at::Tensor& q = in.q;
+  const Options options = options_of(in);
+  const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
   const Sequences sequences = sequences_of(kPooled, kernels, arguments, q, shape, device);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
-  const at::Tensor lse = empty_lse(n, q, keep || return_lse);
+  const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
   fill_padded_outputs(sequences, y, lse);
-  run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch.data()}, device);
+  run_forward(kernels, shape, options, {q, in.kc, in.vc, sink, y, lse, scratch.data()}, device);
   return {y, lse};
 }
 
@@ -149,7 +147,7 @@ struct StepInputs {
 };
 
 // y, and the sums over the open block after the position.
-using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using StepResult = StepOp::Results;
 
 // T and C are those after the position. If it completes a block, kc and vc of the state have a place for that behind
 // `blocks` of them; else they have no others.
@@ -203,46 +201,45 @@ StepResult run_step(const CompressedAttentionKernels& kernels, const Sizes& n, c
   return result;
 }
 
-StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& kc,
-                     const at::Tensor& vc, const at::Tensor& k_sum, const at::Tensor& v_sum, c10::SymInt positions,
-                     int64_t factor, bool strict, std::optional<double> scale) {
-  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, positions}, {factor, /*causal=*/true, strict, scale}};
+StepInputs inputs_of(const StepOp::Arguments& in, c10::SymInt positions) {
+  return {in.q,
+          in.k,
+          in.v,
+          {in.kc, in.vc, in.k_sum, in.v_sum, std::move(positions)},
+          {in.factor, /*causal=*/true, in.strict, in.scale}};
+}
+
+StepResult step_meta(const StepOp::Arguments& arguments) {
+  const StepInputs in = inputs_of(arguments, arguments.number);
   return empty_output_and_sums(check_step(kStep, in, std::nullopt), in);
 }
 
-StepResult step(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
-                const at::Tensor& v, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& k_sum,
-                const at::Tensor& v_sum, c10::SymInt positions, int64_t factor, bool strict,
-                std::optional<double> scale) {
-  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, positions}, {factor, /*causal=*/true, strict, scale}};
+StepResult step(const CompressedAttentionKernels& kernels, const StepOp::Arguments& arguments) {
+  const StepInputs in = inputs_of(arguments, arguments.number);
   return run_step(kernels, check_step(kStep, in, std::nullopt), in, /*completes=*/false);
 }
 
-StepResult last_step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& kc,
-                          const at::Tensor& vc, const at::Tensor& k_sum, const at::Tensor& v_sum, c10::SymInt blocks,
-                          int64_t factor, bool strict, std::optional<double> scale) {
-  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, factor - 1}, {factor, /*causal=*/true, strict, scale}};
-  return empty_output_and_sums(check_step(kLastStep, in, blocks), in);
+StepResult last_step_meta(const StepOp::Arguments& arguments) {
+  const StepInputs in = inputs_of(arguments, arguments.factor - 1);
+  return empty_output_and_sums(check_step(kLastStep, in, arguments.number), in);
 }
 
-StepResult last_step(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
-                     const at::Tensor& v, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& k_sum,
-                     const at::Tensor& v_sum, c10::SymInt blocks, int64_t factor, bool strict,
-                     std::optional<double> scale) {
-  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, factor - 1}, {factor, /*causal=*/true, strict, scale}};
-  return run_step(kernels, check_step(kLastStep, in, blocks), in, /*completes=*/true);
+StepResult last_step(const CompressedAttentionKernels& kernels, const StepOp::Arguments& arguments) {
+  const StepInputs in = inputs_of(arguments, arguments.factor - 1);
+  return run_step(kernels, check_step(kLastStep, in, arguments.number), in, /*completes=*/true);
 }
 
 // ---- backward
 
 // Fills the gradients, of which those of keys and values are pooled or not.
-void run_backward(const CompressedAttentionKernels& kernels, const char* op, const Sizes& n, const BackwardInputs& in,
+template <typename Arguments>
+void run_backward(const CompressedAttentionKernels& kernels, const char* op, const Sizes& n, const Arguments& in,
                   bool pooled, const Gradients& gradients) {
   const auto& [grad_q, grad_k, grad_v, grad_sink] = gradients;
   const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
   const DeviceScope device(in.q);
-  CompressedAttentionShape shape = n.shape(in.options);
-  const Sequences sequences = sequences_of(op, kernels, in.sequences.check(op, in.q), in.q, shape, device);
+  CompressedAttentionShape shape = n.shape(options_of(in));
+  const Sequences sequences = sequences_of(op, kernels, sequence_arguments(op, in), in.q, shape, device);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const bool keeps_delta = grad_k.defined() || grad_sink.defined();
   const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
@@ -253,7 +250,7 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
     if (pooled && shape.sequences) zero_all({x});  // places without a block
   }
   const CompressedAttentionBackward p{shape,
-                                      scale_of(shape, in.options),
+                                      scale_of(shape, options_of(in)),
                                       reads<4>(in.grad_y),
                                       reads<3>(defined_or_not(in.grad_lse)),
                                       reads<4>(in.q),
@@ -273,103 +270,43 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
   kernels.backward(p, dtype_of(in.q), device.stream);
 }
 
-Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc, const MaybeTensor& vc,
-                        const MaybeTensor& y, const at::Tensor& lse, const MaybeTensor& grad_lse,
-                        const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                        const MaybeTensor& lengths, bool left_padded, int64_t factor, c10::SymInt kv_len, bool causal,
-                        bool strict, std::optional<double> scale, c10::SymIntArrayRef grad_k_stride,
-                        c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
-  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
-  const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
-  return empty_gradients(kBackward, check_backward(kBackward, in), in, grad_k_stride, grad_v_stride);
+Gradients backward_meta(const BackwardOp::Arguments& in) {
+  return empty_gradients(kBackward, check_backward(kBackward, in), in);
 }
 
-Gradients backward(const CompressedAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                   const at::Tensor& kc, const MaybeTensor& vc, const MaybeTensor& y, const at::Tensor& lse,
-                   const MaybeTensor& grad_lse, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                   const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
-                   c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale,
-                   c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
-  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
-  const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+Gradients backward(const CompressedAttentionKernels& kernels, const BackwardOp::Arguments& in) {
   const Sizes n = check_backward(kBackward, in);
-  const Gradients gradients = empty_gradients(kBackward, n, in, grad_k_stride, grad_v_stride);
+  const Gradients gradients = empty_gradients(kBackward, n, in);
   run_backward(kernels, kBackward, n, in, /*pooled=*/false, gradients);
   return gradients;
 }
 
-Gradients empty_pooled_gradients(const BackwardInputs& in) {
-  return {empty_gradient(in.wanted[0], in.q), empty_gradient(in.wanted[1], in.kc),
-          empty_gradient(in.wanted[2], defined_or_not(in.vc), in.kc.sym_sizes(), in.kc.options()),
-          empty_gradient(in.wanted[3], defined_or_not(in.sink))};
+Gradients empty_pooled_gradients(const PooledBackwardOp::Arguments& in) {
+  const auto& wanted = in.output_mask;
+  return {empty_gradient(wanted[0], in.q), empty_gradient(wanted[1], in.kc),
+          empty_gradient(wanted[2], defined_or_not(in.vc), in.kc.sym_sizes(), in.kc.options()),
+          empty_gradient(wanted[3], defined_or_not(in.sink))};
 }
 
-Gradients pooled_backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
-                               const MaybeTensor& vc, const MaybeTensor& y, const at::Tensor& lse,
-                               const MaybeTensor& grad_lse, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
-                               int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
-                               std::optional<double> scale, Mask output_mask) {
-  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
-  const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+Gradients pooled_backward_meta(const PooledBackwardOp::Arguments& in) {
   check_backward(kPooledBackward, in);
   return empty_pooled_gradients(in);
 }
 
-Gradients pooled_backward(const CompressedAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                          const at::Tensor& kc, const MaybeTensor& vc, const MaybeTensor& y, const at::Tensor& lse,
-                          const MaybeTensor& grad_lse, const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                          const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, int64_t factor,
-                          c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale, Mask output_mask) {
-  const SequenceInputs sequences{cu_seqlens_q, cu_seqlens_k, lengths, left_padded};
-  const Options options{factor, causal, strict, scale};
-  const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, sequences, kv_len, options, output_mask};
+Gradients pooled_backward(const CompressedAttentionKernels& kernels, const PooledBackwardOp::Arguments& in) {
   const Sizes n = check_backward(kPooledBackward, in);
   const Gradients gradients = empty_pooled_gradients(in);
   run_backward(kernels, kPooledBackward, n, in, /*pooled=*/true, gradients);
   return gradients;
 }
 
-#define SEQUENCES                                                                \
-  " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None," \
-  " bool left_padded=False,"
-
-const Registration registration(
-    MEMCHECK_KERNELS(compressed_attention),
-    OperatorRow{"compressed_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, *," SEQUENCES
-                " int factor, bool causal=True, bool strict=False, float? scale=None, bool keep=False,"
-                " bool return_lse=False)"
-                " -> (Tensor y, Tensor lse, Tensor kc, Tensor vc)",
-                forward_meta, forward, /*cast_inputs=*/3},
-    OperatorRow{"compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
-                " Tensor? grad_lse=None, Tensor? sink=None, *," SEQUENCES
-                " int factor, SymInt kv_len, bool causal, bool strict, float? scale, SymInt[] grad_k_stride, SymInt[] "
-                "grad_v_stride, bool[4] output_mask)"
-                " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)",
-                backward_meta, backward},
-    OperatorRow{"compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, Tensor? sink=None, *," SEQUENCES
-                " int factor, SymInt kv_len, bool causal=True, bool strict=False, float? scale=None, bool keep=False,"
-                " bool return_lse=False) -> (Tensor y, Tensor lse)",
-                pooled_meta, pooled, /*cast_inputs=*/3},
-    OperatorRow{"compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y,"
-                " Tensor lse, Tensor? grad_lse=None, Tensor? sink=None, *," SEQUENCES
-                " int factor, SymInt kv_len, bool causal, bool strict, float? scale, bool[4] output_mask)"
-                " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink)",
-                pooled_backward_meta, pooled_backward},
-    OperatorRow{"compressed_attention_step(Tensor q, Tensor k, Tensor v, Tensor kc, Tensor vc, Tensor k_sum,"
-                " Tensor v_sum, SymInt positions, *, int factor, bool strict=False, float? scale=None)"
-                " -> (Tensor y, Tensor new_k_sum, Tensor new_v_sum)",
-                step_meta, step, /*cast_inputs=*/3},
-    // The step of the last position of a block, which is written behind `blocks` of them in kc and vc.
-    OperatorRow{"compressed_attention_last_step(Tensor q, Tensor k, Tensor v, Tensor(a!) kc, Tensor(b!) vc,"
-                " Tensor k_sum, Tensor v_sum, SymInt blocks, *, int factor, bool strict=False, float? scale=None)"
-                " -> (Tensor y, Tensor new_k_sum, Tensor new_v_sum)",
-                last_step_meta, last_step, /*cast_inputs=*/3});
-
-#undef SEQUENCES
+const Registration registration(MEMCHECK_KERNELS(compressed_attention),
+                                kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/3),
+                                kernels_of<BackwardOp>(backward_meta, backward),
+                                kernels_of<Pooled>(pooled_meta, pooled, /*cast_inputs=*/3),
+                                kernels_of<PooledBackwardOp>(pooled_backward_meta, pooled_backward),
+                                kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3),
+                                kernels_of<LastStepOp>(last_step_meta, last_step, /*cast_inputs=*/3));
 
 }  // namespace
 }  // namespace memcheck::compressed_attention_operators

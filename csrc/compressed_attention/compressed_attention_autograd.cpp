@@ -9,59 +9,21 @@
 namespace memcheck::compressed_attention_autograd {
 namespace {
 
-bool requires_gradient(const MaybeTensor& x) {
-  return x && x->requires_grad();
-}
-
-// Arguments that a backward takes as its forward does.
-struct Options {
-  MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
-  bool left_padded;
-  int64_t factor;
-  c10::SymInt kv_len;
-  bool causal, strict;
-  Scale scale;
-
-  // `inputs` of the backward, before the tensors of sequences.
-  void save(AutogradContext* ctx, variable_list inputs) const {
-    for (const MaybeTensor& x : {cu_seqlens_q, cu_seqlens_k, lengths}) inputs.push_back(x.value_or(Tensor()));
-    ctx->save_for_backward(std::move(inputs));
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["left_padded"] = left_padded;
-    ctx->saved_data["factor"] = factor;
-    ctx->saved_data["kv_len"] = kv_len;
-    ctx->saved_data["causal"] = causal;
-    ctx->saved_data["strict"] = strict;
-    ctx->saved_data["scale"] = scale;
-  }
-
-  static Options saved(AutogradContext* ctx, const variable_list& inputs) {
-    return {if_defined(inputs[6]),
-            if_defined(inputs[7]),
-            if_defined(inputs[8]),
-            ctx->saved_data["left_padded"].toBool(),
-            ctx->saved_data["factor"].toInt(),
-            ctx->saved_data["kv_len"].toSymInt(),
-            ctx->saved_data["causal"].toBool(),
-            ctx->saved_data["strict"].toBool(),
-            ctx->saved_data["scale"].toOptional<double>()};
-  }
-};
+using Op = operators::CompressedAttention;
+using BackwardOp = operators::CompressedAttentionBackward;
+using Pooled = operators::CompressedAttentionPooled;
+using PooledBackwardOp = operators::CompressedAttentionPooledBackward;
 
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the softmax weights from
 // scores. vc: for the gradient of a weight, but not for that of the values. y: grad_y . y, unless y was rounded to 16
 // bits, when that is a sum over blocks. sink: its weight, for its own gradient and for those of
-// gradients; the lse includes it.
-variable_list saved_tensors(const Tensor& q, const Tensor& kc, const Tensor& vc, const Tensor& y, const Tensor& lse,
-                            const MaybeTensor& sink, bool grads_scores, bool saves_vc) {
-  const bool exact = acc_scalar_type(q.scalar_type()) == q.scalar_type();
-  return {q, kc, saves_vc ? vc : Tensor(), grads_scores && exact ? y : Tensor(), lse, sink.value_or(Tensor())};
-}
-
-// Which gradients the backward that is running is asked for. A sink has a place among the inputs only if it was given.
-Mask wanted_with_sink(const AutogradContext* ctx, const Tensor& sink) {
-  return {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
-          sink.defined() && ctx->needs_input_grad(3)};
+// gradients; the lse includes it. Lengths: which positions belong to which sequence.
+template <typename Arguments>
+variable_list saved_tensors(const Arguments& in, const Tensor& kc, const Tensor& vc, const Tensor& y, const Tensor& lse,
+                            bool grads_scores) {
+  const bool exact = acc_scalar_type(in.q.scalar_type()) == in.q.scalar_type();
+  return tensors_among(in.q, kc, vc, grads_scores && exact ? y : Tensor(), lse, in.sink, in.cu_seqlens_q,
+                       in.cu_seqlens_k, in.lengths);
 }
 
 // The outputs of a forward, of which y has a gradient, and lse if it was asked for.
@@ -79,7 +41,7 @@ struct BlocksOfPositions {
   Tensor index, lengths;
 };
 
-BlocksOfPositions blocks_of_positions(const Options& of, const at::TensorOptions& options) {
+BlocksOfPositions blocks_of_positions(const BackwardOp::Arguments& of, const at::TensorOptions& options) {
   const int64_t T = of.kv_len.guard_int(__FILE__, __LINE__), factor = of.factor;
   const auto integers = options.dtype(at::kLong);
   const Tensor position = at::arange(T, integers);
@@ -128,79 +90,84 @@ Tensor kept_means(const Tensor& kept, size_t input, const BlocksOfPositions& blo
   return KeptMeans::apply(stands_for_input(input, kept), kept, blocks.index, blocks.lengths)[0];
 }
 
-struct CompressedAttention : Function<CompressedAttention> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
-                               int64_t factor, bool causal, bool strict, Scale scale, bool keep, bool return_lse) {
-    const auto [y, lse, kc, vc] =
-        call_below_autograd<Forward>(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, causal,
-                                     strict, scale, true, return_lse);
-    const bool grads_scores = q.requires_grad() || k.requires_grad() || requires_gradient(sink);
+struct CompressedAttention : Differentiable<CompressedAttention, Op> {
+  static variable_list run(AutogradContext* ctx, Arguments in) {
+    const bool keep = std::exchange(in.keep, true);
+    const auto [y, lse, kc, vc] = call_below<Op>(in);
+    const bool grads_scores = in.q.requires_grad() || in.k.requires_grad() || requires_gradient(in.sink);
+    ctx->save_for_backward(saved_tensors(in, kc, grads_scores ? vc : Tensor(), y, lse, grads_scores));
     // k and v are not saved, but the strides of their gradients.
-    Options{cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, k.sym_size(2), causal, strict, scale}.save(
-        ctx, saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores));
-    ctx->saved_data["grad_k_stride"] = gradient_stride(k);
-    ctx->saved_data["grad_v_stride"] = gradient_stride(v);
-    return returned(ctx, {y, lse, kc, vc}, keep, return_lse);
+    ctx->saved_data["kv_len"] = in.k.sym_size(2);
+    ctx->saved_data["grad_k_stride"] = gradient_stride(in.k);
+    ctx->saved_data["grad_v_stride"] = gradient_stride(in.v);
+    return returned(ctx, {y, lse, kc, vc}, keep, in.return_lse);
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined() && !grads[1].defined()) return gradients_of<Forward>({});
-    const auto saved = ctx->get_saved_variables();
-    const Options of = Options::saved(ctx, saved);
-    const Tensor grad_y = gradient_of_y(grads, saved[0]);
-    BlocksOfPositions blocks;
+  static variable_list differentiate(const Saved& saved, const variable_list& grads) {
+    const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
+    auto& data = saved.ctx->saved_data;
+    const Arguments& of = saved.options;
+    BackwardOp::Arguments in{gradient_of_y(grads, saved.tensors[0]),
+                             saved.tensors[0],
+                             saved.tensors[1],
+                             given(2),
+                             kept_y(saved.tensors[3]),
+                             saved.tensors[4].detach(),
+                             if_defined(grads[1]),
+                             given(5),
+                             given(6),
+                             given(7),
+                             given(8),
+                             of.left_padded,
+                             of.factor,
+                             data["kv_len"].toSymInt(),
+                             of.causal,
+                             of.strict,
+                             of.scale,
+                             data["grad_k_stride"].toSymIntVector(),
+                             data["grad_v_stride"].toSymIntVector(),
+                             saved.wanted_of<4>()};
     if (at::GradMode::is_enabled()) {
-      const at::NoGradGuard guard;
-      blocks = blocks_of_positions(of, grad_y.options());
+      const BlocksOfPositions blocks = [&] {
+        const at::NoGradGuard guard;
+        return blocks_of_positions(in, in.grad_y.options());
+      }();
+      in.kc = kept_means(in.kc, 1, blocks);
+      if (in.vc) in.vc = kept_means(*in.vc, 2, blocks);
     }
-    const Tensor kc = kept_means(saved[1], 1, blocks), vc = kept_means(saved[2], 2, blocks);
-    const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<Backward>(
-        grad_y, saved[0], kc, if_defined(vc), kept_y(saved[3]), saved[4].detach(), if_defined(grads[1]),
-        if_defined(saved[5]), of.cu_seqlens_q, of.cu_seqlens_k, of.lengths, of.left_padded, of.factor, of.kv_len,
-        of.causal, of.strict, of.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
-        ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
-    return gradients_of<Forward>({grad_q, grad_k, grad_v, grad_sink});
+    return list_of(call<BackwardOp>(in));
   }
 };
 
-struct PooledAttention : Function<PooledAttention> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& kc, const Tensor& vc,
-                               const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
-                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
-                               int64_t factor, c10::SymInt kv_len, bool causal, bool strict, Scale scale, bool /*keep*/,
-                               bool return_lse) {
-    const auto [y, lse] =
-        call_below_autograd<PooledForward>(q, kc, vc, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor,
-                                           kv_len, causal, strict, scale, true, return_lse);
-    const bool grads_scores = q.requires_grad() || kc.requires_grad() || requires_gradient(sink);
+struct PooledAttention : Differentiable<PooledAttention, Pooled> {
+  static variable_list run(AutogradContext* ctx, Arguments in) {
+    in.keep = true;
+    const auto [y, lse] = call_below<Pooled>(in);
+    const bool grads_scores = in.q.requires_grad() || in.kc.requires_grad() || requires_gradient(in.sink);
     // The gradient of vc takes the strides of vc.
-    Options{cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, kv_len, causal, strict, scale}.save(
-        ctx, saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores || !vc.is_contiguous()));
-    if (!return_lse) ctx->mark_non_differentiable({lse});
+    const bool saves_vc = grads_scores || !in.vc.is_contiguous();
+    ctx->save_for_backward(saved_tensors(in, in.kc, saves_vc ? in.vc : Tensor(), y, lse, grads_scores));
+    if (!in.return_lse) ctx->mark_non_differentiable({lse});
     return {y, lse};
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined() && !grads[1].defined()) return gradients_of<PooledForward>({});
-    const auto saved = ctx->get_saved_variables();
-    const Options of = Options::saved(ctx, saved);
-    const auto [grad_q, grad_kc, grad_vc, grad_sink] = call_operator<PooledBackward>(
-        gradient_of_y(grads, saved[0]), saved[0], saved[1], if_defined(saved[2]), kept_y(saved[3]), saved[4].detach(),
-        if_defined(grads[1]), if_defined(saved[5]), of.cu_seqlens_q, of.cu_seqlens_k, of.lengths, of.left_padded,
-        of.factor, of.kv_len, of.causal, of.strict, of.scale, wanted_with_sink(ctx, saved[5]));
-    return gradients_of<PooledForward>({grad_q, grad_kc, grad_vc, grad_sink});
+  static variable_list differentiate(const Saved& saved, const variable_list& grads) {
+    const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
+    const Arguments& of = saved.options;
+    return list_of(call<PooledBackwardOp>(
+        {gradient_of_y(grads, saved.tensors[0]), saved.tensors[0], saved.tensors[1], given(2), kept_y(saved.tensors[3]),
+         saved.tensors[4].detach(), if_defined(grads[1]), given(5), given(6), given(7), given(8), of.left_padded,
+         of.factor, of.kv_len, of.causal, of.strict, of.scale, saved.wanted_of<4>()}));
   }
 };
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
-  register_differentiable<Forward, CompressedAttention>(m);
-  register_backward<Backward>(m);
-  register_differentiable<PooledForward, PooledAttention>(m);
-  register_backward<PooledBackward>(m);
-  register_without_gradient<Step>(m);
-  register_without_gradient<LastStep>(m);
+  register_node<Op, CompressedAttention>(m);
+  register_gradients<BackwardOp>(m);
+  register_node<Pooled, PooledAttention>(m);
+  register_gradients<PooledBackwardOp>(m);
+  register_no_gradient<operators::CompressedAttentionStep>(m);
+  register_no_gradient<operators::CompressedAttentionLastStep>(m);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "common/torch/checks.h"
 #include "common/torch/sequences.h"
 #include "compressed_attention/compressed_attention.h"
+#include "compressed_attention/compressed_attention_operators.h"
 
 // What the operators of compressed attention share: checks of their arguments, and results.
 
@@ -81,17 +82,15 @@ inline void check_lengths(const char* op, const Sizes& n, const char* T_name, bo
                     ", got S = ", n.S, " and ", T_name, " = ", n.T);
 }
 
-// The arguments by which an operator takes sequences, in their order.
-struct SequenceInputs {
-  const std::optional<at::Tensor>& cu_seqlens_q;
-  const std::optional<at::Tensor>& cu_seqlens_k;
-  const std::optional<at::Tensor>& lengths;
-  bool left_padded;
-
-  SequenceArguments check(const char* op, const at::Tensor& q) const {
-    return check_sequences(op, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, q.sym_size(0));
-  }
-};
+// Of the arguments of an operator.
+template <typename Arguments>
+SequenceArguments sequence_arguments(const char* op, const Arguments& in) {
+  return check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, in.q.sym_size(0));
+}
+template <typename Arguments>
+Options options_of(const Arguments& in) {
+  return {in.factor, in.causal, in.strict, in.scale};
+}
 
 // The sizes of k and v. The caller sets C.
 inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -233,7 +232,6 @@ inline at::Tensor contiguous_or_not(const at::Tensor& x) {
 }
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using Mask = std::array<bool, 4>;
 
 inline at::Tensor defined_or_not(const std::optional<at::Tensor>& x) {
   return x.value_or(at::Tensor());
@@ -243,49 +241,35 @@ inline bool is_exact(const at::Tensor& x) {
   return acc_scalar_type(x.scalar_type()) == x.scalar_type();
 }
 
-// The arguments of the backward operators.
-struct BackwardInputs {
-  const at::Tensor& grad_y;                   // (B,H,S,D)
-  const at::Tensor& q;                        // (B,H,S,D)
-  const at::Tensor& kc;                       // (B,Hkv,C,D)
-  const std::optional<at::Tensor>& vc;        // (B,Hkv,C,D), none if only the gradient of values is wanted
-  const std::optional<at::Tensor>& y;         // (B,H,S,D), none as vc is, and if y was rounded to 16 bits
-  const at::Tensor& lse;                      // (B,H,S)
-  const std::optional<at::Tensor>& grad_lse;  // (B,H,S), none for zeros
-  const std::optional<at::Tensor>& sink;      // (H,)
-  SequenceInputs sequences;
-  c10::SymInt kv_len;  // T
-  Options options;
-  Mask wanted;
-};
-
 // What a forward returned for q, and the gradients of that.
-inline void check_results(const char* op, const Sizes& n, const at::Tensor& q, const at::Tensor& grad_y,
-                          const std::optional<at::Tensor>& y, bool needs_y, const at::Tensor& lse,
-                          const std::optional<at::Tensor>& grad_lse) {
+template <typename Arguments>
+void check_results(const char* op, const Sizes& n, const Arguments& in, bool needs_y) {
   const auto check_like_q = [&](const char* name, const at::Tensor& x) {
     check_rank(op, name, x, 4, "(B,H,S,D)");
     check_shape(op, name, x, "(B,H,S,D)", {n.B, n.H, n.S, n.D}, "q");
-    check_like(op, name, x, q, "q");
+    check_like(op, name, x, in.q, "q");
   };
-  check_like_q("grad_y", grad_y);
-  if (y || (needs_y && is_exact(q))) check_like_q("y", defined_or_not(y));
+  check_like_q("grad_y", in.grad_y);
+  if (in.y || (needs_y && is_exact(in.q))) check_like_q("y", defined_or_not(in.y));
   const auto check_numbers = [&](const char* name, const at::Tensor& x) {
     check_tensor(op, name, x);
     check_shape(op, name, x, "(B,H,S)", {n.B, n.H, n.S}, "q");
-    check_dtype(op, name, x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-    check_device(op, name, x, q, "q");
+    check_dtype(op, name, x, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
+    check_device(op, name, x, in.q, "q");
   };
-  check_numbers("lse", lse);
-  if (grad_lse) check_numbers("grad_lse", *grad_lse);
+  check_numbers("lse", in.lse);
+  if (in.grad_lse) check_numbers("grad_lse", *in.grad_lse);
 }
 
-inline Sizes check_backward(const char* op, const BackwardInputs& in) {
-  const bool needs_all = in.wanted[0] || in.wanted[1] || in.wanted[3];
-  const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, in.options, needs_all);
-  check_results(op, n, in.q, in.grad_y, in.y, needs_all, in.lse, in.grad_lse);
-  if (in.sink || in.wanted[3]) check_sink(op, n, in.q, defined_or_not(in.sink));
-  check_block_count(op, n, in.options, in.sequences.check(op, in.q));
+// The arguments of a backward operator.
+template <typename Arguments>
+Sizes check_backward(const char* op, const Arguments& in) {
+  const auto& wanted = in.output_mask;
+  const bool needs_all = wanted[0] || wanted[1] || wanted[3];
+  const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, options_of(in), needs_all);
+  check_results(op, n, in, needs_all);
+  if (in.sink || wanted[3]) check_sink(op, n, in.q, defined_or_not(in.sink));
+  check_block_count(op, n, options_of(in), sequence_arguments(op, in));
   return n;
 }
 
@@ -303,17 +287,18 @@ inline bool has_gaps(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
 // Those that are not wanted are undefined. Keys and values were not saved, but the strides of their gradients. A
 // process that has a part of them, of a DTensor, gets strides of the whole, and makes contiguous gradients where these
 // have gaps.
-inline Gradients empty_gradients(const char* op, const Sizes& n, const BackwardInputs& in,
-                                 c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride) {
-  const auto empty = [&](bool wanted, const char* name, c10::SymIntArrayRef stride) {
-    if (!wanted) return at::Tensor();
+inline Gradients empty_gradients(const char* op, const Sizes& n,
+                                 const operators::CompressedAttentionBackward::Arguments& in) {
+  const auto& wanted = in.output_mask;
+  const auto empty = [&](bool is_wanted, const char* name, c10::SymIntArrayRef stride) {
+    if (!is_wanted) return at::Tensor();
     TORCH_CHECK_VALUE(stride.size() == 4, op, ": ", name, " must be 4 strides, got ", stride);
     const std::array<c10::SymInt, 4> sizes{n.B, n.Hkv, n.T, n.D};
     if (has_gaps(sizes, stride)) return at::empty_symint(sizes, in.q.options());
     return at::empty_strided_symint(sizes, stride, in.q.options());
   };
-  return {empty_gradient(in.wanted[0], in.q), empty(in.wanted[1], "grad_k_stride", grad_k_stride),
-          empty(in.wanted[2], "grad_v_stride", grad_v_stride), empty_gradient(in.wanted[3], defined_or_not(in.sink))};
+  return {empty_gradient(wanted[0], in.q), empty(wanted[1], "grad_k_stride", in.grad_k_stride),
+          empty(wanted[2], "grad_v_stride", in.grad_v_stride), empty_gradient(wanted[3], defined_or_not(in.sink))};
 }
 
 }  // namespace memcheck::compressed_attention_glue

@@ -89,9 +89,11 @@ Pair whole_blocks(const Pair& x, int64_t factor, bool in_torch) {
     });
   }
   // A forward without queries keeps the means for backward.
-  const auto kept = call_operator<Forward>(part_of(x[0], 0, 0), x[0], x[1], std::nullopt, std::nullopt, std::nullopt,
-                                           std::nullopt, /*left_padded=*/false, factor, /*causal=*/false,
-                                           /*strict=*/false, std::nullopt, /*keep=*/true, /*return_lse=*/false);
+  operators::CompressedAttention::Arguments in{part_of(x[0], 0, 0), x[0], x[1]};
+  in.left_padded = in.causal = in.strict = in.return_lse = false;
+  in.factor = factor;
+  in.keep = true;
+  const auto kept = call<operators::CompressedAttention>(in);
   return {std::get<2>(kept), std::get<3>(kept)};
 }
 
@@ -195,7 +197,7 @@ struct NewBlocks : Function<NewBlocks> {
 };
 
 void check_extend(const char* op, const MaybeTensor& q, const Tensor& k, const Tensor& v, at::TensorList states,
-                  c10::SymIntArrayRef positions, int64_t factor, Scale scale, const Places& places) {
+                  c10::SymIntArrayRef positions, int64_t factor, std::optional<double> scale, const Places& places) {
   using namespace compressed_attention_glue;
   Sizes n = check_new_keys(op, k, v, factor);
   const size_t count = positions.size();
@@ -220,8 +222,9 @@ void check_extend(const char* op, const MaybeTensor& q, const Tensor& k, const T
 
 // q and scale are those of the attention that follows, and only checked. `op` is the function that messages name.
 variable_list extend(const MaybeTensor& q, const Tensor& k, const Tensor& v, at::TensorList states,
-                     c10::SymIntArrayRef positions, int64_t factor, Scale scale, std::optional<bool> packed,
-                     at::IntArrayRef begins, at::IntArrayRef counts, bool only_new, std::string_view op) {
+                     c10::SymIntArrayRef positions, int64_t factor, std::optional<double> scale,
+                     std::optional<bool> packed, at::IntArrayRef begins, at::IntArrayRef counts, bool only_new,
+                     std::string_view op) {
   const Places places{packed, begins, counts};
   check_extend(std::string(op).c_str(), q, k, v, states, positions, factor, scale, places);
   const variable_list inputs = tensors_among(k, v, states);

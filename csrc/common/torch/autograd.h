@@ -410,6 +410,7 @@ struct Differentiable : Function<Node> {
     variable_list tensors;
     Arguments options;         // arguments, of which the tensors are left out
     std::vector<bool> wanted;  // which gradients, by the positions of Inputs
+    AutogradContext* ctx;      // with what else the forward saved
 
     template <size_t kCount>
     std::array<bool, kCount> wanted_of() const {
@@ -437,7 +438,7 @@ struct Differentiable : Function<Node> {
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); })) return results;
     torch::jit::Stack options = ctx->saved_data["options"].toTupleRef().elements().vec();
     const int64_t count = positions.empty() ? 0 : positions.back() + 1;
-    Saved saved{ctx->get_saved_variables(), take_arguments<Arguments>(options), std::vector<bool>(count)};
+    Saved saved{ctx->get_saved_variables(), take_arguments<Arguments>(options), std::vector<bool>(count), ctx};
     for (size_t i = 0; i < positions.size(); ++i) saved.wanted[positions[i]] = ctx->needs_input_grad(i);
     const variable_list gradients = Node::differentiate(saved, grads);
     for (size_t i = 0; i < positions.size(); ++i)

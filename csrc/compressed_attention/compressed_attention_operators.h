@@ -1,0 +1,153 @@
+#pragma once
+
+#include "common/torch/arguments.h"
+
+namespace memcheck::operators {
+
+struct CompressedAttention {
+  static constexpr const char* schema =
+      "compressed_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, *, Tensor? cu_seqlens_q=None,"
+      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, bool causal=True,"
+      " bool strict=False, float? scale=None, bool keep=False, bool return_lse=False)"
+      " -> (Tensor y, Tensor lse, Tensor kc, Tensor vc)";
+  struct Arguments {
+    Tensor q;          // (B,H,S,D)
+    Tensor k, v;       // (B,Hkv,T,D)
+    MaybeTensor sink;  // (H,)
+    MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
+    bool left_padded;
+    int64_t factor;
+    bool causal, strict;
+    std::optional<double> scale;
+    bool keep, return_lse;
+
+    auto fields() {
+      return std::tie(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, causal, strict, scale,
+                      keep, return_lse);
+    }
+  };
+  // (B,H,S,D), (B,H,S), and twice (B,Hkv,C,D); those that are not kept have no elements.
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+};
+
+struct CompressedAttentionBackward {
+  static constexpr const char* schema =
+      "compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
+      " Tensor? grad_lse=None, Tensor? sink=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+      " Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len, bool causal, bool strict,"
+      " float? scale, SymInt[] grad_k_stride, SymInt[] grad_v_stride, bool[4] output_mask)"
+      " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)";
+  struct Arguments {
+    Tensor grad_y;         // (B,H,S,D)
+    Tensor q;              // (B,H,S,D)
+    Tensor kc;             // (B,Hkv,C,D)
+    MaybeTensor vc;        // (B,Hkv,C,D), none if only the gradient of values is wanted
+    MaybeTensor y;         // (B,H,S,D), none as vc is, and if y was rounded to 16 bits
+    Tensor lse;            // (B,H,S)
+    MaybeTensor grad_lse;  // (B,H,S), none for zeros
+    MaybeTensor sink;      // (H,)
+    MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
+    bool left_padded;
+    int64_t factor;
+    c10::SymInt kv_len;  // T
+    bool causal, strict;
+    std::optional<double> scale;
+    std::vector<c10::SymInt> grad_k_stride, grad_v_stride;
+    std::array<bool, 4> output_mask;  // of q, k, v and sink
+
+    auto fields() {
+      return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded,
+                      factor, kv_len, causal, strict, scale, grad_k_stride, grad_v_stride, output_mask);
+    }
+  };
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+};
+
+// Keys and values that are compressed already.
+struct CompressedAttentionPooled {
+  static constexpr const char* schema =
+      "compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, Tensor? sink=None, *, Tensor? cu_seqlens_q=None,"
+      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len,"
+      " bool causal=True, bool strict=False, float? scale=None, bool keep=False, bool return_lse=False)"
+      " -> (Tensor y, Tensor lse)";
+  struct Arguments {
+    Tensor q;          // (B,H,S,D)
+    Tensor kc, vc;     // (B,Hkv,C,D)
+    MaybeTensor sink;  // (H,)
+    MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
+    bool left_padded;
+    int64_t factor;
+    c10::SymInt kv_len;  // T
+    bool causal, strict;
+    std::optional<double> scale;
+    bool keep, return_lse;
+
+    auto fields() {
+      return std::tie(q, kc, vc, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, kv_len, causal, strict,
+                      scale, keep, return_lse);
+    }
+  };
+  using Results = std::tuple<Tensor, Tensor>;
+};
+
+struct CompressedAttentionPooledBackward {
+  static constexpr const char* schema =
+      "compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
+      " Tensor? grad_lse=None, Tensor? sink=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+      " Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len, bool causal, bool strict,"
+      " float? scale, bool[4] output_mask)"
+      " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink)";
+  // As those of CompressedAttentionBackward; the output mask is of q, kc, vc and sink.
+  struct Arguments {
+    Tensor grad_y, q, kc;
+    MaybeTensor vc, y;
+    Tensor lse;
+    MaybeTensor grad_lse, sink;
+    MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
+    bool left_padded;
+    int64_t factor;
+    c10::SymInt kv_len;
+    bool causal, strict;
+    std::optional<double> scale;
+    std::array<bool, 4> output_mask;
+
+    auto fields() {
+      return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded,
+                      factor, kv_len, causal, strict, scale, output_mask);
+    }
+  };
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+};
+
+// Decoding: y of one position, and the sums over the open block after it.
+struct CompressedAttentionStep {
+  static constexpr const char* schema =
+      "compressed_attention_step(Tensor q, Tensor k, Tensor v, Tensor kc, Tensor vc, Tensor k_sum, Tensor v_sum,"
+      " SymInt positions, *, int factor, bool strict=False, float? scale=None)"
+      " -> (Tensor y, Tensor new_k_sum, Tensor new_v_sum)";
+  struct Arguments {
+    Tensor q;             // (B,H,1,D)
+    Tensor k, v;          // (B,Hkv,1,D)
+    Tensor kc, vc;        // (B,Hkv,C,D)
+    Tensor k_sum, v_sum;  // (B,Hkv,D)
+    c10::SymInt number;   // of positions in the open block; for the last step, of blocks before it
+    int64_t factor;
+    bool strict;
+    std::optional<double> scale;
+
+    auto fields() { return std::tie(q, k, v, kc, vc, k_sum, v_sum, number, factor, strict, scale); }
+  };
+  using Results = std::tuple<Tensor, Tensor, Tensor>;
+};
+
+// The step of the last position of a block, which is written behind `blocks` of them in kc and vc.
+struct CompressedAttentionLastStep {
+  static constexpr const char* schema =
+      "compressed_attention_last_step(Tensor q, Tensor k, Tensor v, Tensor(a!) kc, Tensor(b!) vc, Tensor k_sum,"
+      " Tensor v_sum, SymInt blocks, *, int factor, bool strict=False, float? scale=None)"
+      " -> (Tensor y, Tensor new_k_sum, Tensor new_v_sum)";
+  using Arguments = CompressedAttentionStep::Arguments;
+  using Results = CompressedAttentionStep::Results;
+};
+
+}  // namespace memcheck::operators
