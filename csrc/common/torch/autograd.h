@@ -19,45 +19,15 @@
 #include "common/torch/arguments.h"
 #include "common/torch/checks.h"
 
-// What autograd runs in place of an operator. An operator is named by a type:
-//
-//     struct Forward {
-//       static constexpr const char* name = "softplus_attention";
-//       using Schema = Tensor(const Tensor& q, ...);  // as C++ calls it
-//     };
-
 namespace memcheck {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// ---- calls through the dispatcher
-
-template <typename Op>
-const c10::TypedOperatorHandle<typename Op::Schema>& operator_handle() {
-  static const auto handle = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow((std::string("memcheck::") + Op::name).c_str(), "")
-                                 .template typed<typename Op::Schema>();
-  return handle;
-}
-
 // The Python function of an operator. Operators of the backward have an ending more.
 inline std::string function_name(const std::string& op) {
   return op.substr(0, op.rfind("_backward"));
-}
-
-// The operator, with autograd.
-template <typename Op, typename... Args>
-auto call_operator(Args&&... args) {
-  return operator_handle<Op>().call(std::forward<Args>(args)...);
-}
-
-// The operator's kernel of the device.
-template <typename Op, typename... Args>
-auto call_below_autograd(Args&&... args) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  return operator_handle<Op>().call(std::forward<Args>(args)...);
 }
 
 // ---- tensors among arguments and results
@@ -71,8 +41,6 @@ inline void append_tensor(variable_list& list, const std::optional<Tensor>& x) {
 inline void append_tensor(variable_list& list, at::TensorList x) {
   list.insert(list.end(), x.begin(), x.end());
 }
-template <typename T>
-void append_tensor(variable_list&, const T&) {}
 
 // The tensors among some values; those that are missing are undefined.
 template <typename... Values>
@@ -83,33 +51,10 @@ variable_list tensors_among(const Values&... values) {
   return list;
 }
 
-inline variable_list list_of(const Tensor& result) {
-  return {result};
-}
 template <typename... Tensors>
 variable_list list_of(const std::tuple<Tensors...>& result) {
   return std::apply([](const Tensors&... tensors) { return variable_list{tensors...}; }, result);
 }
-
-// The first tensors of a list, as the result of an operator; those that are missing are undefined.
-template <typename Result>
-struct ResultOf;
-template <>
-struct ResultOf<Tensor> {
-  static Tensor from(const variable_list& list) { return list[0]; }
-};
-template <typename... Tensors>
-struct ResultOf<std::tuple<Tensors...>> {
-  static std::tuple<Tensors...> from(const variable_list& list) {
-    return from(list, std::index_sequence_for<Tensors...>());
-  }
-
- private:
-  template <size_t... i>
-  static std::tuple<Tensors...> from(const variable_list& list, std::index_sequence<i...>) {
-    return {(i < list.size() ? list[i] : Tensor())...};
-  }
-};
 
 // An argument of the backward operator that may not have been saved.
 inline std::optional<Tensor> if_defined(const Tensor& x) {
@@ -125,29 +70,10 @@ inline Tensor kept_output(const Tensor& kept, bool asked_for, int64_t dimension)
   return at::empty_symint(sizes, kept.options());
 }
 
-// Which of the first inputs want a gradient from the backward that is running.
-template <size_t kInputs>
-std::array<bool, kInputs> wanted_gradients(const AutogradContext* ctx) {
-  std::array<bool, kInputs> wanted;
-  for (size_t i = 0; i < kInputs; ++i) wanted[i] = ctx->needs_input_grad(i);
-  return wanted;
-}
-
 // ---- what operators refuse
 
-// Each argument is a tensor, and all are on one device. Checked first, because the dispatcher chooses a kernel by the
-// devices of all arguments together. Arguments that may be None, and those from a list on, are checked by the operator.
-inline void check_tensors(const char* op, const c10::FunctionSchema& schema, const variable_list& inputs) {
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const c10::TypeKind kind = schema.arguments()[i].type()->kind();
-    if (kind == c10::TypeKind::ListType) break;
-    if (kind == c10::TypeKind::OptionalType) continue;
-    const char* name = schema.arguments()[i].name().c_str();
-    check_tensor(op, name, inputs[i]);
-    check_device(op, name, inputs[i], inputs[0], schema.arguments()[0].name().c_str());
-  }
-}
-
+// Each of the first arguments is a tensor, and all are on one device. Checked first, because the dispatcher chooses a
+// kernel by the devices of all arguments together. Arguments that may be None are checked by the operator.
 inline void check_arguments(const char* op, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
   const auto tensor_at = [&](size_t i) { return values[i].isNone() ? Tensor() : values[i].toTensor(); };
   for (size_t i = 0; i < values.size() && schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType; ++i) {
@@ -282,12 +208,6 @@ inline variable_list gradients_to_differentiate(const std::string& name, const c
   return gradients;
 }
 
-template <typename... Args>
-variable_list differentiable_gradients(const std::string& name, const char* shown, variable_list gradients,
-                                       const Args&... args) {
-  return gradients_to_differentiate(name, shown, std::move(gradients), c10::impl::boxArgs(args...));
-}
-
 // In a backward that may be differentiated: stands for an input of its forward, counted among its tensors. A gradient
 // of the result goes where that input's gradient goes. The result has no elements.
 inline Tensor stands_for_input(size_t input, const Tensor& like) {
@@ -298,77 +218,6 @@ inline Tensor stands_for_input(size_t input, const Tensor& like) {
 }
 
 // ---- what is registered for the Autograd key
-
-template <typename Op, typename Schema = typename Op::Schema>
-struct AutogradKernels;
-
-template <typename Op, typename Result, typename... Args>
-struct AutogradKernels<Op, Result(Args...)> {
-  // Runs Node, which saves what the backward reads, if an input requires a gradient.
-  template <typename Node>
-  static Result differentiable(Args... args) {
-    const variable_list inputs = checked_inputs(args...);
-    if (wants_gradient(inputs)) {
-      refuse_torch_func(shown_name());
-      return ResultOf<Result>::from(Node::apply(std::forward<Args>(args)...));
-    }
-    return call_below_autograd<Op>(std::forward<Args>(args)...);
-  }
-
-  static Result backward(Args... args) {
-    const variable_list inputs = tensors_among(args...);
-    refuse_forward_mode(shown_name(), inputs);
-    const Result gradients = call_below_autograd<Op>(args...);
-    static const std::string name = std::string(Op::name).substr(0, std::string(Op::name).rfind("_backward"));
-    return ResultOf<Result>::from(differentiable_gradients(name, shown_name(), list_of(gradients), args...));
-  }
-
-  static Result without_gradient(Args... args) {
-    refuse_gradient(shown_name(), checked_inputs(args...));
-    return call_below_autograd<Op>(std::forward<Args>(args)...);
-  }
-
-  static constexpr size_t kArguments = sizeof...(Args);
-
- private:
-  // As messages have it.
-  static const char* shown_name() {
-    static const std::string name = function_name(Op::name);
-    return name.c_str();
-  }
-
-  static variable_list checked_inputs(const Args&... args) {
-    const variable_list inputs = tensors_among(args...);
-    check_tensors(shown_name(), operator_handle<Op>().schema(), inputs);
-    refuse_forward_mode(shown_name(), inputs);
-    return inputs;
-  }
-};
-
-// What a Node returns from its backward: the gradients of the first arguments of its operator, undefined for the
-// others.
-template <typename Op>
-variable_list gradients_of(variable_list gradients) {
-  gradients.resize(AutogradKernels<Op>::kArguments);
-  return gradients;
-}
-
-template <typename Op, typename Node>
-void register_differentiable(torch::Library& m) {
-  m.impl(Op::name, AutogradKernels<Op>::template differentiable<Node>);
-}
-
-template <typename Op>
-void register_backward(torch::Library& m) {
-  m.impl(Op::name, AutogradKernels<Op>::backward);
-}
-
-template <typename Op>
-void register_without_gradient(torch::Library& m) {
-  m.impl(Op::name, AutogradKernels<Op>::without_gradient);
-}
-
-// ---- operators that arguments.h describes
 
 // The tensors among arguments, each with its position. A list has as many positions as tensors.
 struct Inputs {

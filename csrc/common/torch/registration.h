@@ -11,8 +11,8 @@
 #include "common/torch/arguments.h"
 #include "common/torch/autocast.h"
 
-// How operators are made known to torch: a row for each, of which Registration registers the schema, the kernels of
-// every device, Meta and autocast. What autograd registers is in common/torch/autograd.h.
+// How operators are made known to torch: Registration registers the schema of each, its kernels of every device, Meta
+// and autocast. What autograd registers is in common/torch/autograd.h.
 
 namespace memcheck {
 
@@ -51,17 +51,6 @@ KernelTables<Kernels> tables_of_torch([[maybe_unused]] const Kernels& cpu, const
   return {&cpu, &cuda};
 #endif
 }
-
-// An operator of the dispatcher.
-template <typename Meta, typename Run>
-struct OperatorRow {
-  const char* schema;
-  Meta* meta;              // meta(arguments...) checks arguments and allocates results
-  Run* run;                // run(kernels, arguments...) does the same and fills the results
-  size_t cast_inputs = 0;  // under autocast the first so many arguments, all tensors, are cast to its dtype
-};
-template <typename Meta, typename Run>
-OperatorRow(const char*, Meta*, Run*, size_t = 0) -> OperatorRow<Meta, Run>;
 
 // An operator that arguments.h describes.
 template <typename Op, typename Run>
@@ -117,28 +106,6 @@ class Registration {
       Run run;
     };
     return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(run)));
-  }
-
-  template <typename Kernels, typename Result, typename... Args>
-  void add(const KernelTables<Kernels>& tables,
-           const OperatorRow<Result(Args...), Result(const Kernels&, Args...)>& row) {
-    const std::string schema = row.schema, name = schema.substr(0, schema.find('('));
-#ifndef MEMCHECK_HOST_CUDA
-    // The host's CUDA replaces kernels of operators that are registered already.
-    schemas_.def(row.schema, {at::Tag::pt2_compliant_tag});
-    meta_.impl(name.c_str(), row.meta);
-    if (row.cast_inputs > 0) {
-      autocast_cpu_.impl(name.c_str(), autocast_kernel(c10::kCPU, row.cast_inputs));
-      autocast_cuda_.impl(name.c_str(), autocast_kernel(c10::kCUDA, row.cast_inputs));
-    }
-#endif
-    if (tables.cpu) cpu_.impl(name.c_str(), with_kernels(*tables.cpu, row.run));
-    if (tables.cuda) cuda_.impl(name.c_str(), with_kernels(*tables.cuda, row.run));
-  }
-
-  template <typename Kernels, typename Result, typename... Args>
-  static auto with_kernels(const Kernels& kernels, Result (*run)(const Kernels&, Args...)) {
-    return [&kernels, run](Args... args) -> Result { return run(kernels, std::forward<Args>(args)...); };
   }
 
   static torch::Library implementations(c10::DispatchKey key) {
