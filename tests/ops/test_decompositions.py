@@ -55,12 +55,16 @@ random.generator = generator()
 
 
 def test_every_operator_has_one() -> None:
-    """With its schema: the same results, and the arguments by the same names."""
+    """With its schema: the same results, and the arguments by the same names.
+
+    Operators that write into an argument have none: they are called in eager mode alone.
+    """
     names = {
         name.partition("::")[2]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("memcheck::") and not name.endswith("backward")
     }
+    names = {name for name in names if not getattr(torch.ops.memcheck, name).default._schema.is_mutable}
     assert {operator._schema.name.partition("::")[2] for operator in TABLE} == names
     for operator, function in TABLE.items():
         parameters = inspect.signature(function).parameters.values()
