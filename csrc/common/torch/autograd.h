@@ -75,7 +75,8 @@ inline Tensor kept_output(const Tensor& kept, bool asked_for, int64_t dimension)
 // Each of the first arguments is a tensor, and all are on one device. Checked first, because the dispatcher chooses a
 // kernel by the devices of all arguments together. Arguments that may be None are checked by the operator.
 inline void check_arguments(const char* op, const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
-  const auto tensor_at = [&](size_t i) { return values[i].isNone() ? Tensor() : values[i].toTensor(); };
+  static const Tensor none;
+  const auto tensor_at = [&](size_t i) -> const Tensor& { return values[i].isNone() ? none : values[i].toTensor(); };
   for (size_t i = 0; i < values.size() && schema.arguments()[i].type()->kind() == c10::TypeKind::TensorType; ++i) {
     const char* name = schema.arguments()[i].name().c_str();
     check_tensor(op, name, tensor_at(i));
@@ -87,11 +88,22 @@ inline bool requires_gradient(const MaybeTensor& x) {
   return x && x->requires_grad();
 }
 
-inline bool wants_gradient(const variable_list& inputs) {
-  if (!at::GradMode::is_enabled()) return false;
-  for (const Tensor& x : inputs)
-    if (x.defined() && x.requires_grad()) return true;
-  return false;
+// Whether a tensor among these passes the test.
+template <typename Test>
+bool any_tensor(const variable_list& tensors, const Test& test) {
+  return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& x) { return x.defined() && test(x); });
+}
+template <typename Test>
+bool any_tensor(c10::ArrayRef<c10::IValue> arguments, const Test& test) {
+  return std::any_of(arguments.begin(), arguments.end(), [&](const c10::IValue& x) {
+    if (x.isTensor()) return x.toTensor().defined() && test(x.toTensor());
+    return x.isTensorList() && any_tensor(x.toTensorVector(), test);
+  });
+}
+
+template <typename Inputs>
+bool wants_gradient(const Inputs& inputs) {
+  return at::GradMode::is_enabled() && any_tensor(inputs, [](const Tensor& x) { return x.requires_grad(); });
 }
 
 // Whether a transform of torch.func is active. It cannot run an autograd function of C++.
@@ -114,19 +126,21 @@ inline void refuse_torch_func(const char* op) {
                               " of memcheck.ops.reference, which is plain PyTorch");
 }
 
-inline void refuse_gradient(const char* op, const variable_list& inputs) {
+template <typename Inputs>
+void refuse_gradient(const char* op, const Inputs& inputs) {
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(inputs), op,
                               ": has no gradient, and an argument requires one; call it under torch.no_grad()");
 }
 
-inline bool has_tangent(const variable_list& inputs) {
-  if (!c10::AutogradState::get_tls_state().get_fw_grad_mode()) return false;
-  return std::any_of(inputs.begin(), inputs.end(),
-                     [](const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); });
+template <typename Inputs>
+bool has_tangent(const Inputs& inputs) {
+  return c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
+         any_tensor(inputs, [](const Tensor& x) { return x._fw_grad(/*level=*/0).defined(); });
 }
 
 // No operator computes tangents. If no input requires a gradient, nothing else would notice that a tangent is lost.
-inline void refuse_forward_mode(const char* op, const variable_list& inputs) {
+template <typename Inputs>
+void refuse_forward_mode(const char* op, const Inputs& inputs) {
   TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(inputs), op, ": forward-mode differentiation is not implemented");
 }
 
@@ -311,9 +325,9 @@ struct AutogradOf {
   // Runs Node if an input requires a gradient.
   template <typename Node>
   static void differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    const Inputs inputs = checked_inputs(op, *stack);
-    if (!wants_gradient(inputs.tensors)) return below(op, stack);
+    if (!wants_gradient(checked_arguments(op, *stack))) return below(op, stack);
     refuse_torch_func(shown_name());
+    const Inputs inputs(arguments_of(op, *stack));
     auto arguments = take_arguments<typename Op::Arguments>(*stack);
     variable_list results = Node::apply(std::move(arguments), inputs.positions, at::TensorList(inputs.tensors));
     results.resize(std::tuple_size_v<typename Op::Results>);  // the last ones may be undefined
@@ -321,10 +335,10 @@ struct AutogradOf {
   }
 
   static void backward(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    std::vector<c10::IValue> arguments = torch::jit::last(*stack, op.schema().arguments().size()).vec();
-    refuse_forward_mode(shown_name(), Inputs(arguments).tensors);
+    refuse_forward_mode(shown_name(), arguments_of(op, *stack));
+    if (!wants_gradient(arguments_of(op, *stack))) return below(op, stack);
+    std::vector<c10::IValue> arguments = arguments_of(op, *stack).vec();
     below(op, stack);
-    if (!at::GradMode::is_enabled()) return;
     static const std::string all = operator_name(Op::schema), name = all.substr(0, all.rfind("_backward"));
     constexpr size_t kResults = std::tuple_size_v<typename Op::Results>;
     variable_list gradients;
@@ -335,7 +349,7 @@ struct AutogradOf {
   }
 
   static void without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    refuse_gradient(shown_name(), checked_inputs(op, *stack).tensors);
+    refuse_gradient(shown_name(), checked_arguments(op, *stack));
     below(op, stack);
   }
 
@@ -351,12 +365,15 @@ struct AutogradOf {
     return name.c_str();
   }
 
-  static Inputs checked_inputs(const c10::OperatorHandle& op, const Stack& stack) {
-    const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+  static c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op, const Stack& stack) {
+    return torch::jit::last(stack, op.schema().arguments().size());
+  }
+
+  static c10::ArrayRef<c10::IValue> checked_arguments(const c10::OperatorHandle& op, const Stack& stack) {
+    const auto arguments = arguments_of(op, stack);
     check_arguments(shown_name(), op.schema(), arguments);
-    Inputs inputs(arguments);
-    refuse_forward_mode(shown_name(), inputs.tensors);
-    return inputs;
+    refuse_forward_mode(shown_name(), arguments);
+    return arguments;
   }
 };
 
