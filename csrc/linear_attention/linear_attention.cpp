@@ -166,13 +166,14 @@ at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
   return empty_result({n.B, n.H, n.S, n.Dv}, q.options());
 }
 
-// y, and the last state as far as it is wanted: else undefined, and its z too if y is not normalized.
+// y, and the last state: without elements if it is not wanted; its z is undefined if y is not normalized.
 Op::Results empty_results(const Call& x, const at::Tensor& q, bool return_state) {
   const at::Tensor y = empty_output(x.n, q);
-  if (!return_state) return {y, {}, {}};
   const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
-  const at::Tensor m = at::empty_symint({x.N(), x.n.Hkv, x.n.D, x.n.Dv}, acc);
-  return {y, m, x.n.normalize ? at::empty_symint({x.N(), x.n.Hkv, x.n.D}, acc) : at::Tensor()};
+  const c10::SymInt N = return_state ? x.N() : c10::SymInt(0);
+  const at::Tensor m = at::empty_symint({N, x.n.Hkv, x.n.D, x.n.Dv}, acc);
+  const bool has_z = !return_state || x.n.normalize;
+  return {y, m, has_z ? at::empty_symint({N, x.n.Hkv, x.n.D}, acc) : at::Tensor()};
 }
 
 Call check_forward(const Op::Arguments& in) {
@@ -213,7 +214,7 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
                            writes<4>(y), states.data(), scratch.data(), device.threads};
   p.decay = reads_decay(call.decay);
   p.initial = reads_state(call.initial_m, call.initial_z);
-  p.last = writes_state(m, z);
+  if (in.return_state) p.last = writes_state(m, z);
   run_forward(kernels, p, q, device);
   return results;
 }

@@ -40,8 +40,10 @@ Sizes check_forward(const Op::Arguments& in) {
 }
 
 Op::Results empty_results(const Sizes& n, const Op::Arguments& in) {
-  return {empty_output(n, in.q), empty_carries(n, in.keep_carries, in.q), empty_state(n, in.return_state, in.q),
-          empty_state(n, in.return_state, in.q)};
+  const c10::SymInt C = in.keep_carries ? n.carries() : c10::SymInt(0), N = in.return_state ? n.N : c10::SymInt(0);
+  const auto sums = sum_options(in.q);
+  return {empty_output(n, in.q), at::empty_symint({n.B, C, 2, n.R}, sums), at::empty_symint({2, N, n.R}, sums),
+          at::empty_symint({2, N, n.R}, sums)};
 }
 
 Op::Results forward_meta(const Op::Arguments& in) {

@@ -70,10 +70,6 @@ inline at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
 
 // Carries and states are undefined if they are not wanted: to make a tensor takes as long as to attend to a few
 // positions.
-inline at::Tensor empty_carries(const Sizes& n, bool kept, const at::Tensor& q) {
-  return kept ? at::empty_symint({n.B, n.carries(), 2, n.R}, sum_options(q)) : at::Tensor();
-}
-
 inline at::Tensor empty_state(const Sizes& n, bool wanted, const at::Tensor& q) {
   return wanted ? at::empty_symint({2, n.N, n.R}, sum_options(q)) : at::Tensor();
 }

@@ -112,8 +112,9 @@ def softplus_attention(
     refuse_sequences(op, cu_seqlens_q, cu_seqlens_k, lengths)
     before = state if state is None or rest is None else state + rest
     y, after = attend_to_sums(q, k, v, before, causal, eps)
-    states = (after, torch.zeros_like(after)) if return_state else (None, None)
-    return y, None, *states
+    B, _, R = q.shape
+    states = (after, torch.zeros_like(after)) if return_state else (after.new_empty(2, 0, R), after.new_empty(2, 0, R))
+    return y, after.new_empty(B, 0, 2, R), *states
 
 
 def softplus_attention_step(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, *, eps: float = 1e-6) -> Tensors:
@@ -202,7 +203,9 @@ def linear_attention(
     defaults: dict[str, Any] = {"causal": False, "feature_map": "elu+1", "eps": 1e-6, "normalize": True}
     options = defaults | options
     y, m, z = attend_linearly(q, k, v, decay, (initial_m, initial_z), **options)
-    return y, m if return_state else None, z if return_state and options["normalize"] else None
+    if not return_state:
+        return y, wide(k).new_empty(0, k.shape[1], k.shape[3], v.shape[3]), wide(k).new_empty(0, k.shape[1], k.shape[3])
+    return y, m, z if options["normalize"] else None
 
 
 def linear_attention_step(

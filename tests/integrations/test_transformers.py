@@ -272,7 +272,12 @@ def nbytes(cache: Any) -> int:
 @pytest.mark.parametrize("side", ["left", "none"])
 @names
 def test_the_bytes_of_a_state(integration: Any, make: Callable[..., Any], name: str, side: str) -> None:
-    """To the byte; those of softplus and linear attention do not depend on the positions."""
+    """To the byte; those of softplus and linear attention do not depend on the positions.
+
+    Compressed attention may have room for blocks to come.
+    """
+    from memcheck.ops.compressed_attention_states import LEAST_ROOM
+
     model, cache = make("llama", name).float(), integration.StateCache()
     B, D, lengths = 2, WIDTH // HEADS, (8, 5 if side == "left" else 8)
     batch = padded(tokens(*lengths), "left")
@@ -284,7 +289,9 @@ def test_the_bytes_of_a_state(integration: Any, make: Callable[..., Any], name: 
             "memcheck_linear": B * KV_HEADS * D * (D + 1),
             "memcheck_compressed": sum(2 * KV_HEADS * D * (n // FACTOR + 1) for n in lengths),
         }
-        assert nbytes(cache) == 4 * LAYERS * held[name]
+        room = sum(2 * KV_HEADS * D * max(n // FACTOR // 2, LEAST_ROOM) for n in lengths)
+        most = held[name] + (room if name == "memcheck_compressed" else 0)
+        assert 4 * LAYERS * held[name] <= nbytes(cache) <= 4 * LAYERS * most
         more = torch.stack(tokens(*[new] * B))
         batch = {
             key: torch.cat([x, more.clamp(max=1) if key == "attention_mask" else more], 1) for key, x in batch.items()
