@@ -84,7 +84,7 @@ def test_scratch_follows_the_threads(threads: int) -> None:
 
 
 def test_lengths_may_be_inputs() -> None:
-    """Contents of small integer tensors are known. Without them the scratch is named as unknown."""
+    """Contents of small integer tensors are known. Without them the scratch on the CPU is named as unknown."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         return memcheck.softplus_attention(q, k, v, cu_seqlens=starts)
@@ -95,6 +95,26 @@ def test_lengths_may_be_inputs() -> None:
     prediction = predict_memory(function, *on_meta, probe=False)
     assert not prediction.exact
     assert "the scratch of sequences whose lengths are not known" in prediction.unknown
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_scratch_on_a_gpu_needs_the_number_of_sequences_alone(name: str) -> None:
+    def packed(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        y: Tensor = FUNCTIONS[name](q, k, v, causal=True, cu_seqlens=starts)
+        return y
+
+    def padded(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        y: Tensor = FUNCTIONS[name](q, k, v, causal=True, lengths=lengths)
+        return y
+
+    for function, layout, argument in ((packed, "packed", "cu_seqlens"), (padded, "left", "lengths")):
+        given = (*inputs(name, layout), SEQUENCES[layout][argument])
+        on_meta = [x.to("meta") for x in given]
+        known, unknown = (
+            predict_memory(function, *tensors, device="A100-40GB", probe=False) for tensors in (given, on_meta)
+        )
+        assert [words for words in unknown.unknown if "was not compared" not in words] == []
+        assert unknown.record == known.record
 
 
 @pytest.mark.parametrize("rest", [False, True])

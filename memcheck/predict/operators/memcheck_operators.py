@@ -57,6 +57,11 @@ UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known"
 def sequences_of(call: OperatorCall, S: int, T: int) -> dict[str, Any] | None:
     """The sequences of a packed or padded batch as plans take them, empty for others. None: lengths are not known."""
     given = [call.arguments.get(name) for name in SEQUENCES]
+    packed = given[0] is not None
+    first = next((x for x in given if x is not None), None)
+    if call.target.kind == "cuda" and first is not None:
+        # Plans for a GPU depend on the number of sequences alone. cu_seqlens has one number more.
+        return {"sequences": [(0, 0)] * (first.shape[0] - packed), "packed": packed}
     contents = [None if x is None else call.contents(x) for x in given]
     if any(x is not None and values is None for x, values in zip(given, contents, strict=True)):
         return None
