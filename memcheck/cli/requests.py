@@ -259,19 +259,41 @@ class Published(Printed):
     memcheck published
     memcheck published results/ --plot ratios.png
     memcheck published --predict
+    memcheck published mlp --predict --limit 50
     """
 
     folders: list[Path] | None = option(
-        None, "folders of results; default: by formula", converters.folders, positional=True, nargs="*", metavar="DIR"
+        None,
+        "folders of results, or one study of measured GPUs: figures, mlp, timm; default: by formula",
+        converters.folders,
+        positional=True,
+        nargs="*",
+        metavar="DIR",
     )
     output: Path | None = option(
-        None, "also write the tables there: Markdown, LaTeX, JSON and CSV", converters.folder, metavar="FOLDER"
+        None,
+        "also write the tables there: Markdown, LaTeX, JSON and CSV; of a study its results as NAME.csv",
+        converters.folder,
+        metavar="FOLDER",
     )
     predict: bool = option(False, "predict every published row for the GPU that it was measured on", switch)
     plot: Path | None = option(None, "draw the ratios as .png, .svg or .pdf", converters.folder, metavar="FILE")
+    rows: Path | None = option(
+        None, "other rows of the study, in a CSV file with the columns of its table", converters.file, metavar="FILE"
+    )
+    limit: int | None = option(None, "a random sample of so many rows of the study, the same each time", count)
+
+    @property
+    def study(self) -> str | None:
+        """The study that the only folder names, unless there is such a folder."""
+        folder = self.folders[0] if self.folders and len(self.folders) == 1 else None
+        return str(folder) if folder is not None and folder.name == str(folder) and not folder.exists() else None
 
     def check(self) -> None:
-        if self.predict and (self.folders or self.plot):
+        for name in ("rows", "limit"):
+            if getattr(self, name) is not None and not (self.study and self.predict):
+                raise UsageError(f"{named(name)} is for the predictions of a study: memcheck published mlp --predict")
+        if self.predict and (self.plot or (self.folders and not self.study)):
             rule = f"leave out folders and {named('plot')}"
             raise UsageError(f"{named('predict')} is for the published rows alone: {rule}")
 

@@ -107,6 +107,7 @@ class Record:
     library_workspace_bytes: int | None = None  # cuBLAS and the like.
     forward_max_allocated_bytes: int | None = None  # torch.cuda.max_memory_allocated after the forward.
     backward_max_allocated_bytes: int | None = None  # The same after the backward, without a reset in between.
+    max_allocated_bytes: int | None = None  # The same after the whole step: sums of the allocator's blocks.
     reserved_bytes: int | None = None  # Segments of the CUDA caching allocator.
 
     # Time: median and quartiles, from passes without memory tracking.

@@ -25,9 +25,12 @@ from memcheck.predict.scratch import Target
 # Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
     "inputs": ("reserved_bytes",),
-    "forward": ("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes"),
-    "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes"),
-    "optimizer": ("optimizer_peak_bytes",),
+    "forward": (
+        *("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes"),
+        *("backward_max_allocated_bytes", "max_allocated_bytes"),
+    ),
+    "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
+    "optimizer": ("optimizer_peak_bytes", "max_allocated_bytes"),
 }
 # Further fields that are uncertain if not even the sizes of results are known.
 ALSO_FIELDS_OF = {
@@ -36,6 +39,8 @@ ALSO_FIELDS_OF = {
 }
 # Further fields that are uncertain if allocations may outlive their phase.
 LATER_FIELDS_OF = {"forward": ("saved_bytes", *FIELDS_OF["backward"]), "backward": FIELDS_OF["optimizer"]}
+# Fields that are no sums of terms.
+MORE_FIELDS = ("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes")
 # Fields that an untried torch version may change: all that the caller does not provide.
 COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
 
@@ -256,6 +261,9 @@ class Replay:
             self._note_refusal(phase, error)
         if (segments := self.allocator.segments()) is not None:
             self._note_terms("reserved_bytes", segments)
+            if self.record.status == "ok":
+                measured = [moment.bytes for phase, moment in self.allocated.items() if phase != WARM_UP]
+                self.record.max_allocated_bytes = max(measured)
         self.record.backward_from = self.trace.backward_from
         unknown, bounds = self._unknown()
         exact = self.basis == "verified" and not unknown
@@ -376,7 +384,7 @@ class Replay:
         if self.trace.beyond is not None:
             words.append(f"what comes after a tensor beyond 64 bits, in the {self.trace.beyond}")
             bounds |= {name for name in self.terms if name.startswith(self.trace.beyond)}
-        return tuple(dict.fromkeys(words)), frozenset(bounds & {*self.terms, "workspace_bytes", "oom_requested_bytes"})
+        return tuple(dict.fromkeys(words)), frozenset(bounds & {*self.terms, *MORE_FIELDS})
 
 
 def numbered(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

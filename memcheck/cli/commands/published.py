@@ -19,12 +19,25 @@ from memcheck.cli.requests import Published
 from memcheck.core.errors import ExtensionError, MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.report.tables import render
+from memcheck.studies.field import (
+    RESULTS,
+    Study,
+    read_results,
+    results_of,
+    rows_table,
+    sampled,
+    study_named,
+    summary_of,
+    write_results,
+)
 from memcheck.studies.published import published_rows, published_table, published_tables
 from memcheck.studies.published_plot import plot_published
 from memcheck.studies.published_predictions import cs336_predictions, memcheck_pyt_predictions
 
 
 def run(request: Published) -> int:
+    if request.study:
+        return run_study(request, study_named(request.study))
     if request.predict:
         tables = [memcheck_pyt_predictions(functools.partial(watch, title="predict")), cs336_predictions()]
     else:
@@ -45,6 +58,24 @@ def run(request: Published) -> int:
     print(render(tables, request.format, sys.stdout))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
+    return 0
+
+
+def run_study(request: Published, study: Study) -> int:
+    """Prints the summary of a study's results: predicted now, or those of the repository."""
+    if request.predict:
+        rows = sampled(study.rows(request.rows), request.limit)
+        results = list(results_of(study, watch(rows, "predict")))
+    else:
+        results = read_results(RESULTS / f"{study.name}.csv")
+    tables = [summary_of(study, results)]
+    if request.limit is not None or request.rows is not None:
+        tables.append(rows_table(study, results))
+    if request.output:
+        path = request.output / f"{study.name}.csv"
+        make_room("output", path)
+        write_results(results, path)
+    print(render(tables, request.format, sys.stdout))
     return 0
 
 

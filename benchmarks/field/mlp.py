@@ -1,0 +1,77 @@
+"""Random multi-layer perceptrons of GPUMemNet, trained on an A100 with 40 GB: the memory that nvidia-smi showed.
+
+Facts of the recipe, from the scripts of github.com/itu-rad/GPUMemNet (NeuroNetGen_scripts/MLP): 4,096 samples, so the
+last batch of an epoch has 4,096 mod batch; Softmax as the last layer, then cross entropy, or binary cross entropy with
+logits for a single output; torch.optim.Adam with its defaults; inputs and labels of 64 bits moved to the GPU for each
+step; loss.item().
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import memcheck
+from memcheck.studies.field import FOLDER, NVIDIA_SMI, Published, Study, read_rows
+
+SAMPLES = 4096
+SOURCE = "GPUMemNet, random MLPs"
+
+
+def published(path: Path | None) -> list[Published]:
+    given = read_rows(path or FOLDER / "data" / "mlp.csv.gz")
+    return [
+        Published(f"M{number:04}", SOURCE, "A100-40GB", row["nvidia_smi_mib"], "MiB", NVIDIA_SMI, given=row)
+        for number, row in enumerate(given, 1)
+    ]
+
+
+def layers_of(inputs: int, text: str) -> nn.Sequential:
+    """The layers of a text such as "linear:629 ReLU:629 batchnorm:629 dropout:629"."""
+    layers: list[nn.Module] = []
+    width = inputs
+    for part in text.split():
+        kind, _, size = part.partition(":")
+        if kind == "linear":
+            layers.append(nn.Linear(width, int(size)))
+            width = int(size)
+        elif kind == "batchnorm":
+            layers.append(nn.BatchNorm1d(width))
+        elif kind == "dropout":
+            layers.append(nn.Dropout(0.5))
+        elif kind == "Softmax":
+            layers.append(nn.Softmax(dim=1))
+        else:
+            layers.append(getattr(nn, kind)())
+    return nn.Sequential(*layers)
+
+
+class Training(nn.Module):
+    """The layers with their loss."""
+
+    def __init__(self, layers: nn.Sequential, outputs: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.single = outputs == 1
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(x)
+        if self.single:
+            return y, nn.functional.binary_cross_entropy_with_logits(y, labels.float().unsqueeze(1))
+        return y, nn.functional.cross_entropy(y, labels)
+
+
+def predict(row: Published) -> memcheck.Prediction:
+    inputs, outputs, batch = (int(row.given[name]) for name in ("inputs", "outputs", "batch"))
+    with torch.device("meta"):
+        model = Training(layers_of(inputs, row.given["layers"]), outputs)
+        sizes = [batch] + [SAMPLES % batch] * (SAMPLES % batch > 0)
+        given = [(torch.empty(size, inputs), torch.empty(size, dtype=torch.int64)) for size in sizes]
+    step = functools.partial(memcheck.Step, model, optimizer="adam")
+    return memcheck.predict_memory(memcheck.Program([step(pair) for pair in given]), device=row.gpu)
+
+
+STUDY = Study("mlp", "Random MLPs on an A100", published, predict)
