@@ -110,7 +110,7 @@ class AllocationMode(TorchDispatchMode):
         self.operators: dict[str, None] = {}
         self.works: list[Done] = []
         self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
-        self._workspace: Allocation | None = None
+        self._workspaces: dict[bool, Allocation] = {}  # Whether it is that of autograd's thread -> cuBLAS's workspace.
         self._keeps_integers = False
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
         self.adds_in_place = False
@@ -345,14 +345,10 @@ class AllocationMode(TorchDispatchMode):
         return use_counts(first) == counts_of_the_last()
 
     def drop_library_workspaces(self) -> None:
-        """Frees cuBLAS's workspace."""
-        if self._workspace is not None:
-            self.log.free(self._workspace)
-            self._workspace = None
-
-    def begin_thread(self) -> None:
-        """Autograd's thread has its own cuBLAS handle and therefore its own workspace."""
-        self._workspace = None
+        """Frees cuBLAS's workspaces."""
+        for workspace in self._workspaces.values():
+            self.log.free(workspace)
+        self._workspaces.clear()
 
     @contextmanager
     def real_integers(self) -> Iterator[None]:
@@ -389,10 +385,15 @@ class AllocationMode(TorchDispatchMode):
             self.note_unknown(Unlisted(f"whether {node} meets a zero"), self.phase)
 
     def _use_library(self, used: bool) -> None:
-        """Allocates the workspace once per thread and stream, or, in newer releases, for the call alone."""
-        if not used or self.target.kind != "cuda" or not self.target.has_workspaces or self._workspace is not None:
+        """Allocates the workspace once per thread and stream, or, in newer releases, for the call alone.
+
+        Autograd's thread, which runs a backward, has its own cuBLAS handle and therefore its own workspace.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not used or self.target.kind != "cuda" or not self.target.has_workspaces or in_backward in self._workspaces:
             return
-        self._workspace = self.log.allocate(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
+        workspace = self.log.allocate(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
+        self._workspaces[in_backward] = workspace
         if self.target.has(WORKSPACE_OF_A_CALL):
             self.drop_library_workspaces()
 

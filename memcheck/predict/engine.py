@@ -12,15 +12,20 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 
-def run_backward(roots: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """Calls autograd's engine directly.
+def run_backward(
+    roots: Sequence[Tensor], incoming: Sequence[Tensor], keep_graph: bool = False, inputs: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """Calls autograd's engine directly. Returns the gradients of the inputs; without any, leaves accumulate theirs.
 
     torch.autograd.backward would be a call under a function mode, which is inactive meanwhile; what a checkpoint runs
     again would then be without the mode.
     """
     engine: Any = torch.autograd.Variable._execution_engine
-    options = {"allow_unreachable": True, "accumulate_grad": True}
-    engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **options)
+    options = {"allow_unreachable": True, "accumulate_grad": not inputs}
+    gradients: tuple[Tensor, ...] = engine.run_backward(
+        tuple(roots), tuple(incoming), keep_graph, False, tuple(inputs), **options
+    )
+    return gradients
 
 
 # Codes that call autograd's engine.

@@ -57,6 +57,7 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, _ = ctx.saved_tensors
+        _contiguous = gradients[0].contiguous()  # A copy of an expanded gradient, such as that of a sum.
         return torch.empty_like(x), torch.empty_like(weight), None
 
 

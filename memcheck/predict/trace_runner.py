@@ -129,7 +129,6 @@ class TraceRunner:
         self._end("forward", next_phase="backward")
         if returned.roots and workload.backward:
             self.result.backward_from = returned.words
-            self.mode.begin_thread()
             self._backward(returned.roots, leaves)
             self._end("backward", next_phase="optimizer")
             if workload.optimizer_step is not None:
@@ -187,7 +186,6 @@ class TraceRunner:
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the pass ends.
         if returned.roots and workload.backward:
             self.mode.phase = "backward"
-            self.mode.begin_thread()
             run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad))
             self.mode.works.clear()  # No collective is asked after the backward.
             leaves = [*workload.named_inputs(), *workload.named_parameters()]
