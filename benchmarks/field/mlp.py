@@ -8,13 +8,13 @@ step; loss.item().
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import memcheck
+from memcheck.predict.model import predict_last
 from memcheck.studies.field import FOLDER, NVIDIA_SMI, Published, Study, read_rows
 
 SAMPLES = 4096
@@ -57,21 +57,25 @@ class Training(nn.Module):
         self.layers = layers
         self.single = outputs == 1
 
-    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         y = self.layers(x)
+        if labels is None:
+            return y
         if self.single:
             return y, nn.functional.binary_cross_entropy_with_logits(y, labels.float().unsqueeze(1))
         return y, nn.functional.cross_entropy(y, labels)
 
 
 def predict(row: Published) -> memcheck.Prediction:
+    """The prediction of a step after the epoch's last: what is reserved then is reserved from there on."""
     inputs, outputs, batch = (int(row.given[name]) for name in ("inputs", "outputs", "batch"))
     with torch.device("meta"):
         model = Training(layers_of(inputs, row.given["layers"]), outputs)
-        sizes = [batch] + [SAMPLES % batch] * (SAMPLES % batch > 0)
+        sizes = [batch, *([SAMPLES % batch] * (SAMPLES % batch > 0)), batch]
         given = [(torch.empty(size, inputs), torch.empty(size, dtype=torch.int64)) for size in sizes]
-    step = functools.partial(memcheck.Step, model, optimizer="adam")
-    return memcheck.predict_memory(memcheck.Program([step(pair) for pair in given]), device=row.gpu)
+        summary = memcheck.Step(model, torch.empty(2, 1, inputs), backward=False)
+    program = memcheck.Program(model, [summary, *given], optimizer="adam")
+    return predict_last(program, memcheck.Place(row.gpu, drop_workspaces=False).resolved())
 
 
 STUDY = Study("mlp", "Random MLPs on an A100", published, predict)

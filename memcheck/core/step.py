@@ -56,6 +56,11 @@ class Step:
     clip_grad_norm: float | None = option(
         None, "the norm to which gradients are clipped before the optimizer's step", converters.norm
     )
+    retain_graph: bool = option(
+        False,
+        "as in loss.backward(retain_graph=True): what the forward kept stays alive as long as its outputs",
+        converters.switch,
+    )
     set_to_none: bool = option(True, "with False zero_grad keeps the gradients, as zeros", converters.switch)
     keep_outputs: bool = option(
         True,
@@ -169,7 +174,9 @@ class Step:
 
 # Options that only a measurement takes.
 MEASURED_ONLY = ("parameters", "optimizer_step")
-NEED_BACKWARD = ("optimizer", "optimizer_step", "accumulate", "keep_outputs", "checkpointing", "dense_grad")
+NEED_BACKWARD = (
+    *("optimizer", "optimizer_step", "accumulate", "retain_graph", "keep_outputs", "checkpointing", "dense_grad"),
+)
 
 
 @dataclass(frozen=True)
@@ -177,23 +184,46 @@ class Program:
     """Steps of one model, one after another, in one process: for example training steps, a last one with fewer samples,
     and an evaluation.
 
+        Program(model, [x, last, Step(model, validation, backward=False, training=False)], optimizer="adamw")
         Program([Step(model, x, optimizer="adamw"), Step(model, validation, backward=False, training=False)])
 
+    steps, inputs: the steps; or a model, and for each step its inputs: a tensor, a tuple of arguments, or a dict of
+        keyword arguments. An entry may also be a Step of the model. options: of each step that is given by its inputs.
+
     Every step begins with what the ones before it left: the optimizer's state, and on CUDA the segments of the
-    allocator. All steps have one optimizer, that of the first step which has one. Inputs of earlier steps are alive.
+    allocator. All steps have one optimizer, that of the first step which has one.
 
     outputs_stay: what a model and a loss returned is alive until those of the next step return, as the variables of a
-        loop keep it.
+        loop keep it. keeps_outputs is another name of it.
+    inputs_stay: the inputs of all steps are alive from the start. Else those of a step are made when it begins, after
+        those of the step before are gone and before gradients are cleared, as in
+        `for x in loader: y = model(x.to(device))`. Default: False for a program of a model and inputs.
 
     UsageError: there is no step, or the steps are of several models, or their backwards differ in checkpointing.
     """
 
     steps: tuple[Step, ...]
     outputs_stay: bool = True
+    inputs_stay: bool = True
 
-    def __init__(self, steps: Iterable[Step], *, outputs_stay: bool = True) -> None:
-        object.__setattr__(self, "steps", tuple(steps))
+    def __init__(
+        self,
+        steps: Any,
+        inputs: Iterable[Any] | None = None,
+        *,
+        outputs_stay: bool = True,
+        inputs_stay: bool | None = None,
+        **options: Any,
+    ) -> None:
+        outputs_stay = options.pop("keeps_outputs", outputs_stay)
+        if inputs is None:
+            if options:
+                raise TypeError(f"a Program of Steps takes no {next(iter(options))}: the Steps say it")
+            object.__setattr__(self, "steps", tuple(steps))
+        else:
+            object.__setattr__(self, "steps", tuple(step_of(steps, given, options) for given in inputs))
         object.__setattr__(self, "outputs_stay", outputs_stay)
+        object.__setattr__(self, "inputs_stay", inputs is None if inputs_stay is None else inputs_stay)
         for step in self.steps:
             if not isinstance(step, Step):
                 raise UsageError(f"{named('steps')} must be Steps, got {step!r}")
@@ -205,3 +235,12 @@ class Program:
             )
         if len({step.checkpointing for step in self.steps if step.backward}) > 1:
             raise UsageError(f"{named('steps')} with a backward must have the same {named('checkpointing')}")
+
+
+def step_of(model: Any, given: Any, options: dict[str, Any]) -> Step:
+    """The step of a model with the inputs; a Step is itself."""
+    if isinstance(given, Step):
+        return given
+    if isinstance(given, dict):
+        return Step(model, (), given, **options)
+    return Step(model, tuple(given) if isinstance(given, list) else given, **options)

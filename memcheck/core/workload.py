@@ -30,11 +30,13 @@ class Workload:
     optimizers: tuple[Any, ...] = ()  # Those of which that is the step, as far as they are found.
     warm_up: bool = False  # A step runs before, in which the optimizer makes its state.
     accumulate: int = 1  # Backwards of a step.
+    retain_graph: bool = False  # As in Tensor.backward.
     set_to_none: bool = True  # As in Optimizer.zero_grad.
     module: Any = None  # The model whose modules are told apart.
     forward_options: ForwardOptions = field(default_factory=ForwardOptions)
     earlier: tuple[Workload, ...] = ()  # Steps of a program that run before.
     outputs_stay: bool = False  # What a step returned is alive until the next step has returned it.
+    inputs_stay: bool = True  # Inputs of all steps are alive from the start. Else each pass has new ones.
 
     @property
     def backward(self) -> bool:

@@ -196,7 +196,7 @@ class MeasuredRun:
             return False
         if not (roots := returned[0].roots):
             return None
-        backward = functools.partial(torch.autograd.backward, roots)
+        backward = functools.partial(torch.autograd.backward, roots, retain_graph=self.call.step.retain_graph)
         if not self._attempt("backward", lambda: backward(self._gradients_for(roots)), nullcontext):
             return False
         return optimizer_step is None or self._attempt("optimizer", optimizer_step, nullcontext)
@@ -271,7 +271,7 @@ class MeasuredRun:
         record.backward_from = self.returned.words
         self.output_gradients = self._gradients_for(roots)
         incoming = storages_of(self.output_gradients, self.call.device)
-        torch.autograd.backward(roots, self.output_gradients)
+        torch.autograd.backward(roots, self.output_gradients, retain_graph=self.call.step.retain_graph)
         record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         library_bytes = self.machine.drop_library_workspaces()

@@ -304,6 +304,23 @@ class AllocationMode(TorchDispatchMode):
         self.contents.note(output, tensor)
         return output
 
+    def renewed(self, thing: Any) -> Any:
+        """The thing with other tensors on meta in place of its own. Contents and shared storages are the same."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def new(part: Any) -> Any:
+            if not isinstance(part, Tensor) or part.layout != torch.strided or not is_meta(part):
+                return part
+            old = part.untyped_storage()
+            storage = storages.setdefault(old._cdata, torch.UntypedStorage(old.nbytes(), device="meta"))
+            self.contents.note_same(old, storage)
+            shell = torch.empty(0, dtype=part.dtype, device="meta")
+            shell.set_(storage, part.storage_offset(), part.shape, part.stride())
+            return flagged_as(part, shell).requires_grad_(part.requires_grad)
+
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return tree_map(new, thing)
+
     def _take(self, part: Scratch) -> Allocation:
         return self.storages.allocate(part.name, part.bytes)
 

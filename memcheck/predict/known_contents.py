@@ -166,6 +166,11 @@ class KnownContents:
                 noted.real = laid_out(contents, View.of(tensor, noted), storage.nbytes())
             self._set(storage, noted)
 
+    def note_same(self, storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """The other storage has the contents of the first one, as far as they are known."""
+        if (contents := self._contents.get(storage._cdata)) is not None:
+            self._set(other, contents)
+
     def note_all(self, mask: Tensor) -> None:
         """Assumes that every element of the mask's storage is True."""
         storage = mask.untyped_storage()

@@ -101,7 +101,7 @@ class LiveStorages:
     def note_copies(self, copies: Iterable[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> None:
         """Marks copies of what the model holds as there from the start, unless they are inputs or parameters."""
         for real, storage in copies:
-            if storage not in self:
+            if storage not in self and storage._cdata not in self._preexisting:
                 self.stand(real, storage)
 
     def stand(self, real: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:

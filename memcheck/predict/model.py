@@ -179,10 +179,12 @@ def workload_of(
             optimizers=tuple(optimizers_in(optimizer)),
             warm_up=step is maker and step.warms_up,
             accumulate=step.accumulate,
+            retain_graph=step.retain_graph,
             set_to_none=step.set_to_none,
             module=module,
             forward_options=ForwardOptions(loss, step.autocast, step.keep_outputs),
             outputs_stay=program.outputs_stay,
+            inputs_stay=program.inputs_stay,
         )
 
     *earlier, last = (work(step, *parts) for step, parts in zip(program.steps, given, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -58,6 +59,8 @@ class TraceRunner:
         self.is_split = is_split
         self.mode.infers = infers
         self.result = Trace(self.mode.log)
+        self._loaded: Any = None  # Inputs of the pass that runs, if each has its own.
+        self._stepped: Workload | None = None  # Its gradients are cleared when the next pass begins.
 
     def trace(self, workload: Workload) -> Trace:
         """Runs the workload and returns its trace. For a single use of this object."""
@@ -102,8 +105,11 @@ class TraceRunner:
         if not self.is_split:
             owned = self.mode.copies.owned(owned)
         made = self.result.log.alive()
-        for name, tensor in (*owned, *given, *(named for step in workload.earlier for named in step.named_inputs())):
+        inputs = (*given, *(named for step in workload.earlier for named in step.named_inputs()))
+        for name, tensor in (*owned, *(inputs if workload.inputs_stay else ())):
             self.mode.storages.note(tensor, name)
+        for _, tensor in () if workload.inputs_stay else inputs:
+            self.mode.storages.note_not_torchs(tensor)  # They are copied for each pass.
         self.result.inputs, self.result.parameters = self._named(given), self._named(owned, owned=True)
         self.result.preexisting = self.mode.storages.held
         self.result.preexisting += [allocation for allocation in made if allocation not in self.result.held]
@@ -114,10 +120,14 @@ class TraceRunner:
             self.mode.storages.note_copies(self.mode.copies.storages())
         self.result.has_optimizer = workload.optimizer_step is not None
         self.result.carried_over = self.result.optimizer = self._named(workload.named_state(), owned=True)
-        self._end("inputs", next_phase="forward")
         left = Left()
         if workload.warm_up or workload.accumulate > 1 or workload.earlier:
-            left = self._before(workload, given, owned)
+            self._end("inputs", next_phase="forward")
+            left, workload = self._before(workload, given, owned)
+        else:
+            workload = self._begin(workload)
+            self._end("inputs", next_phase="forward")
+        given = list(workload.named_inputs())
         began = len(self.result.log.events)
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the step ends.
@@ -129,33 +139,37 @@ class TraceRunner:
         self._end("forward", next_phase="backward")
         if returned.roots and workload.backward:
             self.result.backward_from = returned.words
-            self._backward(returned.roots, leaves)
+            self._backward(returned.roots, leaves, workload.retain_graph)
             self._end("backward", next_phase="optimizer")
             if workload.optimizer_step is not None:
                 workload.optimizer_step()
                 self._end("optimizer")
 
-    def _before(self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]) -> Left:
+    def _before(
+        self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]
+    ) -> tuple[Left, Workload]:
         """Runs a program's earlier steps, one in which an optimizer makes its state, and the step's earlier passes.
 
-        What they leave is held in the measured pass. Returns the outputs that are still alive. Later passes are like
-        the second one, unless gradients are sparse, which grow.
+        What they leave is held in the measured pass. Returns the outputs that are still alive, and the workload of the
+        measured pass. Later passes are like the second one, unless gradients are sparse, which grow.
         """
         inputs, parameters = ([tensor for _, tensor in named] for named in (given, owned))
         left = Left()
         for step in (*workload.earlier, workload):
             if step.warm_up:
                 left = self._pass(step, step.optimizer_step, left)
-                self._clear_gradients(step, inputs, parameters)
+                self._stepped = step
             ends = step is not workload
             for number in range(1, step.accumulate + ends):
                 if number > 1 and not ends and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
                     break
                 left = self._pass(step, step.optimizer_step if ends and number == step.accumulate else None, left)
             if ends and step.optimizer_step is not None:
-                self._clear_gradients(step, inputs, parameters)
+                self._stepped = step
         if not workload.outputs_stay:
             left = Left()
+        workload = self._begin(workload)
+        given = list(workload.named_inputs())
         self._end(WARM_UP, next_phase="forward")
         self._renew_parameters(owned)
         held = set(self.result.held)
@@ -168,11 +182,22 @@ class TraceRunner:
             self.result.optimizer = [
                 allocation for allocation in self.result.carried_over if allocation not in gradients
             ]
-        return left
+        return left, workload
 
-    def _clear_gradients(self, step: Workload, inputs: list[Tensor], parameters: list[Tensor]) -> None:
-        clear_gradients([*inputs, *(tensor for _, tensor in step.named_inputs())], set_to_none=True)
-        clear_gradients(parameters, step.set_to_none)
+    def _begin(self, workload: Workload) -> Workload:
+        """The workload of the next pass. If inputs do not stay, it has new ones. Then gradients are cleared."""
+        if not workload.inputs_stay:
+            self._loaded = None
+            self._loaded = self.mode.renewed(workload.inputs)
+            workload = dataclasses.replace(workload, inputs=self._loaded)
+            for name, tensor in workload.named_inputs():
+                self.mode.storages.note(tensor, name)
+            self.result.inputs = self._named(workload.named_inputs())
+        if (stepped := self._stepped) is not None:
+            clear_gradients([tensor for step in (workload, stepped) for _, tensor in step.named_inputs()], True)
+            clear_gradients([tensor for _, tensor in stepped.named_parameters()], stepped.set_to_none)
+            self._stepped = None
+        return workload
 
     def _renew_parameters(self, owned: list[tuple[str, Tensor]]) -> None:
         """Notes the storages that FSDP2 gives to some parameters in the first forward."""
@@ -181,12 +206,13 @@ class TraceRunner:
 
     def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None, left: Left) -> Left:
         """Runs a forward, a backward, and the optimizer's step if it is given. Returns what stays of its outputs."""
+        workload = self._begin(workload)
         self.mode.phase = "forward"
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the pass ends.
         if returned.roots and workload.backward:
             self.mode.phase = "backward"
-            run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad))
+            run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad), workload.retain_graph)
             self.mode.works.clear()  # No collective is asked after the backward.
             leaves = [*workload.named_inputs(), *workload.named_parameters()]
             self.result.first_gradients += self._gradients(leaves)
@@ -220,11 +246,11 @@ class TraceRunner:
         known = {*self.result.carried_over, *self.result.outputs}
         self.result.saved = [allocation for allocation in log.alive() if allocation in made and allocation not in known]
 
-    def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
+    def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]], retain_graph: bool) -> None:
         incoming = gradients_for(roots, self.dense_grad)
         name = "grad y" if self.dense_grad else "grad y, expanded"
         self.result.incoming = self._named([(name, gradient) for gradient in incoming])
-        run_backward(roots, incoming)
+        run_backward(roots, incoming, retain_graph)
         self.mode.works.clear()
         self.result.gradients = self._gradients(leaves)
 

@@ -183,3 +183,77 @@ def test_a_mode_that_a_forward_leaves_holds_in_the_next() -> None:
     measured = memcheck.measure_memory(Settling(), torch.randn(4, 8), optimizer="sgd-momentum")
     assert predicted.saved_bytes == measured.saved_bytes
     assert predicted.backward_peak_bytes == measured.backward_peak_bytes
+
+
+# Programs of a model and the inputs of its steps.
+
+
+def looped_over_batches(model: nn.Module, batches: list[Tensor], retain_graph: bool = False) -> list[list[int]]:
+    """The peaks of each step's phases in a loop over batches that are made when their step begins."""
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    optimizer = torch.optim.Adam(model.parameters())
+    x: Any = None
+    found: list[list[int]] = []
+    with memcheck.track(saved=False) as memory:
+        for batch in (batches[0], *batches):
+            x = None
+            x = batch.clone()
+            optimizer.zero_grad()
+            peaks = []
+            memory.reset_peak()
+            y = model(x)
+            loss = square(y)
+            peaks.append(memory.peak_bytes)
+            memory.reset_peak()
+            torch.autograd.backward(loss, gradients_for([loss], dense=False), retain_graph=retain_graph)
+            peaks.append(memory.peak_bytes)
+            memory.reset_peak()
+            optimizer.step()
+            peaks.append(memory.peak_bytes)
+            found.append([held + peak for peak in peaks])
+    return found[1:]
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_each_step_of_a_program_has_new_inputs(retain_graph: bool) -> None:
+    model = net()
+    batches = [WHOLE, REST, WHOLE]
+    program = Program(model, batches, optimizer="adam", loss=square, retain_graph=retain_graph)
+    prediction = memcheck.predict_memory(program)
+    assert [step.unknown for step in prediction.steps if not step.exact] == []
+    predicted = [[getattr(step.record, name) for name in PEAKS] for step in prediction.steps]
+    assert predicted == looped_over_batches(model, batches, retain_graph)
+    assert [step.record.input_bytes for step in prediction.steps] == [batch.nbytes for batch in batches]
+
+
+def test_entries_of_a_program_are_inputs_or_steps() -> None:
+    model = net()
+    evaluation = Step(model, REST, backward=False)
+    program = Program(model, [WHOLE, (REST,), {"input": REST}, evaluation], optimizer="adam", keeps_outputs=False)
+    assert [step.optimizer for step in program.steps] == ["adam", "adam", "adam", None]
+    assert [len(step.inputs) for step in program.steps] == [1, 1, 0, 1]
+    assert program.steps[2].kwargs == {"input": REST}
+    assert program.steps[3] is evaluation
+    assert (program.outputs_stay, program.inputs_stay) == (False, False)
+    assert Program([evaluation]).inputs_stay
+    with pytest.raises(TypeError, match="a Program of Steps takes no optimizer"):
+        Program([evaluation], optimizer="adam")
+
+
+def test_integers_of_new_inputs_are_known() -> None:
+    model = nn.Embedding(8, 4)
+    masked = [torch.tensor([1, 2, 3, 0]), torch.tensor([1, 0, 0, 0])]
+
+    def chosen(tokens: Tensor) -> Tensor:
+        return model(tokens[tokens > 0])
+
+    prediction = memcheck.predict_memory(Program(chosen, masked, backward=False), probe=False)
+    assert [step.record.output_bytes for step in prediction.steps] == [3 * 16, 16]
+
+
+@pytest.mark.extension
+def test_a_retained_graph_is_measured() -> None:
+    step = Step(net(), WHOLE, optimizer="adam", loss=square, retain_graph=True)
+    predicted, measured = memcheck.predict_memory(step).record, memcheck.measure_memory(step)
+    assert [getattr(predicted, name) for name in PEAKS] == [getattr(measured, name) for name in PEAKS]
