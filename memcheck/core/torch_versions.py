@@ -45,6 +45,16 @@ WORKSPACES_ON_BLACKWELL = TorchChange(
     "cuBLAS's workspace has 32 MiB on compute capability 10 and 12 too, not on 9 alone.",
     "parseChosenWorkspaceSize in libtorch_cuda.so of 2.11, 2.12 and 2.13; pytorch/pytorch#175344",
 )
+BLOCKS_BY_CREATION = TorchChange(
+    (2, 12),
+    "Among free blocks of a size the allocator takes the one that was made first, no longer the lowest address.",
+    "BlockComparatorRegistrationCounter in libc10_cuda.so of 2.12, absent in 2.11; pytorch/pytorch#178362",
+)
+BLOCKS_BY_SEGMENT = TorchChange(
+    (2, 13),
+    "Among free blocks of a size the allocator takes that of the segment that was made first, then the lowest address.",
+    "BlockComparatorSizeCounterAddress in libc10_cuda.so of 2.13; pytorch/pytorch#183591",
+)
 FLOAT64_LOGSUMEXP_ON_META = TorchChange(
     (2, 13),
     "The meta kernel of the CPU's flash attention returns the logsumexp of float64 in float64, as the CPU does.",

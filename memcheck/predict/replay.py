@@ -18,7 +18,7 @@ from memcheck.core.torch_versions import OLDEST_TRIED, Version, running, untried
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, Trace
-from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
+from memcheck.predict.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 
@@ -235,7 +235,7 @@ class Replay:
     case: Any = field(repr=False)  # Case, ModelCase or Step.
     place: Place
     record: Record
-    blocks: dict[Allocation, Block | None] = field(default_factory=dict)
+    blocks: dict[Allocation, Any] = field(default_factory=dict)  # As the allocator returned them.
     sizes: dict[Allocation, int] = field(default_factory=dict)  # Sizes of blocks as they were handed out.
     event: int = 0
     terms: Terms = field(default_factory=dict)
@@ -249,18 +249,15 @@ class Replay:
 
     def prediction(self) -> Prediction:
         """Replays the trace and returns the prediction."""
-        room = self.place.room_bytes
-        self.allocator: CachingAllocator | PlainAllocator = PlainAllocator(room)
-        if self.device.kind == "cuda":
-            self.allocator = CachingAllocator(room, expandable=self.place.expandable_segments)
+        self.allocator = self._new_allocator()
         try:
             for phase in self.trace.phases:
                 self._play(phase)
                 self._note(phase)
         except OutOfMemory as error:
             self._note_refusal(phase, error)
-        if (segments := self.allocator.segments()) is not None:
-            self._note_terms("reserved_bytes", segments)
+        if isinstance(self.allocator, CachingAllocator):
+            self._note_terms("reserved_bytes", self.allocator.segments())
             if self.record.status == "ok":
                 measured = [moment.bytes for phase, moment in self.allocated.items() if phase != WARM_UP]
                 self.record.max_allocated_bytes = max(measured)
@@ -272,6 +269,18 @@ class Replay:
         self.record.doubts = (*unknown, *self._doubtful_verdict())
         found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, self.basis)
         return Prediction(*found, self.trace, self.refused)
+
+    def _new_allocator(self) -> CachingAllocator | PlainAllocator:
+        if self.device.kind != "cuda":
+            return PlainAllocator(self.place.room_bytes)
+        usable = self.device.usable_bytes
+        return CachingAllocator(
+            usable,
+            AllocatorSettings(expandable_segments=self.place.expandable_segments),
+            allowed_bytes=self.place.limit_bytes,
+            total_bytes=None if usable is None else self.device.total_bytes,
+            order=Order.of(cast(Version | None, self.place.torch_version) or running()),
+        )
 
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
@@ -291,16 +300,17 @@ class Replay:
         for event, (allocation, taken) in enumerate(self.trace.log.events[first:last], first + 1):
             self.event = event
             if taken:
-                block = self.blocks[allocation] = allocator.malloc(allocation.bytes)
-                self.sizes[allocation] = block.bytes if block is not None else 0
+                before = allocator.allocated.current
+                self.blocks[allocation] = allocator.malloc(allocation.bytes)
+                self.sizes[allocation] = allocator.allocated.current - before
                 requested.note(event, allocator.requested.current)
                 allocated.note(event, allocator.allocated.current)
             else:
                 allocator.free(self.blocks[allocation])
-        if phase == "inputs" and self.place.limit_bytes is not None:
+        limit = self.place.limit_bytes
+        if phase == "inputs" and limit is not None and isinstance(allocator, CachingAllocator):
             allocator.empty_cache()
-            room = allocator.room_for(self.place.limit_bytes, allocator.requested.current)
-            allocator.limit_bytes = min(room, self.device.usable_bytes or room)
+            allocator.allowed_bytes = allocator.reserved.current + limit - allocator.requested.current
 
     def _note(self, phase: str) -> None:
         if phase == "inputs":
@@ -366,7 +376,7 @@ class Replay:
             return
         record.oom_phase, record.oom_requested_bytes = self.trace.phase_of(self.event), error.requested_bytes
         self._note_sum("oom_in_use_bytes", self.trace.log.alive(self.event - 1))
-        record.reason = f"predicted: {request}, of {format_bytes(self.allocator.limit_bytes or 0)}"
+        record.reason = f"predicted: {request}, of {format_bytes(self.allocator.room_bytes or 0)}"
 
     def _unknown(self) -> tuple[tuple[str, ...], frozenset[str]]:
         """Descriptions of what is unknown, and the fields that it affects."""

@@ -1,0 +1,128 @@
+"""Blocks of segments, and the pools that keep the free ones."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+MIB = 2**20
+BLOCK = 512  # Every block is a multiple of it.
+SMALL_REQUEST = MIB  # The largest request served by the small pool.
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB  # For requests below 10 MiB.
+LEAST_WITH_A_SEGMENT_OF_ITS_OWN = 10 * MIB
+SEGMENT = 2 * MIB  # Larger segments are multiples of it.
+
+
+def rounded_up(size: int, unit: int) -> int:
+    """The smallest multiple of the unit that is at least the size."""
+    return -(-size // unit) * unit
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A range of a segment, linked with its neighbours.
+
+    counter: what orders it among free blocks of its size, before the address does.
+    base: the address of its expandable segment; None: its segment is of a fixed size.
+    born: age of its pool when the block became free, for the garbage collection.
+    """
+
+    bytes: int
+    address: int
+    pool: Pool
+    counter: int = 0
+    base: int | None = None
+    requested: int = 0
+    in_use: bool = False  # Until its release is complete.
+    mapped: bool = True  # In an expandable segment: whether memory is mapped to the addresses.
+    streams: set[int] = field(default_factory=set)  # Other streams that use it.
+    born: int = 0
+    before: Block | None = None
+    after: Block | None = None
+
+    def cut(self, size: int, counter: int) -> Block:
+        """Cuts off the first bytes and returns them as a new block."""
+        head = Block(size, self.address, self.pool, counter, self.base, mapped=self.mapped)
+        head.before, head.after, self.before = self.before, self, head
+        if head.before is not None:
+            head.before.after = head
+        self.address += size
+        self.bytes -= size
+        return head
+
+    def cut_end(self, size: int, counter: int) -> Block:
+        """Keeps the first bytes and returns the rest as a new block."""
+        rest = Block(self.bytes - size, self.address + size, self.pool, counter, self.base, mapped=self.mapped)
+        rest.before, rest.after, self.after = self, self.after, rest
+        if rest.after is not None:
+            rest.after.before = rest
+        self.bytes = size
+        return rest
+
+    def join(self) -> None:
+        """Takes in the free neighbours, mapped or unmapped as it is, which leave their pool."""
+        if (other := self.before) is not None and not other.in_use and other.mapped == self.mapped:
+            self.pool.remove(other)
+            self.address, self.before = other.address, other.before
+            self.bytes += other.bytes
+            if self.before is not None:
+                self.before.after = self
+        if (other := self.after) is not None and not other.in_use and other.mapped == self.mapped:
+            self.pool.remove(other)
+            self.after = other.after
+            self.bytes += other.bytes
+            if self.after is not None:
+                self.after.before = self
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is its whole segment."""
+        return self.before is None and self.after is None
+
+    @property
+    def room(self) -> int:
+        """Its size and that of the unmapped addresses behind it, into which it can grow."""
+        behind = self.after
+        return self.bytes + (behind.bytes if behind is not None and not behind.mapped else 0)
+
+
+class Pool:
+    """The free blocks of a stream: mapped ones ordered by size, counter and address, unmapped ones by address.
+
+    private: the number of a pool of CUDA graphs or of torch.cuda.MemPool; 0: the default pool.
+    """
+
+    __slots__ = ("free", "private", "small", "stream", "unmapped")
+
+    def __init__(self, private: int, small: bool, stream: int) -> None:
+        self.private, self.small, self.stream = private, small, stream
+        self.free: list[tuple[int, int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        if block.mapped:
+            bisect.insort(self.free, (block.bytes, block.counter, block.address, block))
+        else:
+            bisect.insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        if block.mapped:
+            del self.free[bisect.bisect_left(self.free, (block.bytes, block.counter, block.address))]
+        else:
+            del self.unmapped[bisect.bisect_left(self.unmapped, (block.address,))]
+
+    def index_for(self, size: int) -> int:
+        """The index of the block that serves a request best; the number of blocks if none has room.
+
+        Before unmapped addresses, the size to which a block can grow counts as its size.
+        """
+        index = bisect.bisect_left(self.free, (size,))
+        while index + 1 < len(self.free) and self.free[index][3].base is not None:
+            if self.free[index + 1][3].room >= self.free[index][3].room:
+                break
+            index += 1
+        return index
+
+    def blocks(self) -> list[Block]:
+        return [entry[3] for entry in self.free]
