@@ -20,6 +20,7 @@ class Allocation:
     is_library: bool = False
     module: str = ""  # Path of the module that allocated it.
     made_by: str = ""  # The operator that returned it.
+    stream: int = 0  # That it was allocated on, which alone can use its memory again. 0: the default one.
 
     def alive_after(self, event: int) -> bool:
         return self.born <= event and (self.died is None or self.died > event)
@@ -33,10 +34,13 @@ class AllocationLog:
     events: list[tuple[Allocation, bool]] = field(default_factory=list)  # The allocation, and whether it was allocated.
     begun: list[tuple[int, str]] = field(default_factory=list)  # The events before a phase of a pass, and its name.
     phase: str = "inputs"  # The phase that runs.
+    stream: int = 0  # The stream that is current.
     closed: bool = False
 
     def allocate(self, name: str, size: int, *, is_library: bool = False, module: str = "") -> Allocation:
-        allocation = Allocation(name, size, len(self.events) + 1, is_library=is_library, module=module)
+        allocation = Allocation(
+            name, size, len(self.events) + 1, is_library=is_library, module=module, stream=self.stream
+        )
         self.allocations.append(allocation)
         self.events.append((allocation, True))
         return allocation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.ranks import Ranks
 
 if TYPE_CHECKING:
+    from memcheck.predict.allocation_log import AllocationLog
     from memcheck.predict.allocation_mode import AllocationMode
 
 
@@ -53,20 +55,40 @@ BUFFER_NAMES = {GATHERED_COPY, REDUCED_COPY, *(name for names in BUFFERS.values(
 
 
 class Stream(torch.cpu.Stream):
-    """A stream that runs nothing."""
+    """A stream that runs nothing. number: 0 for the default stream."""
+
+    def __init__(self, priority: int = 0, number: int = 0) -> None:
+        super().__init__()
+        self.number = number
 
     def record_event(self) -> Any:
         return torch.cpu.Event()
 
 
-# What FSDP2 asks of torch.cuda, for a machine without a GPU.
-STREAMS: dict[str, Any] = {
-    "Stream": Stream,
-    "Event": torch.cpu.Event,
-    "current_stream": torch.cpu.current_stream,
-    "stream": torch.cpu.stream,
-    "current_device": lambda: 0,
-}
+def streams_followed(log: AllocationLog) -> dict[str, Any]:
+    """What FSDP2 asks of torch.cuda, for a machine without a GPU. The log notes on which stream memory is allocated."""
+    numbers = itertools.count(1)
+    current = [Stream()]
+
+    @contextmanager
+    def stream(entered: Stream | None) -> Iterator[None]:
+        current.append(current[-1] if entered is None else entered)
+        log.stream = current[-1].number
+        try:
+            yield
+        finally:
+            current.pop()
+            log.stream = current[-1].number
+
+    return {
+        "Stream": lambda device=None, priority=0: Stream(number=next(numbers)),
+        "Event": torch.cpu.Event,
+        "current_stream": lambda device=None: current[-1],
+        "stream": stream,
+        "current_device": lambda: 0,
+    }
+
+
 OF_NCCL = "NCCL's own buffers, which torch's allocator does not count"
 OF_STREAMS = "how much more the allocator reserves because collectives have streams of their own"
 
@@ -97,7 +119,7 @@ def distributed_followed(mode: AllocationMode) -> Iterator[None]:
 
     with ExitStack() as stack:
         if mode.target.kind == "cuda":
-            stack.enter_context(mock.patch.multiple(torch.cuda, **STREAMS))
+            stack.enter_context(mock.patch.multiple(torch.cuda, **streams_followed(mode.log)))
         for owner, name, function in (
             (torch.UntypedStorage, "resize_", resize_counted),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_alone),

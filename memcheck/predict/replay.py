@@ -301,7 +301,7 @@ class Replay:
             self.event = event
             if taken:
                 before = allocator.allocated.current
-                self.blocks[allocation] = allocator.malloc(allocation.bytes)
+                self.blocks[allocation] = allocator.malloc(allocation.bytes, allocation.stream)
                 self.sizes[allocation] = allocator.allocated.current - before
                 requested.note(event, allocator.requested.current)
                 allocated.note(event, allocator.allocated.current)
