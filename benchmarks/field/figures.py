@@ -5,14 +5,17 @@ Each source has a module, which says the model and the step in code of our own; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
+from memcheck.core.devices import Device
 from memcheck.core.place import Place
+from memcheck.core.ranks import Ranks
 from memcheck.predict.replay import Prediction
 from memcheck.studies.field import ALLOCATED, FOLDER, NVIDIA_SMI, RESERVED, NotPredicted, Published, Study, read_rows
 
-from . import liger
+from . import cs336, liger, lightning, litgpt, notebook, others, torchtitan
 
 # The GPU's name in the table -> its name here, and the release of torch that is predicted, where the run's is older.
 DEVICES = {
@@ -22,8 +25,31 @@ DEVICES = {
     "NVIDIA GeForce RTX 3090": "RTX-3090",
     "NVIDIA GeForce RTX 4090": "RTX-4090",
     "NVIDIA B200": "B200",
+    "H100 80GB": "H100-80GB",
+    "H100 80GB HBM3": "H100-80GB-SXM",
+    "A100 80GB PCIe": "A100-80GB",
+    "A100-SXM4-40GB": "A100-40GB",
+    "A10G": "A10G",
+    "2x A100-SXM4-40GB": "A100-40GB",
+    "2x A100 40GB": "A100-40GB",
+    "4x A100-40GB": "A100-40GB",
+}
+# GPUs of which no other table here has a row: compute capability and total bytes.
+OTHER_DEVICES = {
+    "RTX PRO 6000 Blackwell 96GB": ((12, 0), 95 * 2**30),
+    "RTX PRO 6000 96GB": ((12, 0), 95 * 2**30),
+    "H100 95.0396 GiB": ((9, 0), 102048006144),
+    "H100 96GB HBM2e": ((9, 0), 102048006144),
+    "RTX 4090 (48 GB)": ((8, 9), 48 * 2**30),
 }
 UNITS = {"G": "GB"}
+
+
+def device_of(name: str) -> Device | str:
+    if name in DEVICES:
+        return DEVICES[name]
+    architecture, size = OTHER_DEVICES[name]
+    return Device(name, "cuda", architecture, size, size, "its nominal size")
 
 
 def published(path: Path | None) -> list[Published]:
@@ -57,14 +83,67 @@ def of_liger(row: Published) -> Prediction:
     return liger.predict(row.given["model"].split()[0], row.given["config"], mode, place)
 
 
-SOURCES: dict[str, Callable[[Published], Prediction]] = {"Liger-Kernel": of_liger}
+def of_cs336(row: Published) -> Prediction:
+    release = row.given["torch_version"].partition("+")[0]
+    # Report B and the attentions do not say which release.
+    version = release if release in ("2.11.0", "2.11", "2.8.0") else "2.7"
+    return cs336.predict(dict(row.given), Place(device_of(row.gpu), drop_workspaces=False, torch_version=version))
+
+
+def of_notebook(row: Published) -> Prediction:
+    place = Place(device_of(row.gpu), drop_workspaces=False, torch_version="2.9")
+    return notebook.predict(row.given["config"], place)
+
+
+def of_lightning(row: Published) -> Prediction:
+    if "DDP" not in row.given["parallelism"]:
+        raise NotPredicted(FSDP1)
+    place = Place(device_of(row.gpu), drop_workspaces=False, torch_version="2.7", ranks=Ranks(ddp=2))
+    return lightning.predict(place)
+
+
+def of_torchtitan(row: Published) -> Prediction:
+    if "compile" in row.given["config"]:
+        raise NotPredicted("the compiler decides what is allocated")
+    processes = int(row.given["parallelism"].partition(" x")[2])
+    selective = row.given["activation_checkpointing"].startswith("selective")
+    ranks = Ranks(fsdp=processes, split_by=functools.partial(torchtitan.split, selective=selective))
+    newer = "3.1" in row.given["model"]  # Of which the benchmark sets expandable segments.
+    place = Place(
+        device_of(row.gpu), drop_workspaces=False, torch_version="2.7", ranks=ranks, expandable_segments=newer
+    )
+    return torchtitan.predict(dict(row.given), place)
+
+
+def of_litgpt(row: Published) -> Prediction:
+    if "FSDP1" in row.given["parallelism"]:
+        raise NotPredicted(FSDP1)
+    return litgpt.predict(dict(row.given), Place(device_of(row.gpu), drop_workspaces=False, torch_version="2.7"))
+
+
+def of_torchtune(_: Published) -> Prediction:
+    return others.made(Place("A100-80GB", drop_workspaces=False, torch_version="2.7"))  # Its GPU is not named.
+
+
+FSDP1 = "the first FSDP, with flat parameters, is not predicted"
+
+SOURCES: dict[str, Callable[[Published], Prediction]] = {
+    "Liger-Kernel": of_liger,
+    "CS336 report": of_cs336,
+    "CS336 yyin-dev": of_cs336,
+    "CS336 copecc/GAOYUE": of_cs336,
+    "vinitvyas09/optimizers": of_notebook,
+    "litgpt": of_litgpt,
+    "torchtune": of_torchtune,
+    "torchtitan": of_torchtitan,
+    "Lightning fabric": of_lightning,
+}
 
 
 def predict(row: Published) -> Prediction:
-    for source, predicted in SOURCES.items():
-        if row.source.startswith(source):
-            return predicted(row)
-    raise NotPredicted("its configuration is not written yet")
+    if row.name in others.NOT_PREDICTED:
+        raise NotPredicted(others.NOT_PREDICTED[row.name])
+    return next(predicted for source, predicted in SOURCES.items() if row.source.startswith(source))(row)
 
 
 STUDY = Study("figures", "Published figures of programs on GPUs", published, predict)

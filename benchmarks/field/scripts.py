@@ -65,3 +65,10 @@ def predict_script(script: Script, place: Place, iterations: int = 3) -> Predict
     step = Step(script, backward=False)
     prediction = predict_last(Program([step] * iterations, outputs_stay=False), place)
     return dataclasses.replace(prediction, unknown=(*script.doubts, *prediction.unknown))
+
+
+def at_its_end(prediction: Prediction) -> Prediction:
+    """The same with the bytes that are allocated at the end of the step as its figure, in blocks of 512 bytes."""
+    alive = prediction.trace.log.alive() if prediction.trace is not None else []
+    size = sum(-(-allocation.bytes // 512) * 512 for allocation in alive)
+    return dataclasses.replace(prediction, record=dataclasses.replace(prediction.record, max_allocated_bytes=size))
