@@ -369,7 +369,7 @@ def predict(row: dict[str, str], place: Place) -> Prediction:
         with torch.device("meta"):
             ids, targets = (torch.empty(batch, length, dtype=torch.long) for _ in range(2))
             script = Benchmark(OwnModel("large", 10000, length), ids, targets, autocast is not None)
-        return predict_script(script, place, iterations=2)
+        return predict_script(script, place)
     report = row["source"].removeprefix("CS336 report ")[0]
     training = row["id"] in TRAINING_OF_A if report == "A" else not row["config"].startswith("forward")
     if report == "A":  # The output of a step is alive in the next one.

@@ -6,6 +6,7 @@ that Fabric makes the chunks of logits float32. The hub's longest samples are as
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from memcheck.predict.model import predict_last
 from memcheck.predict.replay import Prediction
 
 CHUNK = 128
+LENGTHS = "how many tokens the longest sample has; assumed: the 512 that are allowed"
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,8 @@ def predict(row: dict[str, str], place: Place) -> Prediction:
         return trained(lora, batch, 1034, False, place, True)
     full = row["config"] == "full"
     parts = ALL if row["model"] == "tiny-llama" else frozenset("qv")
-    return trained(c if full else replaced(c, parts, 32), batch, 512, full, place, False)
+    prediction = trained(c if full else replaced(c, parts, 32), batch, 512, full, place, False)
+    return dataclasses.replace(prediction, unknown=(LENGTHS, *prediction.unknown))
 
 
 def replaced(c: Config, lora: frozenset[str], rank: int) -> Config:

@@ -95,19 +95,23 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, vocabulary: int, inner: int, kv_heads: int, length: int) -> None:
+    """widens: logits are float32, as in March 2024."""
+
+    def __init__(self, vocabulary: int, inner: int, kv_heads: int, length: int, widens: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, 4096)
         self.register_buffer("turns", torch.empty(length, HEAD // 2, dtype=torch.complex64))
         self.layers = nn.ModuleList(Block(4096, inner, 32, kv_heads) for _ in range(32))
         self.norm = RMSNorm(4096)
         self.output = nn.Linear(4096, vocabulary, bias=False)
+        self.widens = widens
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.embedding(ids)
         for layer in self.layers:
             h = layer(h, self.turns)
-        return self.output(self.norm(h))
+        y = self.output(self.norm(h))
+        return y.float() if self.widens else y
 
 
 SAVED = {
@@ -150,7 +154,7 @@ def predict(row: dict[str, str], place: Place) -> Prediction:
     batch, length = int(row["batch"]), int(row["seq"])
     newer = "3.1" in row["model"]
     with torch.device("meta"):
-        model = Llama(128256, 14336, 8, length) if newer else Llama(32000, 11008, 32, length)
+        model = Llama(128256, 14336, 8, length, False) if newer else Llama(32000, 11008, 32, length, True)
         ids, labels = (torch.empty(batch, length, dtype=torch.long) for _ in range(2))
 
     def loss(y: Tensor) -> Tensor:
