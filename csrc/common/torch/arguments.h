@@ -76,12 +76,16 @@ Arguments take_arguments(torch::jit::Stack& stack) {
   return x;
 }
 
-template <typename... Fields>
-torch::jit::Stack stack_of(std::tuple<Fields&...> fields) {
-  torch::jit::Stack stack;
-  stack.reserve(sizeof...(Fields) + 1);
-  std::apply([&](auto&... field) { (stack.emplace_back(field), ...); }, fields);
-  return stack;
+template <typename Arguments>
+torch::jit::Stack stack_of(Arguments x) {
+  return std::apply(
+      [](auto&... field) {
+        torch::jit::Stack stack;
+        stack.reserve(sizeof...(field));
+        (stack.emplace_back(std::move(field)), ...);
+        return stack;
+      },
+      x.fields());
 }
 
 template <typename... Tensors>
@@ -106,7 +110,7 @@ const c10::OperatorHandle& handle_of() {
 // The operator with all that dispatch adds, such as autograd.
 template <typename Op>
 typename Op::Results call(typename Op::Arguments x) {
-  torch::jit::Stack stack = stack_of(x.fields());
+  torch::jit::Stack stack = stack_of(std::move(x));
   handle_of<Op>().callBoxed(stack);
   return results_of<typename Op::Results>(stack, std::make_index_sequence<std::tuple_size_v<typename Op::Results>>());
 }

@@ -88,6 +88,11 @@ inline bool requires_gradient(const MaybeTensor& x) {
   return x && x->requires_grad();
 }
 
+// IValue::isTensorList alone is a call for every number.
+inline bool is_tensor_list(const c10::IValue& x) {
+  return x.isList() && x.isTensorList();
+}
+
 // Whether a tensor among these passes the test.
 template <typename Test>
 bool any_tensor(const variable_list& tensors, const Test& test) {
@@ -97,7 +102,7 @@ template <typename Test>
 bool any_tensor(c10::ArrayRef<c10::IValue> arguments, const Test& test) {
   return std::any_of(arguments.begin(), arguments.end(), [&](const c10::IValue& x) {
     if (x.isTensor()) return x.toTensor().defined() && test(x.toTensor());
-    return x.isTensorList() && any_tensor(x.toTensorVector(), test);
+    return is_tensor_list(x) && any_tensor(x.toTensorVector(), test);
   });
 }
 
@@ -241,7 +246,7 @@ struct Inputs {
   explicit Inputs(c10::ArrayRef<c10::IValue> arguments) {
     int64_t position = 0;
     for (const c10::IValue& x : arguments) {
-      if (x.isTensorList()) {
+      if (is_tensor_list(x)) {
         for (const Tensor& one : x.toTensorVector()) add(one, position++);
       } else {
         if (x.isTensor() && x.toTensor().defined()) add(x.toTensor(), position);
@@ -283,23 +288,19 @@ struct Differentiable : Function<Node> {
     }
   };
 
-  static variable_list forward(AutogradContext* ctx, Arguments x, const std::vector<int64_t>& positions,
-                               at::TensorList /*inputs*/) {
-    torch::jit::Stack options = stack_of(x.fields());
-    for (c10::IValue& value : options)
-      if (value.isTensor() || value.isTensorList()) value = c10::IValue();
-    ctx->saved_data["options"] = c10::ivalue::Tuple::create(std::move(options));
-    ctx->saved_data["positions"] = positions;
+  // `call`: the arguments with none in place of tensors, and the positions of `inputs` among them.
+  static variable_list forward(AutogradContext* ctx, Arguments x, const c10::IValue& call, at::TensorList /*inputs*/) {
+    ctx->saved_data["call"] = call;
     ctx->set_materialize_grads(false);
-    return Node::run(ctx, x);
+    return Node::run(ctx, std::move(x));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const std::vector<int64_t> positions = ctx->saved_data["positions"].toIntVector();
+    torch::jit::Stack options = ctx->saved_data["call"].toTupleRef().elements().vec();
+    const std::vector<int64_t> positions = torch::jit::pop(options).toIntVector();
     constexpr size_t kOthers = 2;  // the arguments of forward before `inputs` have no gradients
     variable_list results(kOthers + positions.size());
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); })) return results;
-    torch::jit::Stack options = ctx->saved_data["options"].toTupleRef().elements().vec();
     const int64_t count = positions.empty() ? 0 : positions.back() + 1;
     Saved saved{ctx->get_saved_variables(), take_arguments<Arguments>(options), std::vector<bool>(count), ctx};
     for (size_t i = 0; i < positions.size(); ++i) saved.wanted[positions[i]] = ctx->needs_input_grad(i);
@@ -327,9 +328,15 @@ struct AutogradOf {
   static void differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     if (!wants_gradient(checked_arguments(op, *stack))) return below(op, stack);
     refuse_torch_func(shown_name());
-    const Inputs inputs(arguments_of(op, *stack));
+    const auto values = arguments_of(op, *stack);
+    const Inputs inputs(values);
+    std::vector<c10::IValue> call(values.size() + 1);
+    for (size_t i = 0; i < values.size(); ++i)
+      if (!values[i].isTensor() && !is_tensor_list(values[i])) call[i] = values[i];
+    call.back() = inputs.positions;
     auto arguments = take_arguments<typename Op::Arguments>(*stack);
-    variable_list results = Node::apply(std::move(arguments), inputs.positions, at::TensorList(inputs.tensors));
+    variable_list results =
+        Node::apply(std::move(arguments), c10::ivalue::Tuple::create(std::move(call)), at::TensorList(inputs.tensors));
     results.resize(std::tuple_size_v<typename Op::Results>);  // the last ones may be undefined
     for (Tensor& x : results) stack->emplace_back(std::move(x));
   }
