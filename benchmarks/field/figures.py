@@ -40,6 +40,7 @@ OTHER_DEVICES = {
     "RTX PRO 6000 96GB": ((12, 0), 95 * 2**30),
     "H100 95.0396 GiB": ((9, 0), 102048006144),
     "H100 96GB HBM2e": ((9, 0), 102048006144),
+    "RTX 4070 Ti SUPER": ((8, 9), 16 * 2**30),
     "RTX 4090 (48 GB)": ((8, 9), 48 * 2**30),
 }
 UNITS = {"G": "GB"}
@@ -121,6 +122,10 @@ def of_litgpt(row: Published) -> Prediction:
     return litgpt.predict(dict(row.given), Place(device_of(row.gpu), drop_workspaces=False, torch_version="2.7"))
 
 
+def of_torchao(row: Published) -> Prediction:
+    return others.fine_tuned_vit(Place(device_of(row.gpu), drop_workspaces=False, torch_version="2.7"))
+
+
 def of_torchtune(_: Published) -> Prediction:
     return others.made(Place("A100-80GB", drop_workspaces=False, torch_version="2.7"))  # Its GPU is not named.
 
@@ -134,6 +139,7 @@ SOURCES: dict[str, Callable[[Published], Prediction]] = {
     "CS336 copecc/GAOYUE": of_cs336,
     "vinitvyas09/optimizers": of_notebook,
     "litgpt": of_litgpt,
+    "torchao": of_torchao,
     "torchtune": of_torchtune,
     "torchtitan": of_torchtitan,
     "Lightning fabric": of_lightning,

@@ -6,6 +6,7 @@ All of them measure the median of ten iterations by torch.cuda.max_memory_alloca
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -730,4 +731,9 @@ def predict(name: str, config: str, mode: str, place: Place) -> Prediction:
     """The prediction of a kernel's baseline, of its sizes, and of "forward", "backward" or "full"."""
     with torch.device("meta"):
         script = BASELINES[name](of_config(config), mode)
-    return predict_script(script, place)
+    prediction = predict_script(script, place)
+    if (size := prediction.record.max_allocated_bytes) is None:
+        return prediction
+    # The scripts put the MiB into a tensor of float32.
+    rounded = int(torch.tensor(size / 2**20, dtype=torch.float32).item() * 2**20)
+    return dataclasses.replace(prediction, record=dataclasses.replace(prediction.record, max_allocated_bytes=rounded))

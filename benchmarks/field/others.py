@@ -1,18 +1,23 @@
-"""Sources of single figures: torchtune's model after it was made, and why others have no prediction."""
+"""Sources of single figures, torchtune's model after it was made and torchao's ViT, and why others have none."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from memcheck.core.place import Place
+from memcheck.core.step import Program, Step
+from memcheck.predict.model import predict_last
 from memcheck.predict.replay import Prediction
 
 from .scripts import Script, at_its_end, predict_script
 
 # Row -> why its program cannot be said, or not be predicted.
 NOT_PREDICTED = {
-    "F175": "the size of its images is not stated",
     "F179": "its samples are not packed, and their lengths are not stated",
     **dict.fromkeys(("F182", "F183", "F184"), "the lengths of its batches, which set reserved memory, are not stated"),
     **dict.fromkeys(("F187", "F189", "F190"), "torch 1.10 is older than any release with rules"),
@@ -49,3 +54,66 @@ def made(place: Place) -> Prediction:
     with torch.device("meta"):
         script = Made()
     return at_its_end(predict_script(script, place, iterations=1))
+
+
+class Block(nn.Module):
+    """Of timm's vit_giant_patch14_dinov2: scales of both branches, and a gated feed-forward in one product."""
+
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc_1, self.fc_2 = nn.Linear(width, 2 * inner), nn.Linear(inner, width)
+        self.scale_1, self.scale_2 = (nn.Parameter(torch.empty(width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm_1(x)) * self.scale_1
+        return x + self.feed(self.norm_2(x)) * self.scale_2
+
+    def attend(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, width))
+
+    def feed(self, x: Tensor) -> Tensor:
+        x = self.fc_1(x)
+        gate, up = x.chunk(2, dim=-1)
+        x = functional.silu(gate) * up
+        return self.fc_2(x)
+
+
+class VisionTransformer(nn.Module):
+    """Of 1.1 B parameters, for pictures of 224 x 224 and 45 classes. Each block is checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width, length = 1536, (224 // 14) ** 2 + 1
+        self.patches = nn.Conv2d(3, width, 14, stride=14)
+        self.token, self.places = nn.Parameter(torch.empty(1, 1, width)), nn.Parameter(torch.empty(1, length, width))
+        self.blocks = nn.ModuleList(Block(width, 24, 4096) for _ in range(40))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 45)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.patches(pictures).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.places
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x)[:, 0])
+
+
+def fine_tuned_vit(place: Place) -> Prediction:
+    """All in bfloat16, with the fused AdamW. Facts: pytorch/ao, benchmarks/benchmark_low_bit_adam.py."""
+    with torch.device("meta"):
+        model = VisionTransformer().to(torch.bfloat16)
+        pictures = torch.empty(32, 3, 224, 224, dtype=torch.bfloat16)
+        labels = torch.empty(32, dtype=torch.long)
+    step = Step(
+        model,
+        pictures,
+        loss=lambda y: functional.cross_entropy(y, labels),
+        optimizer=functools.partial(torch.optim.AdamW, fused=True),
+        keep_outputs=False,
+    )
+    return predict_last(Program([step], outputs_stay=False), place)
