@@ -45,13 +45,13 @@ struct Operand {
   int place;
 
   // Rows from `row` on. Lanes 0 to 15 have the first pack, lanes 16 to 31 the second.
-  __device__ __forceinline__ static Operand down(const Tile& tile, int row) {
-    return at(tile, row + lane() % 16, lane() / 16);
+  __device__ __forceinline__ static Operand down(const Tile& tile, int row, int lane = memcheck::lane()) {
+    return at(tile, row + lane % 16, lane / 16);
   }
   // Lanes 0 to 7 have the first pack of 8 rows, lanes 8 to 15 the second; the other lanes have those of the next 8
   // rows.
-  __device__ __forceinline__ static Operand across(const Tile& tile, int row) {
-    return at(tile, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+  __device__ __forceinline__ static Operand across(const Tile& tile, int row, int lane = memcheck::lane()) {
+    return at(tile, row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
   __device__ __forceinline__ static Operand at(const Tile& tile, int row, int index) {
     return {tile, row * Tile::kColumns + (index ^ (row & 7)) * 8};
@@ -103,17 +103,21 @@ __device__ __forceinline__ void round_factor(const WarpTile<kTall, kWide>& c, Wa
     }
 }
 
+// c[0] and c[1] += a times the two operands in b.
+template <typename scalar_t>
+__device__ __forceinline__ void multiply_two(const uint32_t (&a)[4], const uint32_t (&b)[4], float (*c)[4]) {
+  const uint32_t left[2] = {b[0], b[1]};
+  const uint32_t right[2] = {b[2], b[3]};
+  mma_m16n8k16<scalar_t>(c[0], a, left);
+  mma_m16n8k16<scalar_t>(c[1], a, right);
+}
+
 // c += a b for tiles n and n + 1 of c.
 template <typename scalar_t, int kTall, int kWide>
 __device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], const uint32_t (&b)[4], int n,
                                               WarpTile<kTall, kWide>& c) {
-  const uint32_t left[2] = {b[0], b[1]};
-  const uint32_t right[2] = {b[2], b[3]};
 #pragma unroll
-  for (int m = 0; m < kTall; ++m) {
-    mma_m16n8k16<scalar_t>(c[m][n], a[m], left);
-    mma_m16n8k16<scalar_t>(c[m][n + 1], a[m], right);
-  }
+  for (int m = 0; m < kTall; ++m) multiply_two<scalar_t>(a[m], b, &c[m][n]);
 }
 
 // kTall tiles of 16 rows, as the first factor of products over their columns: read from shared memory by every product,
@@ -319,11 +323,11 @@ __device__ __forceinline__ bool any_not_finite(const WarpTile<kTall, kWide>& c) 
 // ---- places of results
 
 // The row of this thread's c[m][n][2 half + i], counted from the warp's first row, and the column of c[m][n][2 half].
-__device__ __forceinline__ int fragment_row(int m, int half) {
-  return 16 * m + 8 * half + lane() / 4;
+__device__ __forceinline__ int fragment_row(int m, int half, int lane = memcheck::lane()) {
+  return 16 * m + 8 * half + lane / 4;
 }
-__device__ __forceinline__ int fragment_column(int n) {
-  return 8 * n + lane() % 4 * 2;
+__device__ __forceinline__ int fragment_column(int n, int lane = memcheck::lane()) {
+  return 8 * n + lane % 4 * 2;
 }
 
 // Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.

@@ -8,60 +8,39 @@ namespace linear_cuda {
 
 namespace {
 
-// The sequence whose slots begin with this one, or -1.
-MEMCHECK_INLINE int64_t sequence_of_slot(const Scan& scan, int64_t slot) {
-  const LinearAttentionShape& n = scan.shape;
-  if (!n.sequences.packed) return slot % scan.segments.count == 0 ? slot / scan.segments.count : -1;
-  // The last one whose first slot is this one: those before it have no segments but one, which has no slot.
-  int64_t low = -1, high = n.sequences.count - 1;
-  while (low < high) {
-    const int64_t middle = (low + high + 1) / 2;
-    if (first_time(scan, n.sequences.sequences[middle]) / scan.segments.shortest <= slot) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const bool begins = low >= 0 && first_time(scan, n.sequences.sequences[low]) / scan.segments.shortest == slot;
-  return begins ? low : -1;
-}
-
 // add_up_segments; a thread for each number of a key head's slots, of which none has more than `most`.
-template <typename scalar_t, bool kGeneral>
-__device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t most) {
+template <typename scalar_t>
+__global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
   using acc_t = acc_type<scalar_t>;
   const LinearAttentionShape& n = scan.shape;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t number = index % most;
-  const int64_t head = index / most / slots % n.Hkv;
-  const int64_t sequence =
-      sequence_of_slot(scan, index / most / slots / n.Hkv * (n.sequences.packed ? 1 : scan.segments.count));
-  if (sequence < 0 || sequence >= sequence_count(n)) return;
-  const bool shares = scan.segments.grouped || scan.states.of_keys;
-  const int64_t copies = scan.states.result && !shares ? n.group() : 1;
+  const SequenceTile at = segment_at(scan, index / most / slots / n.Hkv, 1);
+  if (at.tile > 0 || at.sequence >= sequence_count(n)) return;
   ScanWork work = {};
   work.part = index / most % slots;
-  work.sequence = scan_sequence(scan, sequence);
+  work.sequence = scan_sequence(scan, at.sequence);
   if (work.is_whole()) return;
-  work.key_head = head;
+  work.key_head = index / most / slots % n.Hkv;
   work.row_head = work.key_head * n.group();
   const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, 0);
   if (number >= slot.count) return;
+  const bool shares = scan.segments.grouped || scan.states.of_keys;
+  const int64_t copies = scan.states.result && !shares ? n.group() : 1;
   const int64_t count = work.sequence.segments;
   const auto replace = [&](int64_t segment, acc_t x) {
     ScanWork of_copy = work;
     for (int64_t i = 0; i < copies; ++i, ++of_copy.row_head) slot_of<scalar_t>(scan, of_copy, segment).write(number, x);
   };
-  acc_t sum = 0;
+  acc_t sum = number < slot.matrix
+                  ? initial_element<acc_t>(scan, work, number / slot.columns, slot.first_column + number % slot.columns)
+                  : initial_sum<acc_t>(scan, work, slot.first_sum + number - slot.matrix);
   acc_t rest = 0;
-  if constexpr (kGeneral)
-    sum = number < slot.matrix ? initial_element<acc_t>(scan, work, number / slot.columns, number % slot.columns)
-                               : initial_sum<acc_t>(scan, work, number - slot.matrix);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t segment = scan.backwards() ? count - 1 - i : i;
     const acc_t x = i < scan.summed(count) ? slot_of<scalar_t>(scan, work, segment).read(number) : acc_t(0);
     if (n.causal) replace(segment, sum);
-    if (kGeneral && scan.decay && i < scan.summed(count)) {
+    if (scan.decay && i < scan.summed(count)) {
       const acc_t kept = kept_of<acc_t>(scan, work, segment);
       sum *= kept;
       rest *= kept;
@@ -69,16 +48,6 @@ __device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t 
     add_to_sum(x, sum, rest);
   }
   for (int64_t i = 0; i < count && !n.causal; ++i) replace(i, sum);
-}
-
-template <typename scalar_t>
-__global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
-  add_up<scalar_t, false>(scan, slots, most);
-}
-
-template <typename scalar_t>
-__global__ void general_add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
-  add_up<scalar_t, true>(scan, slots, most);
 }
 
 }  // namespace
@@ -89,13 +58,10 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   const int64_t columns = scan.parts_have_slots() ? std::min(scan.tile, scan.width) : scan.width;
   const int64_t most = linear_attention_slot(scan.depth, columns);
   const LinearAttentionShape& n = scan.shape;
-  const int64_t places = n.B * (n.sequences.packed ? scan.segments.count : 1);
+  const int64_t places = n.sequences.packed ? scan.places() : n.B;
   const Launch with{"linear_attention_add_up", ceil_div(places * n.Hkv * slots * most, kBlock), dim3(kBlock), 0,
                     stream};
-  with_device_type(dtype, [&](auto scalar) {
-    using scalar_t = decltype(scalar);
-    launch(with, scan.shape.is_plain() ? add_up_kernel<scalar_t> : general_add_up_kernel<scalar_t>, scan, slots, most);
-  });
+  with_device_type(dtype, [&](auto scalar) { launch(with, add_up_kernel<decltype(scalar)>, scan, slots, most); });
 }
 
 namespace {
@@ -131,6 +97,8 @@ Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind ki
   const bool of_values = kind == ScanKind::Output || kind == ScanKind::Denominators || kind == ScanKind::GradV;
   scan.depth = of_values ? n.D : n.Dv;
   scan.width = of_values ? n.Dv : n.D;
+  scan.query_parts = grad_q_finds_rows(n, dtype) ? 1 : linear_attention_parts(n.Dv, dtype);
+  scan.finds_rows = kind == ScanKind::GradQ && grad_q_finds_rows(n, dtype);
   return scan;
 }
 
@@ -163,11 +131,11 @@ DecayProducts decay_products(const LinearAttentionBackward& p, Dtype dtype) {
   const LinearAttentionShape& n = p.shape;
   const int64_t parts = linear_attention_parts(n.Dv, dtype);
   const int64_t key_parts = linear_attention_parts(n.D, dtype);
-  const bool whole = is_whole_on_tensor_cores(n, dtype);
+  const bool finds_rows = grad_q_finds_rows(n, dtype);
   char* rows = static_cast<char*>(p.rows);
   const int64_t of_queries = (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype);
   const int64_t of_keys = key_parts * n.B * n.Hkv * n.T * acc_bytes(dtype);
-  return {whole ? 1 : parts, whole ? 1 : key_parts, rows + of_queries,
+  return {finds_rows ? 1 : parts, finds_rows ? 1 : key_parts, rows + of_queries,
           reinterpret_cast<double*>(rows + linear_attention_decay_sums_at(of_queries + of_keys))};
 }
 
@@ -231,7 +199,7 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   using namespace linear_cuda;
   const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
   if (!p.grad_q && !runs_keys && !p.grad_v) return;
-  const bool with_grad_q = stores_denominators(p.shape, dtype);
+  const bool with_grad_q = grad_q_finds_rows(p.shape, dtype);
   const bool reads_rows = p.shape.normalize || p.grad_decay;
   if (reads_rows && !with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
   if (p.grad_q || (reads_rows && with_grad_q)) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);

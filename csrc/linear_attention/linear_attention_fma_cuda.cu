@@ -1,15 +1,21 @@
 #include "linear_attention/linear_attention_fma_tiles_cuda.cuh"
 
 // Scans by fused multiply-adds in the accumulation type: of float64 and float32, and of 16-bit types that tensor cores
-// do not suit. A block has one tile of the width. kGeneral: the general form, else the plain one.
+// do not suit. A block has one tile of the width.
+//
+// A chunk has as many lines as a tile has columns, or half as many: if a deep state leaves no room for more, and if the
+// scan is not plain, so that its bits are the same on every GPU. Only kernels of half as many have decays.
 
 namespace memcheck {
 namespace linear_cuda {
 
 namespace {
 
-// The weights that decays give to the positions of a chunk; 1 if there are no decays.
-template <typename acc_t, int kLines, bool kGeneral>
+template <typename acc_t, int kLines>
+constexpr bool kHasDecays = kLines < kTileSize<acc_t>;
+
+// The weights that decays give to the positions of a chunk.
+template <typename acc_t, int kLines, bool = kHasDecays<acc_t, kLines>>
 struct ChunkDecays {};
 template <typename acc_t, int kLines>
 struct ChunkDecays<acc_t, kLines, true> {
@@ -20,10 +26,8 @@ struct ChunkDecays<acc_t, kLines, true> {
   acc_t all;           // the product of all
 };
 
-// kLines of a chunk: as many as a tile has columns, or half as many if a deep state leaves no room for more, and in the
-// general form.
-template <typename acc_t, int kLines, bool kGeneral>
-struct alignas(16) ScanShared : ChunkDecays<acc_t, kLines, kGeneral> {
+template <typename acc_t, int kLines>
+struct alignas(16) ScanShared : ChunkDecays<acc_t, kLines> {
   ChunkTile<acc_t, kLines> a, b, x;  // scores replace a
   acc_t vector[kTileSize<acc_t>];    // with a bias: the sum of x_j, or of bias_j x_j
   acc_t bias[kLines];                // of rows or columns of the chunk
@@ -49,35 +53,21 @@ struct Accumulators {
   acc_t denominator[kThreadRows];
 };
 
-// Whether GradQ finds 1 / den and g.y: in the plain form, if a block has all columns of the result.
-template <typename acc_t, bool kGeneral>
-__device__ __forceinline__ bool grad_q_finds_rows(const Scan& scan) {
-  return !kGeneral && scan.shape.D <= kTileSize<acc_t>;
-}
-template <typename acc_t, bool kGeneral>
-__device__ __forceinline__ bool finds_rows(const Scan& scan) {
-  return scan.kind == ScanKind::GradQ && grad_q_finds_rows<acc_t, kGeneral>(scan);
-}
-
 // Whether scores and the product with the state have the bias. GradQ that finds it subtracts it in the end.
-template <typename acc_t, bool kGeneral>
 __device__ __forceinline__ bool subtracts_bias(const Scan& scan) {
-  return scan.has_bias() && !finds_rows<acc_t, kGeneral>(scan);
+  return scan.has_bias() && !scan.finds_rows;
 }
 
 // ---- decays
 
 // Products are formed in float64, so that their rounding is that of one number.
 template <typename acc_t, int kLines>
-__device__ __forceinline__ void load_decays(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                            ScanShared<acc_t, kLines, true>& s) {
+__device__ __forceinline__ void load_decays(const Scan& scan, const Chunk& chunk, ScanShared<acc_t, kLines>& s) {
   const int line = static_cast<int>(threadIdx.x);
   const int64_t t = chunk.time + line;
-  const Range& keys = work.sequence.keys;
+  const Range& keys = s.work.sequence.keys;
   if (line < kLines)
-    s.decay[line] = scan.decay && t < keys.end - keys.begin
-                        ? *scan.decay.at<acc_t>(work.b(), work.key_head, keys.begin + t)
-                        : acc_t(1);
+    s.decay[line] = t < keys.end - keys.begin ? *scan.decay.at<acc_t>(s.work.b(), s.work.key_head, keys.begin + t) : 1;
   __syncthreads();
   if (line < kLines) {
     double into = 1;
@@ -96,7 +86,7 @@ __device__ __forceinline__ void load_decays(const Scan& scan, const ScanWork& wo
 
 // In the place of b: row i of a query, column j of a key has the product of the decays from j + 1 to i.
 template <typename acc_t, int kLines>
-__device__ __forceinline__ void form_score_weights(ScanShared<acc_t, kLines, true>& s) {
+__device__ __forceinline__ void form_score_weights(ScanShared<acc_t, kLines>& s) {
   const int column = static_cast<int>(threadIdx.x);
   if (column >= kLines) return;
   double x = 1;
@@ -107,25 +97,21 @@ __device__ __forceinline__ void form_score_weights(ScanShared<acc_t, kLines, tru
   }
 }
 
-// The weights of rows for the state before the chunk, and of columns for the one behind it; null in the plain form.
-template <typename acc_t, int kLines, bool kGeneral>
-__device__ __forceinline__ const acc_t* row_weights(const Scan& scan, const ScanShared<acc_t, kLines, kGeneral>& s) {
-  if constexpr (kGeneral) return scan.rows_are_queries() ? s.into : s.out;
-  return nullptr;
-}
-template <typename acc_t, int kLines, bool kGeneral>
-__device__ __forceinline__ const acc_t* column_weights(const Scan& scan, const ScanShared<acc_t, kLines, kGeneral>& s) {
-  if constexpr (kGeneral) return scan.rows_are_queries() ? s.out : s.into;
+// The weights of columns for the state behind the chunk, null without decays.
+template <typename acc_t, int kLines>
+__device__ __forceinline__ const acc_t* column_weights(const Scan& scan, const ScanShared<acc_t, kLines>& s) {
+  if constexpr (kHasDecays<acc_t, kLines>)
+    if (scan.decay) return scan.rows_are_queries() ? s.out : s.into;
   return nullptr;
 }
 
-// Multiplies what the state has given to rows.
+// Multiplies what the state before the chunk has given to rows.
 template <typename acc_t, int kLines, int kThreadRows>
-__device__ __forceinline__ void weigh_rows(const Scan& scan, const ScanShared<acc_t, kLines, true>& s,
+__device__ __forceinline__ void weigh_rows(const Scan& scan, const ScanShared<acc_t, kLines>& s,
                                            Accumulators<acc_t, kThreadRows>& acc) {
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
-    const acc_t weight = row_weights(scan, s)[thread_y<acc_t>() + kSide<acc_t> * i];
+    const acc_t weight = (scan.rows_are_queries() ? s.into : s.out)[thread_y<acc_t>() + kSide<acc_t> * i];
 #pragma unroll
     for (int j = 0; j < 4; ++j) acc.out[i][j] *= weight;
     acc.denominator[i] *= weight;
@@ -135,40 +121,36 @@ __device__ __forceinline__ void weigh_rows(const Scan& scan, const ScanShared<ac
 // ---- a chunk
 
 // The bias of the queries of a chunk, 0 where no query exists: g.y, or (g.y) / den if g is scaled.
-template <bool kGeneral, typename acc_t, int kLines>
+template <typename acc_t, int kLines>
 __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t head, const Lines& queries,
                                           acc_t (&bias)[kLines]) {
-  const LinearAttentionShape& n = scan.shape;
-  const int64_t parts =
-      grad_q_finds_rows<acc_t, kGeneral>(scan) ? 1 : max(int64_t{1}, ceil_div(n.Dv, kTileSize<acc_t>));
   const int line = static_cast<int>(threadIdx.x);
   if (line >= kLines) return;
+  const int64_t row = query_row(scan.shape, b, head) + queries.first + line;
   acc_t sum = 0;
-  const acc_t* from = static_cast<const acc_t*>(scan.products) + query_row(n, b, head) + queries.first + line;
   if (queries.has(line))
-    for (int64_t part = 0; part < parts; ++part) sum += from[part * n.B * n.H * n.S];
-  if (scan.a.scaled && queries.has(line))
-    sum *= static_cast<const acc_t*>(scan.inverse)[query_row(n, b, head) + queries.first + line];
+    for (int64_t part = 0; part < scan.query_parts; ++part) sum += scan.product_at<acc_t>(part, row);
+  if (scan.a.scaled && queries.has(line)) sum *= scan.inverse_at<acc_t>(row);
   bias[line] = sum;
 }
 
 // Stores the scores in the place of a; 0 where a row does not see a column.
-template <typename acc_t, int kLines, bool kGeneral, int kThreadRows>
+template <typename acc_t, int kLines, int kThreadRows>
 __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chunk,
                                              const acc_t (&scores)[kThreadRows][kThreadRows],
-                                             ScanShared<acc_t, kLines, kGeneral>& s) {
+                                             ScanShared<acc_t, kLines>& s) {
+  const bool forwards = scan.rows_are_queries();
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
 #pragma unroll
     for (int j = 0; j < kThreadRows; ++j) {
       const int column = thread_x<acc_t>() + kSide<acc_t> * j;
-      const bool sees = (scan.rows_are_queries() ? column <= row : column >= row) && chunk.columns.has(column);
-      const bool biased = subtracts_bias<acc_t, kGeneral>(scan);
-      const acc_t bias = biased ? s.bias[scan.rows_are_queries() ? row : column] : acc_t(0);
+      const bool sees = (forwards ? column <= row : column >= row) && chunk.columns.has(column);
+      const acc_t bias = subtracts_bias(scan) ? s.bias[forwards ? row : column] : acc_t(0);
       acc_t score = sees ? scores[i][j] - bias : acc_t(0);
-      if (kGeneral && scan.decay && sees)
-        score *= scan.rows_are_queries() ? s.b.row(row)[column] : s.b.row(column)[row];
+      if (kHasDecays<acc_t, kLines> && scan.decay && sees)
+        score *= forwards ? s.b.row(row)[column] : s.b.row(column)[row];
       s.a.row(row)[column] = score;
     }
   }
@@ -201,6 +183,24 @@ __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work
   for (int j = 0; j < 4; ++j) x[j] = to_acc(pack.values[j]);
 }
 
+// The product of x and y over the columns of a row, formed by the threads of one y.
+template <typename acc_t>
+__device__ __forceinline__ acc_t row_product(const acc_t (&x)[4], const acc_t (&y)[4]) {
+  acc_t sum = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sum += x[j] * y[j];
+  return sum_along_x(sum);
+}
+
+// The same with phi(x).
+template <typename acc_t>
+__device__ __forceinline__ acc_t product_with_features(FeatureMap map, const acc_t (&x)[4], const acc_t (&y)[4]) {
+  acc_t features[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) features[j] = feature(map, x[j]);
+  return row_product(features, y);
+}
+
 // x *= phi'(of q or k)
 template <typename acc_t>
 __device__ __forceinline__ void multiply_by_derivative(FeatureMap map, const acc_t (&of)[4], acc_t (&x)[4]) {
@@ -230,21 +230,10 @@ __device__ __forceinline__ void for_sums(const Chunk& chunk, const ChunkTile<acc
   }
 }
 
-// The product of phi(q) and x, formed by the threads of one y.
-template <typename acc_t>
-__device__ __forceinline__ acc_t product_with_features(FeatureMap map, const acc_t (&q)[4], const acc_t (&x)[4]) {
-  acc_t sum = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    sum += (map == FeatureMap::EluPlusOne ? elu_plus_one(q[j], exp_minus_abs(q[j])) : q[j]) * x[j];
-  return sum_along_x(sum);
-}
-
 // GradQ that finds 1 / den stores it, before g is divided by it. x is loaded, and a is free.
 template <typename scalar_t, typename acc_t, int kLines>
 __device__ __forceinline__ void find_inverses(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                              ScanShared<acc_t, kLines, false>& s) {
-  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(scan.shape, work.b(), work.row_head);
+                                              ScanShared<acc_t, kLines>& s) {
   __syncthreads();
   if (chunk.has_columns) sum_lines(s.x, s.a);
   __syncthreads();
@@ -254,7 +243,8 @@ __device__ __forceinline__ void find_inverses(const Scan& scan, const ScanWork& 
     if (chunk.rows.has(line)) load_last<scalar_t>(scan, work, row, q);
     const acc_t denominator = product_with_features(scan.shape.feature_map, q, z.values);
     if (chunk.rows.has(line) && thread_x<acc_t>() == 0)
-      inverses[row] = acc_t(1) / (denominator + static_cast<acc_t>(scan.eps));
+      scan.inverse_at<acc_t>(query_row(scan.shape, work.b(), work.row_head) + row) =
+          acc_t(1) / (denominator + static_cast<acc_t>(scan.eps));
   });
   __syncthreads();
 }
@@ -262,8 +252,7 @@ __device__ __forceinline__ void find_inverses(const Scan& scan, const ScanWork& 
 // GradQ that finds g.y stores it and the gradient, from the sums of the queries without bias. b has the sums of x.
 template <typename scalar_t, typename acc_t, int kLines, int kThreadRows>
 __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                               const ScanShared<acc_t, kLines, false>& s,
-                                               acc_t (&out)[kThreadRows][4]) {
+                                               const ScanShared<acc_t, kLines>& s, acc_t (&out)[kThreadRows][4]) {
   const LinearAttentionShape& n = scan.shape;
   const int64_t head = query_row(n, work.b(), work.row_head);
   for_sums(chunk, s.b, s.vector, [&](int line, int i, const Four<acc_t>& z) {
@@ -273,8 +262,8 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
     if (exists) load_last<scalar_t>(scan, work, row, q);
     const acc_t product = product_with_features(n.feature_map, q, out[i]);
     if (!exists) return;
-    if (thread_x<acc_t>() == 0) static_cast<acc_t*>(scan.products)[head + row] = product;
-    const acc_t bias = product * static_cast<const acc_t*>(scan.inverse)[head + row];
+    if (thread_x<acc_t>() == 0) scan.product_at<acc_t>(0, head + row) = product;
+    const acc_t bias = product * scan.inverse_at<acc_t>(head + row);
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[i][j] -= bias * z.values[j];
     multiply_by_derivative(n.feature_map, q, out[i]);
@@ -286,22 +275,27 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
 
 // One head of columns: adds to the rows what the chunk itself and, with the first head, the state gives them; then adds
 // the columns to the state.
-template <typename scalar_t, typename acc_t, int kLines, bool kGeneral, int kThreadRows>
-__device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work, const Chunk& chunk, int64_t head,
-                                          const BlockState<acc_t>& state, ScanShared<acc_t, kLines, kGeneral>& s,
+template <typename scalar_t, typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void scan_head(const Scan& scan, const Chunk& chunk, int64_t head,
+                                          const BlockState<acc_t>& state, ScanShared<acc_t, kLines>& s,
                                           Accumulators<acc_t, kThreadRows>& acc) {
   constexpr int kSize = kTileSize<acc_t>;
+  constexpr const acc_t* kNoWeights = nullptr;
+  const ScanWork& work = s.work;
   const bool meet = chunk.has_rows && chunk.has_columns;
   const bool reads_state = chunk.has_rows && head == 0;
-  const bool fades = kGeneral && scan.decay && head == 0;
+  const int columns = chunk.has_columns ? chunk.columns.end : 0;
   const int64_t column_head = work.first_column_head + head;
+  acc_t fade = 1;
+  if constexpr (kHasDecays<acc_t, kLines>)
+    if (scan.decay && head == 0) fade = s.all;
+  const bool changes_state = columns > 0 || (kHasDecays<acc_t, kLines> && scan.decay && head == 0);
   acc_t scores[kThreadRows][kThreadRows] = {};
   if (chunk.has_columns)
     load_chunk<scalar_t>(scan, scan.x, work.b(), column_head, chunk.columns, work.part * kSize, scan.width, s.x);
   if (scan.has_bias() && scan.kind == ScanKind::GradK && chunk.has_columns)
-    load_bias<kGeneral>(scan, work.b(), column_head, chunk.columns, s.bias);
-  if constexpr (!kGeneral)
-    if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) find_inverses<scalar_t>(scan, work, chunk, s);
+    load_bias(scan, work.b(), column_head, chunk.columns, s.bias);
+  if (chunk.has_rows && scan.finds_rows) find_inverses<scalar_t>(scan, work, chunk, s);
   for (int64_t k = 0; k < scan.depth; k += kSize) {
     const int depth = static_cast<int>(min(int64_t{kSize}, ceil_div(scan.depth - k, 4) * 4));
     if (reads_state || meet)
@@ -314,47 +308,40 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
       if (scan.has_denominator()) add_row_dots(s.a, state.sums + k, kSize, acc.denominator);
       __syncthreads();
     }
-    if constexpr (kGeneral) {
-      if (fades) fade_matrix(s.all, state.row(k));
-      if (fades && scan.has_denominator()) fade_vector(s.all, state.sums + k);
-    }
-    if (chunk.has_columns) {
-      add_outer(s.b, s.x, chunk.columns.end, column_weights(scan, s), state.row(k));
+    if (changes_state) {
+      add_outer(s.b, s.x, columns, column_weights(scan, s), fade, state.row(k));
       if (scan.has_denominator())
-        add_column_sums(s.b, static_cast<const acc_t*>(nullptr), column_weights(scan, s), state.sums + k);
+        add_column_sums(s.b, columns, column_weights(scan, s), kNoWeights, fade, state.sums + k);
     }
     __syncthreads();
   }
-  if constexpr (kGeneral)
-    if (reads_state) weigh_rows(scan, s, acc);
+  if constexpr (kHasDecays<acc_t, kLines>)
+    if (scan.decay && reads_state) weigh_rows(scan, s, acc);
   if (meet) {
     __syncthreads();
-    if constexpr (kGeneral) {
+    if constexpr (kHasDecays<acc_t, kLines>) {
       if (scan.decay) form_score_weights(s);
       __syncthreads();
     }
     store_scores(scan, chunk, scores, s);
-    if (finds_rows<acc_t, kGeneral>(scan)) sum_lines(s.x, s.b);
+    if (scan.finds_rows) sum_lines(s.x, s.b);
     __syncthreads();
-    add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(chunk.columns.end, 4) * 4), acc.out);
-    if (scan.has_denominator()) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
+    add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(columns, 4) * 4), acc.out);
+    if (scan.has_denominator()) add_row_dots(s.a, kNoWeights, kLines, acc.denominator);
   }
-  if constexpr (!kGeneral)
-    if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) finish_queries<scalar_t>(scan, work, chunk, s, acc.out);
-  if (scan.has_bias() && (chunk.has_columns || fades)) {
+  if (scan.finds_rows && chunk.has_rows) finish_queries<scalar_t>(scan, work, chunk, s, acc.out);
+  if (scan.has_bias() && changes_state) {
     __syncthreads();
-    if constexpr (kGeneral)
-      if (fades) fade_vector(s.all, s.vector);
-    if (chunk.has_columns)
-      add_column_sums(s.x, scan.kind == ScanKind::GradK ? s.bias : nullptr, column_weights(scan, s), s.vector);
+    add_column_sums(s.x, columns, column_weights(scan, s), scan.kind == ScanKind::GradK ? s.bias : nullptr, fade,
+                    s.vector);
   }
   __syncthreads();
 }
 
 // Subtracts the bias from the product with the state: bias_i (sum of x_j), or the sum of bias_j x_j, over the columns
 // before this chunk.
-template <typename acc_t, int kLines, bool kGeneral, int kThreadRows>
-__device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t, kLines, kGeneral>& s,
+template <typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t, kLines>& s,
                                                        acc_t (&out)[kThreadRows][4]) {
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
@@ -371,38 +358,30 @@ __device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const S
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void store_key_product(const Scan& scan, const ScanWork& work, int64_t row, bool exists,
                                                   const acc_t (&out)[4]) {
-  const LinearAttentionShape& n = scan.shape;
   acc_t k[4] = {};
   if (exists) load_last<scalar_t>(scan, work, row, k);
-  acc_t product = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    product += out[j] * (n.feature_map == FeatureMap::EluPlusOne ? elu_plus_one(k[j], exp_minus_abs(k[j])) : k[j]);
-  product = sum_along_x(product);
-  acc_t* products = static_cast<acc_t*>(scan.key_products) + (work.b() * n.Hkv + work.key_head) * n.T + row;
-  if (exists && thread_x<acc_t>() == 0) products[work.part * n.B * n.Hkv * n.T] = product;
+  const acc_t product = product_with_features(scan.shape.feature_map, k, out);
+  if (exists && thread_x<acc_t>() == 0)
+    scan.key_product_at<acc_t>(work.part, key_row(scan.shape, work.b(), work.key_head) + row) = product;
 }
 
-template <typename scalar_t, bool kGeneral, typename acc_t>
+template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& work, int64_t row, bool exists,
                                            acc_t denominator, acc_t (&out)[4]) {
   const LinearAttentionShape& n = scan.shape;
-  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(n, work.b(), work.row_head);
-  if constexpr (kGeneral)
-    if (scan.key_products != nullptr) store_key_product<scalar_t>(scan, work, row, exists, out);
   if (scan.forms_output()) {
     acc_t inverse = acc_t(1) / (sum_along_x(denominator) + static_cast<acc_t>(scan.eps));
-    if (kGeneral && !n.normalize) inverse = 1;
+    if (!n.normalize) inverse = 1;
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[j] *= inverse;
     if (scan.kind == ScanKind::Denominators) {
       acc_t g[4] = {};
       if (exists) load_last<scalar_t>(scan, work, row, g);
-      const acc_t product = sum_along_x(out[0] * g[0] + out[1] * g[1] + out[2] * g[2] + out[3] * g[3]);
-      acc_t* products = static_cast<acc_t*>(scan.products) + query_row(n, work.b(), work.row_head);
+      const acc_t product = row_product(out, g);
+      const int64_t query = query_row(n, work.b(), work.row_head) + row;
       if (exists && thread_x<acc_t>() == 0) {
-        products[work.part * n.B * n.H * n.S + row] = product;
-        if (work.part == 0) inverses[row] = inverse;
+        scan.product_at<acc_t>(work.part, query) = product;
+        if (work.part == 0) scan.inverse_at<acc_t>(query) = inverse;
       }
     }
   } else if (scan.kind != ScanKind::GradV && exists && scan.out) {
@@ -413,15 +392,17 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
   if (exists) store_four<scalar_t>(scan, work, row, out);
 }
 
-template <typename scalar_t, typename acc_t, int kLines, bool kGeneral>
-__device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                           const BlockState<acc_t>& state, ScanShared<acc_t, kLines, kGeneral>& s) {
+template <typename scalar_t, typename acc_t, int kLines>
+__device__ __forceinline__ void scan_chunk(const Scan& scan, const Chunk& chunk, const BlockState<acc_t>& state,
+                                           ScanShared<acc_t, kLines>& s) {
   constexpr int kThreadRows = kLines / kSide<acc_t>;
+  const ScanWork& work = s.work;
   Accumulators<acc_t, kThreadRows> acc = {};
-  if constexpr (kGeneral) load_decays(scan, work, chunk, s);
-  if (chunk.has_rows && subtracts_bias<acc_t, kGeneral>(scan)) {
+  if constexpr (kHasDecays<acc_t, kLines>)
+    if (scan.decay) load_decays(scan, chunk, s);
+  if (chunk.has_rows && subtracts_bias(scan)) {
     if (scan.kind == ScanKind::GradQ) {
-      load_bias<kGeneral>(scan, work.b(), work.row_head, chunk.rows, s.bias);
+      load_bias(scan, work.b(), work.row_head, chunk.rows, s.bias);
       __syncthreads();
     }
     subtract_bias_of_state(scan, s, acc.out);
@@ -431,130 +412,79 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
   for (int64_t head = 0; head < max(heads, int64_t{1}); ++head) {
     Chunk of_head = chunk;
     of_head.has_columns = chunk.has_columns && head < heads;
-    scan_head<scalar_t>(scan, work, of_head, head, state, s, acc);
+    scan_head<scalar_t>(scan, of_head, head, state, s, acc);
   }
-  if (!chunk.has_rows || finds_rows<acc_t, kGeneral>(scan)) return;
+  if (!chunk.has_rows || scan.finds_rows) return;
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
     const int line = thread_y<acc_t>() + kSide<acc_t> * i;
-    finish_row<scalar_t, kGeneral>(scan, work, chunk.rows.first + line, chunk.rows.has(line), acc.denominator[i],
-                                   acc.out[i]);
+    const int64_t row = chunk.rows.first + line;
+    const bool exists = chunk.rows.has(line);
+    if constexpr (kHasDecays<acc_t, kLines>)
+      if (scan.key_products != nullptr) store_key_product<scalar_t>(scan, work, row, exists, acc.out[i]);
+    finish_row<scalar_t>(scan, work, row, exists, acc.denominator[i], acc.out[i]);
   }
-}
-
-// ---- states
-
-// Calls move(element, k, column, exists) for the elements of the block's state, and move_sum(element, i, exists) for
-// those of its vector.
-template <typename acc_t, typename Move, typename MoveSum>
-__device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state,
-                                          const Move& move, const MoveSum& move_sum) {
-  constexpr int kSize = kTileSize<acc_t>;
-  const int64_t padded = ceil_div(scan.depth, kSize) * kSize;
-  for (int64_t i = threadIdx.x; i < padded * kSize; i += kThreads<acc_t>) {
-    const int64_t k = i / kSize;
-    const int64_t column = work.part * kSize + i % kSize;
-    move(state.row(k)[i % kSize], k, column, k < scan.depth && column < scan.width);
-  }
-  acc_t* vector = scan.forms_output() ? state.sums : state.vector;
-  const int64_t first = scan.forms_output() ? 0 : work.part * kSize;
-  const int64_t count = scan.forms_output() ? padded : kSize;
-  const int64_t length = scan.forms_output() ? scan.depth : scan.width;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads<acc_t>) move_sum(vector[i], first + i, first + i < length);
-  __syncthreads();
-}
-
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  const bool from_zero = scan.phase == ScanPhase::Sums;
-  const bool from_slot = !from_zero && !work.is_whole();
-  const StateSlot<scalar_t> slot = from_slot ? slot_of<scalar_t>(scan, work, work.segment) : StateSlot<scalar_t>{};
-  for_state(
-      scan, work, state,
-      [&](acc_t& to, int64_t k, int64_t column, bool exists) {
-        acc_t x = 0;
-        if (exists && from_slot) x = slot.read(slot.at(k, column));
-        if (exists && !from_slot && !from_zero) x = initial_element<acc_t>(scan, work, k, column);
-        to = x;
-      },
-      [&](acc_t& to, int64_t i, bool exists) {
-        acc_t x = 0;
-        if (exists && from_slot) x = slot.read(slot.sum_at(i));
-        if (exists && !from_slot && !from_zero) x = initial_sum<acc_t>(scan, work, i);
-        to = x;
-      });
-}
-
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.segment);
-  const bool stores_sums = !scan.forms_output() || scan.parts_have_slots() || work.part == 0;
-  for_state(
-      scan, work, state,
-      [&](acc_t& from, int64_t k, int64_t column, bool exists) {
-        if (exists) slot.write(slot.at(k, column), from);
-      },
-      [&](acc_t& from, int64_t i, bool exists) {
-        if (exists && stores_sums) slot.write(slot.sum_at(i), from);
-      });
-}
-
-// The state behind the scan, as far as it is wanted. Every block has its own part of GradK's vector.
-template <typename acc_t>
-__device__ __forceinline__ void store_last_state(const Scan& scan, const ScanWork& work,
-                                                 const BlockState<acc_t>& state) {
-  for_state(
-      scan, work, state,
-      [&](acc_t& from, int64_t k, int64_t column, bool exists) {
-        if (exists && scan.new_m) *scan.new_m.at<acc_t>(work.sequence.index, work.key_head, k, column) = from;
-      },
-      [&](acc_t& from, int64_t i, bool exists) {
-        if (!exists || !scan.new_z || (scan.forms_output() && work.part > 0)) return;
-        *scan.new_z.at<acc_t>(work.sequence.index, work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
-      });
 }
 
 // ---- a block
 
-// Scans for a work that exists, from its first state to its last one.
-template <typename scalar_t, typename acc_t, int kLines, bool kGeneral>
-__device__ __forceinline__ void run_work(const Scan& scan, ScanShared<acc_t, kLines, kGeneral>& s) {
+// Calls move(k, column, number) for the numbers of the block's state, and move_sum(i, number) for those of its vector.
+template <typename acc_t, typename Move, typename MoveSum>
+__device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state,
+                                          const Move& move, const MoveSum& move_sum) {
   constexpr int kSize = kTileSize<acc_t>;
-  acc_t* memory = scan.depth > kLinearAttentionDeepest
-                      ? static_cast<acc_t*>(scan.deep) + blockIdx.x * linear_attention_block_state(scan.depth, kSize)
-                      : reinterpret_cast<acc_t*>(&s + 1);
+  for (int64_t i = threadIdx.x; i < scan.depth * kSize; i += kThreads<acc_t>) {
+    const int64_t column = work.part * kSize + i % kSize;
+    if (column < scan.width) move(i / kSize, column, state.row(i / kSize)[i % kSize]);
+  }
+  acc_t* vector = scan.forms_output() ? state.sums : state.vector;
+  const int64_t first = scan.forms_output() ? 0 : work.part * kSize;
+  const int64_t count = scan.forms_output() ? scan.depth : min(scan.width - first, int64_t{kSize});
+  for (int64_t i = threadIdx.x; i < count; i += kThreads<acc_t>) move_sum(first + i, vector[i]);
+  __syncthreads();
+}
+
+// Scans for a work that exists, from its first state to its last one.
+template <typename scalar_t, typename acc_t, int kLines>
+__device__ __forceinline__ void run_work(const Scan& scan, ScanShared<acc_t, kLines>& s) {
+  constexpr int kSize = kTileSize<acc_t>;
+  const int64_t numbers = linear_attention_block_state(scan.depth, kSize);
+  acc_t* memory = scan.depth > kLinearAttentionDeepest ? static_cast<acc_t*>(scan.deep) + blockIdx.x * numbers
+                                                       : reinterpret_cast<acc_t*>(&s + 1);
   const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kTileStride<acc_t>, s.vector};
   const ScanWork& work = s.work;
-  const ScanRanges& ranges = s.ranges;
-  const int sums = ranges.column_chunks(kLines);
-  const int steps = sums + ranges.row_chunks(kLines);
-  start_state<scalar_t>(scan, work, state);
-  for (int i = 0; i <= steps; ++i) {
-    // Not causal, the state is complete before the rows.
-    if (i == (scan.shape.causal ? steps : sums) && work.stores_state(scan)) store_last_state(scan, work, state);
-    if (i == steps) break;
-    const Chunk chunk = chunk_of(scan, work.sequence, i < sums ? ranges.columns : ranges.rows, i < sums ? i : i - sums,
-                                 i < sums, kLines);
-    if (kGeneral || chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state, s);
+  const int sums = s.ranges.column_chunks(kLines);
+  const int steps = sums + s.ranges.row_chunks(kLines);
+  const auto each = [&](const auto& move, const auto& move_sum) { for_state(scan, work, state, move, move_sum); };
+  for (int64_t i = threadIdx.x; i < numbers; i += kThreads<acc_t>) memory[i] = 0;
+  if (threadIdx.x < kSize) s.vector[threadIdx.x] = 0;
+  __syncthreads();
+  if (scan.phase == ScanPhase::Results) load_state<scalar_t>(scan, work, each);
+  for (int i = 0; i < steps; ++i) {
+    const bool summing = i < sums;
+    const Range& range = summing ? s.ranges.columns : s.ranges.rows;
+    const Chunk chunk = chunk_of(scan, work.sequence, range, summing ? i : i - sums, summing, kLines);
+    if (scan.decay || chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, chunk, state, s);
   }
-  if (scan.phase != ScanPhase::Sums) return;
-  store_segment<scalar_t>(scan, work, state);
-  if constexpr (kGeneral)
-    if (scan.decay && work.part == 0 && threadIdx.x == 0) kept_of<acc_t>(scan, work, work.segment) = s.kept;
+  if (work.stores_state(scan)) store_state<scalar_t>(scan, work, each);
+  if constexpr (kHasDecays<acc_t, kLines>)
+    if (scan.decay && scan.phase == ScanPhase::Sums && work.part == 0 && threadIdx.x == 0)
+      kept_of<acc_t>(scan, work, work.segment) = static_cast<acc_t>(s.kept);
 }
 
 // A block takes one work, or some in turns.
-template <typename scalar_t, int kLines, bool kGeneral>
-__device__ __forceinline__ void scan_block(const Scan& scan, int64_t parts, int64_t works) {
+template <typename scalar_t, int kLines>
+__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
+    scan_kernel(const Scan scan, int64_t works) {
   using acc_t = acc_type<scalar_t>;
-  auto& s = shared<ScanShared<acc_t, kLines, kGeneral>>();
+  auto& s = shared<ScanShared<acc_t, kLines>>();
   if (threadIdx.x == 0) s.index = blockIdx.x;
   for (;;) {
     if (threadIdx.x == 0) {
-      s.work = scan_work(scan, s.index, parts);
+      s.work = scan_work(scan, s.index);
       s.ranges = ranges_of(scan, s.work);
       s.index += gridDim.x;
-      if constexpr (kGeneral) s.kept = 1;
+      if constexpr (kHasDecays<acc_t, kLines>) s.kept = 1;
     }
     __syncthreads();
     if (s.work.exists) run_work<scalar_t>(scan, s);
@@ -564,52 +494,31 @@ __device__ __forceinline__ void scan_block(const Scan& scan, int64_t parts, int6
   }
 }
 
-template <typename scalar_t, int kLines>
-__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
-    scan_kernel(const Scan scan, int64_t parts, int64_t works) {
-  scan_block<scalar_t, kLines, false>(scan, parts, works);
-}
-
-template <typename scalar_t, int kLines>
-__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
-    general_scan_kernel(const Scan scan, int64_t parts, int64_t works) {
-  scan_block<scalar_t, kLines, true>(scan, parts, works);
-}
-
 // ---- launches
 
-template <typename scalar_t, int kLines, bool kGeneral>
+template <typename scalar_t, int kLines>
 void launch_chunks(const Scan& scan, int64_t blocks, size_t state_bytes, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
-  const int64_t parts = std::max<int64_t>(1, ceil_div(scan.width, kTileSize<acc_t>));
-  const int64_t works = blocks * parts;
+  const int64_t works = blocks * scan.parts();
   const bool in_turns = scan.depth > kLinearAttentionDeepest && scan.shape.sequences;
   const int64_t launched = in_turns ? std::min(works, kLinearAttentionDeepBlocks) : works;
-  const Launch with{name_of(scan.kind, false), launched, dim3(kThreads<acc_t>),
-                    sizeof(ScanShared<acc_t, kLines, kGeneral>) + state_bytes, stream};
-  if constexpr (kGeneral)
-    launch(with, general_scan_kernel<scalar_t, kLines>, scan, parts, works);
-  else
-    launch(with, scan_kernel<scalar_t, kLines>, scan, parts, works);
+  const size_t bytes = sizeof(ScanShared<acc_t, kLines>) + state_bytes;
+  launch({name_of(scan.kind, false), launched, dim3(kThreads<acc_t>), bytes, stream}, scan_kernel<scalar_t, kLines>,
+         scan, works);
 }
 
-// In chunks of a tile's lines, or of half as many if the GPU's shared memory has no room for more beside a deep state.
-// The general form always takes the latter, so that its bits are the same on every GPU.
 template <typename scalar_t>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = kTileSize<acc_t>;
   const auto bytes_of_state = [](int64_t depth) { return linear_attention_block_state(depth, kSize) * sizeof(acc_t); };
   const size_t state_bytes = scan.depth > kLinearAttentionDeepest ? 0 : bytes_of_state(scan.depth);
-  static_assert(sizeof(ScanShared<acc_t, kSize / 2, true>) + bytes_of_state(kLinearAttentionDeepest) <=
+  static_assert(sizeof(ScanShared<acc_t, kSize / 2>) + bytes_of_state(kLinearAttentionDeepest) <=
                 kSharedBytesEverywhere);
-  if (!scan.shape.is_plain()) {
-    launch_chunks<scalar_t, kSize / 2, true>(scan, blocks, state_bytes, stream);
-  } else if (fits_in_a_block(sizeof(ScanShared<acc_t, kSize, false>) + state_bytes)) {
-    launch_chunks<scalar_t, kSize, false>(scan, blocks, state_bytes, stream);
-  } else {
-    launch_chunks<scalar_t, kSize / 2, false>(scan, blocks, state_bytes, stream);
-  }
+  if (scan.shape.is_plain() && fits_in_a_block(sizeof(ScanShared<acc_t, kSize>) + state_bytes))
+    launch_chunks<scalar_t, kSize>(scan, blocks, state_bytes, stream);
+  else
+    launch_chunks<scalar_t, kSize / 2>(scan, blocks, state_bytes, stream);
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
 #pragma unroll
         for (int j = 0; j < kStored; ++j) {
           const acc_t x = to_acc(packs[i].values[first + j]);
-          const acc_t value = factor.mapped ? elu_plus_one(x, exp_minus_abs(x)) : x;
+          const acc_t value = factor.mapped ? feature(FeatureMap::EluPlusOne, x) : x;
           stored.values[j] = exists ? value * weight : acc_t(0);
         }
         store_pack(stored, to.row(line) + at + first);
@@ -100,8 +100,7 @@ __device__ __forceinline__ void load_chunk(const Scan& scan, const ScanFactor& f
                                            const Lines& lines, int64_t column, int64_t columns,
                                            ChunkTile<acc_t, kLines>& to) {
   const scalar_t* from = factor.x ? factor.x.at<scalar_t>(b, head, 0, 0) : nullptr;
-  const acc_t* scale =
-      factor.scaled ? static_cast<const acc_t*>(scan.inverse) + query_row(scan.shape, b, head) : nullptr;
+  const acc_t* scale = factor.scaled ? &scan.inverse_at<acc_t>(query_row(scan.shape, b, head)) : nullptr;
   if (factor.packed)
     load_packs<kPackSize<scalar_t>>(factor, from, scale, lines, column, columns, to);
   else
@@ -175,10 +174,10 @@ __device__ __forceinline__ void add_product(const ChunkTile<acc_t, kLines>& a, c
   }
 }
 
-// state += b^T x over the lines of a chunk, weighted unless `weights` is null.
+// state = fade state + b^T x over the lines of a chunk, weighted unless `weights` is null.
 template <typename acc_t, int kLines>
 __device__ __forceinline__ void add_outer(const ChunkTile<acc_t, kLines>& b, const ChunkTile<acc_t, kLines>& x,
-                                          int lines, const acc_t* weights, acc_t* state) {
+                                          int lines, const acc_t* weights, acc_t fade, acc_t* state) {
   acc_t sum[4][4] = {};
 #pragma unroll 1
   for (int level = 0; level < lines; level += kLevel) {
@@ -202,7 +201,7 @@ __device__ __forceinline__ void add_outer(const ChunkTile<acc_t, kLines>& b, con
     acc_t* to = state + (4 * thread_y<acc_t>() + i) * kTileStride<acc_t> + 4 * thread_x<acc_t>();
     Four<acc_t> total = load_pack<4>(to);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) total.values[j] += sum[i][j];
+    for (int j = 0; j < 4; ++j) total.values[j] = total.values[j] * fade + sum[i][j];
     store_pack(total, to);
   }
 }
@@ -237,29 +236,14 @@ __device__ __forceinline__ void sum_lines(const ChunkTile<acc_t, kLines>& x, Chu
   }
 }
 
-// Multiplies the elements to which this thread adds in add_outer and, below, in add_column_sums.
-template <typename acc_t>
-__device__ __forceinline__ void fade_matrix(acc_t factor, acc_t* state) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      state[(4 * thread_y<acc_t>() + i) * kTileStride<acc_t> + 4 * thread_x<acc_t>() + j] *= factor;
-}
-template <typename acc_t>
-__device__ __forceinline__ void fade_vector(acc_t factor, acc_t* vector) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
-    if (thread_x<acc_t>() == 0) vector[4 * thread_y<acc_t>() + j] *= factor;
-}
-
-// to[column] += the sum over a tile's rows, weighted unless `weights` is null, and so for `more_weights`.
+// to[column] = fade to[column] + the sum over a tile's lines, weighted unless `weights` is null, and so for
+// `more_weights`.
 template <typename acc_t, int kLines>
-__device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& x, const acc_t* weights,
-                                                const acc_t* more_weights, acc_t* to) {
+__device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& x, int lines, const acc_t* weights,
+                                                const acc_t* more_weights, acc_t fade, acc_t* to) {
   Four<acc_t> sum = {};
 #pragma unroll
-  for (int i = 0; i < kLines / kSide<acc_t>; ++i) {
+  for (int i = 0; i < kLines / kSide<acc_t> && lines > 0; ++i) {
     const int line = thread_x<acc_t>() + kSide<acc_t> * i;
     Four<acc_t> row = load_pack<4>(x.row(line) + 4 * thread_y<acc_t>());
     if (more_weights != nullptr)
@@ -271,7 +255,8 @@ __device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& 
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const acc_t total = sum_along_x(sum.values[j]);
-    if (thread_x<acc_t>() == 0) to[4 * thread_y<acc_t>() + j] += total;
+    acc_t& of_column = to[4 * thread_y<acc_t>() + j];
+    if (thread_x<acc_t>() == 0) of_column = of_column * fade + total;
   }
 }
 

@@ -105,10 +105,12 @@ struct Scan {
   bool steps;  // of decoding: all keys join the state before the query reads it
   LinearAttentionSegments segments;
   StateMemory states;
-  int64_t tile;        // the columns of a block, of the width
-  Strided<3> decay;    // (B,Hkv,T), null if it does not decay
-  void* kept;          // (segments,Hkv): products of decays
-  void* key_products;  // (parts,B,Hkv,T): GradK writes parts of phi(k).(grad phi(k)); null if they are not wanted
+  int64_t tile;         // the columns of a block, of the width
+  Strided<3> decay;     // (B,Hkv,T), null if it does not decay
+  void* kept;           // (segments,Hkv): products of decays
+  void* key_products;   // (parts,B,Hkv,T): GradK writes parts of phi(k).(grad phi(k)); null if they are not wanted
+  int64_t query_parts;  // of g.y
+  bool finds_rows;      // GradQ: it finds 1 / den and g.y of its queries
 
   MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
   MEMCHECK_INLINE bool forms_output() const { return kind == ScanKind::Output || kind == ScanKind::Denominators; }
@@ -126,6 +128,20 @@ struct Scan {
   MEMCHECK_INLINE int64_t summed(int64_t count) const { return count - (shape.causal ? 1 : 0); }
   // Whether a block's part of the state lies in the columns that it writes. Else parts share a slot.
   MEMCHECK_INLINE bool parts_have_slots() const { return states.result && out; }
+  // 1 / den and a part of g.y of a query, and a part of phi(k).(grad phi(k)) of a key; rows are those of query_row and
+  // key_row.
+  template <typename acc_t>
+  MEMCHECK_INLINE acc_t& inverse_at(int64_t row) const {
+    return static_cast<acc_t*>(inverse)[row];
+  }
+  template <typename acc_t>
+  MEMCHECK_INLINE acc_t& product_at(int64_t part, int64_t row) const {
+    return static_cast<acc_t*>(products)[part * shape.B * shape.H * shape.S + row];
+  }
+  template <typename acc_t>
+  MEMCHECK_INLINE acc_t& key_product_at(int64_t part, int64_t row) const {
+    return static_cast<acc_t*>(key_products)[part * shape.B * shape.Hkv * shape.T + row];
+  }
 };
 
 // A sequence of the batch, and its segments.
@@ -171,9 +187,10 @@ struct ScanWork {
 
   MEMCHECK_INLINE int64_t b() const { return sequence.row; }
   MEMCHECK_INLINE bool is_whole() const { return sequence.segments == 1; }
-  // Whether the block has the state behind the scan, and that is wanted.
+  // Whether the block stores its state: sums of a segment, or the state behind the scan, if that is wanted.
   MEMCHECK_INLINE bool stores_state(const Scan& scan) const {
-    if ((!scan.new_m && !scan.new_z) || scan.phase == ScanPhase::Sums) return false;
+    if (scan.phase == ScanPhase::Sums) return true;
+    if (!scan.new_m && !scan.new_z) return false;
     const bool is_first_head = !scan.rows_are_queries() || row_head % scan.shape.group() == 0;
     return is_first_head && segment == (scan.backwards() ? 0 : sequence.segments - 1);
   }
@@ -186,8 +203,9 @@ MEMCHECK_INLINE SequenceTile segment_at(const Scan& scan, int64_t place, int64_t
                  [&](const Sequence& x) { return first_time(scan, x); });
 }
 
-MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t parts) {
+MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index) {
   const LinearAttentionShape& n = scan.shape;
+  const int64_t parts = scan.parts();
   const bool sums = scan.phase == ScanPhase::Sums;
   const int64_t launched = sums ? scan.summed(scan.segments.count) : scan.segments.count;
   const int64_t group = n.group();
@@ -273,9 +291,12 @@ MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const ScanSequence& x, const Ra
   return chunk;
 }
 
-// Index of 1 / den and g.y of the first query of a head.
+// The rows of the first query and of the first key of a head.
 MEMCHECK_INLINE int64_t query_row(const LinearAttentionShape& n, int64_t b, int64_t head) {
   return (b * n.H + head) * n.S;
+}
+MEMCHECK_INLINE int64_t key_row(const LinearAttentionShape& n, int64_t b, int64_t head) {
+  return (b * n.Hkv + head) * n.T;
 }
 
 // The state of a segment in memory, or a block's part of it: numbers in the accumulation type, a matrix (depth,columns)
@@ -375,17 +396,60 @@ __device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work
   return static_cast<acc_t*>(scan.kept)[slot_number(scan, work, segment)];
 }
 
+// Gives a block's part of the state the numbers with which the block begins, where these are not zeros by rule.
+// each(move, move_sum) calls move(k, column, number) for the numbers of the part's matrix, and move_sum(i, number) for
+// those of its vector.
+template <typename scalar_t, typename Each>
+__device__ __forceinline__ void load_state(const Scan& scan, const ScanWork& work, const Each& each) {
+  using acc_t = acc_type<scalar_t>;
+  if (work.is_whole()) {
+    each([&](int64_t k, int64_t column, acc_t& to) { to = initial_element<acc_t>(scan, work, k, column); },
+         [&](int64_t i, acc_t& to) { to = initial_sum<acc_t>(scan, work, i); });
+  } else {
+    const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.segment);
+    each([&](int64_t k, int64_t column, acc_t& to) { to = slot.read(slot.at(k, column)); },
+         [&](int64_t i, acc_t& to) { to = slot.read(slot.sum_at(i)); });
+  }
+}
+
+// Stores it at the end of the scan: as the sums of a segment, or as the state behind the last key. Where all parts have
+// the same vector, the first one stores it.
+template <typename scalar_t, typename Each>
+__device__ __forceinline__ void store_state(const Scan& scan, const ScanWork& work, const Each& each) {
+  using acc_t = acc_type<scalar_t>;
+  const bool has_vector = !scan.forms_output() || work.part == 0;
+  if (scan.phase == ScanPhase::Sums) {
+    const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.segment);
+    each([&](int64_t k, int64_t column, acc_t& from) { slot.write(slot.at(k, column), from); },
+         [&](int64_t i, acc_t& from) {
+           if (has_vector || scan.parts_have_slots()) slot.write(slot.sum_at(i), from);
+         });
+  } else {
+    each(
+        [&](int64_t k, int64_t column, acc_t& from) {
+          if (scan.new_m) *scan.new_m.at<acc_t>(work.sequence.index, work.key_head, k, column) = from;
+        },
+        [&](int64_t i, acc_t& from) {
+          if (scan.new_z && has_vector)
+            *scan.new_z.at<acc_t>(work.sequence.index, work.key_head, 0, i) =
+                scan.kind == ScanKind::GradK ? -from : from;
+        });
+  }
+}
+
+// phi(x)
+template <typename acc_t>
+__device__ __forceinline__ acc_t feature(FeatureMap map, acc_t x) {
+  return map == FeatureMap::Identity ? x : elu_plus_one(x, exp_minus_abs(x));
+}
+
 // On tensor cores, a block has all columns of the width if depth and width are at most this.
 constexpr int64_t kWidestWhole = 128;
 
-inline bool is_whole_on_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  return linear_attention_suits_tensor_cores(n, dtype) && std::max(n.D, n.Dv) <= kWidestWhole;
-}
-
-// Whether GradQ also stores what Denominators would: if a block has all columns of its result. By fused multiply-adds
-// only in the plain form.
-inline bool stores_denominators(const LinearAttentionShape& n, Dtype dtype) {
-  if (linear_attention_suits_tensor_cores(n, dtype)) return is_whole_on_tensor_cores(n, dtype);
+// Whether GradQ stores what Denominators would: if a block has all columns of its result. By fused multiply-adds only
+// in the plain form.
+inline bool grad_q_finds_rows(const LinearAttentionShape& n, Dtype dtype) {
+  if (linear_attention_suits_tensor_cores(n, dtype)) return std::max(n.D, n.Dv) <= kWidestWhole;
   return n.is_plain() && n.D <= linear_attention_tile(dtype);
 }
 

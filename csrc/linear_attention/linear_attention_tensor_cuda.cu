@@ -20,25 +20,39 @@ __device__ __forceinline__ void for_state(State<T>& state, StagedState<T>& stage
     for (int depth = 0; depth < T::kDepthTiles; ++depth)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        move(state.part[tile][depth][i],
-             staged.matrix[8 * depth + at.pair + i % 2][T::kSlab * at.warp + 16 * tile + at.group + i / 2 * 8]);
+        move(state[tile][depth][i], staged.matrix[fragment_column(depth, at.lane) + i % 2]
+                                                 [T::kSlab * at.warp + fragment_row(tile, i / 2, at.lane)]);
 }
 
-// Calls change(of_row, row, column, x, y) for the pairs of this thread's results, where of_row = start(row).
-template <typename T, typename Start, typename Change>
-__device__ __forceinline__ void for_pairs(Out<T>& out, const Start& start, const Change& change) {
+// Calls use(row, m, half) for the rows of this thread's results out[m][n][2 half + i].
+template <typename Use>
+__device__ __forceinline__ void for_rows(const Use& use) {
   const Place at;
 #pragma unroll
-  for (int tile_row = 0; tile_row < kRowTiles; ++tile_row)
+  for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * tile_row + at.group + 8 * half;
-      const float of_row = start(row);
+    for (int half = 0; half < 2; ++half) use(fragment_row(m, half, at.lane), m, half);
+}
+
+// Calls change(row, n, x, y) for the pairs of this thread's results.
+template <typename T, typename Change>
+__device__ __forceinline__ void for_pairs(Out<T>& out, const Change& change) {
+  for_rows([&](int row, int m, int half) {
 #pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile)
-        change(of_row, row, T::kSlab * at.warp + 8 * tile + at.pair, out.part[tile_row][tile][2 * half],
-               out.part[tile_row][tile][2 * half + 1]);
-    }
+    for (int n = 0; n < T::kOutTiles; ++n) change(row, n, out[m][n][2 * half], out[m][n][2 * half + 1]);
+  });
+}
+
+// Multiplies the rows of the results.
+template <typename T, typename Factor>
+__device__ __forceinline__ void scale_rows(Out<T>& out, const Factor& factor_of) {
+  for_rows([&](int row, int m, int half) {
+    const float factor = factor_of(row);
+#pragma unroll
+    for (int n = 0; n < T::kOutTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) out[m][n][2 * half + j] *= factor;
+  });
 }
 
 template <typename scalar_t>
@@ -68,37 +82,31 @@ struct QueryRow {
 template <typename T>
 __device__ __forceinline__ void share_rows(const Scan& scan, SharedTiles<T>& s, const Out<T>& z, const Out<T>& out) {
   const Place at;
-  const FeatureMap map = scan.shape.feature_map;
-  const auto phi = [&](float x) { return map == FeatureMap::Identity ? x : elu_plus_one(x, fast_exp(x)); };
+  for_rows([&](int row, int m, int half) {
+    float q[T::kOutTiles][2];
+    float denominator = 0.0f;
 #pragma unroll
-  for (int row = 0; row < kRowTiles; ++row)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = 16 * row + at.group + 8 * half;
-      float q[T::kOutTiles][2];
-      float denominator = 0.0f;
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) {
-        const int column = T::kSlab * at.warp + 8 * tile + at.pair;
-        const float2 x = read_pair(&s.last[line][column]);
-        q[tile][0] = column < s.columns ? phi(x.x) : 0.0f;
-        q[tile][1] = column + 1 < s.columns ? phi(x.y) : 0.0f;
-        denominator += q[tile][0] * z.part[row][tile][2 * half];
-        denominator += q[tile][1] * z.part[row][tile][2 * half + 1];
-      }
-      denominator = sum_of_four(denominator);
-      const float scale = 1.0f / share_scale(denominator);
-      float product = 0.0f;
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) product += q[tile][j] * (out.part[row][tile][2 * half + j] * scale);
-      product = sum_of_four(product);
-      if (at.pair == 0) {
-        s.row_sums[at.warp][line][0] = denominator;
-        s.row_sums[at.warp][line][1] = product;
-      }
+    for (int n = 0; n < T::kOutTiles; ++n) {
+      const int column = T::kSlab * at.warp + fragment_column(n, at.lane);
+      const float2 x = read_pair(pair_at<T>(s.rows(), at, row, n));
+      q[n][0] = column < s.columns ? fast_feature(scan.shape.feature_map, x.x) : 0.0f;
+      q[n][1] = column + 1 < s.columns ? fast_feature(scan.shape.feature_map, x.y) : 0.0f;
+      denominator += q[n][0] * z[m][n][2 * half];
+      denominator += q[n][1] * z[m][n][2 * half + 1];
     }
+    denominator = sum_of_row(denominator);
+    const float scale = 1.0f / share_scale(denominator);
+    float product = 0.0f;
+#pragma unroll
+    for (int n = 0; n < T::kOutTiles; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) product += q[n][j] * (out[m][n][2 * half + j] * scale);
+    product = sum_of_row(product);
+    if (at.lane % 4 == 0) {
+      s.row_sums[at.warp][row][0] = denominator;
+      s.row_sums[at.warp][row][1] = product;
+    }
+  });
 }
 
 // Whether the gradients need 1 / den or g.y of queries.
@@ -118,10 +126,10 @@ __device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTil
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp)
     product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
-  if (at.warp == 0 && at.pair == 0 && s.step.chunk.rows.has(line) && needs_rows(scan)) {
+  if (at.warp == 0 && at.lane % 4 == 0 && s.step.chunk.rows.has(line) && needs_rows(scan)) {
     const int64_t row = query_row(scan.shape, s.work.b(), s.step.row_head) + s.step.chunk.rows.first + line;
-    static_cast<float*>(scan.inverse)[row] = inverse;
-    static_cast<float*>(scan.products)[row] = product;
+    scan.inverse_at<float>(row) = inverse;
+    scan.product_at<float>(0, row) = product;
   }
   return {inverse, scan.shape.normalize ? product : 0.0f};
 }
@@ -133,31 +141,26 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
   const FeatureMap map = scan.shape.feature_map;
   Out<T> z = {};
   if (s.step.chunk.has_columns && scan.shape.normalize) sum_chunk(s, z);
-  for_pairs<T>(
-      z, [](int) { return 0.0f; },
-      [&](float, int row, int column, float& x, float& y) {
-        x += weighted_by_row(s, row, s.vector[column]);
-        y += weighted_by_row(s, row, s.vector[column + 1]);
-      });
+  for_pairs<T>(z, [&](int row, int n, float& x, float& y) {
+    const int column = T::kSlab * at.warp + fragment_column(n, at.lane);
+    x += weighted_by_row(s, row, s.vector[column]);
+    y += weighted_by_row(s, row, s.vector[column + 1]);
+  });
   if constexpr (T::kWhole) share_rows(scan, s, z, out);
   __syncthreads();
+  for_rows([&](int row, int m, int half) {
+    const QueryRow query = T::kWhole ? add_shares(scan, s, row) : QueryRow{s.scale[row], s.bias[row]};
 #pragma unroll
-  for (int row = 0; row < kRowTiles; ++row)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = 16 * row + at.group + 8 * half;
-      const QueryRow query = T::kWhole ? add_shares(scan, s, line) : QueryRow{s.scale[line], s.bias[line]};
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) {
-        auto* to = &s.last[line][T::kSlab * at.warp + 8 * tile + at.pair];
-        const float2 x = read_pair(to);
-        const auto gradient = [&](int j, float last) {
-          const float difference = out.part[row][tile][2 * half + j] - query.product * z.part[row][tile][2 * half + j];
-          return difference * query.inverse * fast_derivative(map, last);
-        };
-        store_pair(to, gradient(0, x.x), gradient(1, x.y));
-      }
+    for (int n = 0; n < T::kOutTiles; ++n) {
+      auto* to = pair_at<T>(s.rows(), at, row, n);
+      const float2 x = read_pair(to);
+      const auto gradient = [&](int j, float last) {
+        const float difference = out[m][n][2 * half + j] - query.product * z[m][n][2 * half + j];
+        return difference * query.inverse * fast_derivative(map, last);
+      };
+      store_pair(to, gradient(0, x.x), gradient(1, x.y));
     }
+  });
 }
 
 // 1 / den of a query of the chunk.
@@ -171,93 +174,75 @@ __device__ __forceinline__ float inverse_of(const Scan& scan, const SharedTiles<
   return 1.0f / (denominator + static_cast<float>(scan.eps));
 }
 
+// For the thread of each line: the sum over the block's columns of results, times a number of the row, times a number
+// of what is in the same place of s.rows().
+template <typename T, typename OfRow, typename OfElement>
+__device__ __forceinline__ float sum_of_products(SharedTiles<T>& s, const Out<T>& out, const OfRow& of_row,
+                                                 const OfElement& of_element) {
+  const Place at;
+  for_rows([&](int row, int m, int half) {
+    const float factor = of_row(row);
+    float product = 0.0f;
+#pragma unroll
+    for (int n = 0; n < T::kOutTiles; ++n) {
+      const float2 x = read_pair(pair_at<T>(s.rows(), at, row, n));
+      product += out[m][n][2 * half] * factor * of_element(x.x);
+      product += out[m][n][2 * half + 1] * factor * of_element(x.y);
+    }
+    product = sum_of_row(product);
+    if (at.lane % 4 == 0) s.row_sums[at.warp][row][0] = product;
+  });
+  __syncthreads();
+  const int line = thread_number() % kChunk;
+  float sum = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) sum += s.row_sums[warp][line][0];
+  return sum;
+}
+
 // Denominators: stores 1 / den, and the part of g.y of the block's columns.
 template <typename T>
 __device__ __forceinline__ void finish_denominators(const Scan& scan, SharedTiles<T>& s, Out<T>& out) {
-  const Place at;
-  const int line = thread_number();
   cp_async_wait<0>();
   __syncthreads();
-#pragma unroll
-  for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * row_tile + at.group + 8 * half;
-      const float inverse = inverse_of(scan, s, row);
-      float product = 0.0f;
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) {
-        const float2 g = read_pair(&s.after_a[row][T::kSlab * at.warp + 8 * tile + at.pair]);
-        product += out.part[row_tile][tile][2 * half] * inverse * g.x;
-        product += out.part[row_tile][tile][2 * half + 1] * inverse * g.y;
-      }
-      product = sum_of_four(product);
-      if (at.pair == 0) s.row_sums[at.warp][row][1] = product;
-    }
-  __syncthreads();
+  const float product =
+      sum_of_products(s, out, [&](int row) { return inverse_of(scan, s, row); }, [](float g) { return g; });
+  const int line = thread_number();
   if (line >= kChunk || !s.step.chunk.rows.has(line)) return;
-  const LinearAttentionShape& n = scan.shape;
-  const int64_t row = query_row(n, s.work.b(), s.step.row_head) + s.step.chunk.rows.first + line;
-  float product = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][1];
-  static_cast<float*>(scan.products)[s.work.part * n.B * n.H * n.S + row] = product;
-  if (s.work.part == 0) static_cast<float*>(scan.inverse)[row] = inverse_of(scan, s, line);
+  const int64_t row = query_row(scan.shape, s.work.b(), s.step.row_head) + s.step.chunk.rows.first + line;
+  scan.product_at<float>(s.work.part, row) = product;
+  if (s.work.part == 0) scan.inverse_at<float>(row) = inverse_of(scan, s, line);
 }
 
 // GradK: stores the block's part of phi(k).(grad phi(k)), which the gradient of a decay needs.
 template <typename T>
 __device__ __forceinline__ void store_key_products(const Scan& scan, SharedTiles<T>& s, const Out<T>& out) {
-  const Place at;
-  const FeatureMap map = scan.shape.feature_map;
-  const auto phi = [&](float x) { return map == FeatureMap::Identity ? x : elu_plus_one(x, fast_exp(x)); };
-#pragma unroll
-  for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * row_tile + at.group + 8 * half;
-      float product = 0.0f;
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) {
-        const float2 k = read_pair(&s.last[row][T::kSlab * at.warp + 8 * tile + at.pair]);
-        product += out.part[row_tile][tile][2 * half] * phi(k.x);
-        product += out.part[row_tile][tile][2 * half + 1] * phi(k.y);
-      }
-      product = sum_of_four(product);
-      if (at.pair == 0) s.row_sums[at.warp][row][0] = product;
-    }
-  __syncthreads();
+  const float product = sum_of_products(
+      s, out, [](int) { return 1.0f; }, [&](float k) { return fast_feature(scan.shape.feature_map, k); });
   const int line = thread_number();
   if (line >= kChunk || !s.step.chunk.rows.has(line)) return;
-  const LinearAttentionShape& n = scan.shape;
-  float product = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][0];
-  const int64_t head = s.work.b() * n.Hkv + s.work.key_head;
-  static_cast<float*>(scan.key_products)[(s.work.part * n.B * n.Hkv + head) * n.T + s.step.chunk.rows.first + line] =
-      product;
+  const int64_t row = key_row(scan.shape, s.work.b(), s.work.key_head) + s.step.chunk.rows.first + line;
+  scan.key_product_at<float>(s.work.part, row) = product;
 }
 
 template <typename T>
 __device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, Out<T>& out) {
+  const Place at;
+  const auto store = [&](int row, int n, float x, float y) { store_pair(pair_at<T>(s.rows(), at, row, n), x, y); };
   if constexpr (T::kFeatures) {
     if constexpr (!T::kWhole)
       if (scan.kind == ScanKind::Denominators) return finish_denominators(scan, s, out);
-    const auto scale = [&](int row) { return scan.kind == ScanKind::Output ? inverse_of(scan, s, row) : 1.0f; };
-    for_pairs<T>(out, scale, [&](float scale, int row, int column, float x, float y) {
-      store_pair(&s.results()[row][column], x * scale, y * scale);
-    });
+    if (scan.kind == ScanKind::Output) scale_rows<T>(out, [&](int row) { return inverse_of(scan, s, row); });
+    for_pairs<T>(out, store);
   } else if (scan.kind == ScanKind::GradQ) {
     finish_queries(scan, s, out);
   } else {
     if constexpr (T::kDecayed)
       if (scan.key_products != nullptr) store_key_products(scan, s, out);
-    const auto zero = [](int) { return 0.0f; };
-    for_pairs<T>(out, zero, [&](float, int row, int column, float x, float y) {
-      auto* to = &s.last[row][column];
+    for_pairs<T>(out, [&](int row, int n, float x, float y) {
+      const float2 last = read_pair(pair_at<T>(s.rows(), at, row, n));
       const FeatureMap map = scan.shape.feature_map;
-      const float2 last = read_pair(to);
-      store_pair(to, x * fast_derivative(map, last.x), y * fast_derivative(map, last.y));
+      store(row, n, x * fast_derivative(map, last.x), y * fast_derivative(map, last.y));
     });
   }
 }
@@ -273,7 +258,7 @@ __device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& 
   store_tile<2>(
       packs, RowLayout{scan.out.stride[3], s.columns, scan.out_packed},
       [&](int line) { return to + line * scan.out.stride[2]; },
-      [&](int line) { return &s.results()[line][packs.column]; }, [&](int line) { return rows.has(line); });
+      [&](int line) { return s.rows().pack(line, packs.column / 8); }, [&](int line) { return rows.has(line); });
 }
 
 // ---- a step
@@ -281,20 +266,20 @@ __device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& 
 // Zeros, or for GradK minus the sum of bias_j x_j, which is the same for all rows.
 template <typename T>
 __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
+  const Place at;
   const bool biased = scan.kind == ScanKind::GradK;
-  const auto zero = [](int) { return 0.0f; };
-  for_pairs<T>(out, zero, [&](float, int, int column, float& x, float& y) {
-    x = biased ? -s.vector[column] : 0.0f;
-    y = biased ? -s.vector[column + 1] : 0.0f;
+  for_pairs<T>(out, [&](int, int n, float& x, float& y) {
+    const float* sums = &s.vector[T::kSlab * at.warp + fragment_column(n, at.lane)];
+    x = biased ? -sums[0] : 0.0f;
+    y = biased ? -sums[1] : 0.0f;
   });
 }
 
 // Begins to load the rows' g, q or k.
 template <typename T>
-__device__ __forceinline__ void request_last(const Scan& scan, const SharedTiles<T>& s,
-                                             typename SharedTiles<T>::Line* to) {
+__device__ __forceinline__ void request_last(const Scan& scan, SharedTiles<T>& s) {
   request_lines(scan.last, scan.last_packed, s.work.b(), s.step.row_head, s.step.chunk.rows, s.first_column, s.columns,
-                to);
+                s.rows());
 }
 
 // Waits for x, and splits it.
@@ -320,7 +305,7 @@ __device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
   if constexpr (!T::kFeatures)
     if (step.takes_rows) {
       store_results(scan, s);  // where a thread's own copies go to
-      request_last(scan, s, s.last);
+      request_last(scan, s);
     }
   cp_async_commit();
   if constexpr (T::kDecayed)
@@ -399,20 +384,14 @@ __device__ __forceinline__ void scan_step(const Scan& scan, State<T>& state, Out
   if (s.step.takes_rows) {
     start_out(scan, s, out);
     read_state(scan, s, state, out);
-    if constexpr (T::kDecayed)
-      for_pairs<T>(
-          out, [&](int row) { return s.decays.of_row[row]; },
-          [](float weight, int, int, float& x, float& y) {
-            x *= weight;
-            y *= weight;
-          });
+    if constexpr (T::kDecayed) scale_rows<T>(out, [&](int row) { return s.decays.of_row[row]; });
   }
   if constexpr (T::kFactorParts == 1) await_x(scan, s);
   if (s.step.chunk.has_rows || T::kFactorParts == 1) __syncthreads();
   if (s.step.chunk.has_rows) {
     if constexpr (T::kFeatures && !T::kWhole)
       if (scan.kind == ScanKind::Denominators) {
-        request_last(scan, s, s.after_a);
+        request_last(scan, s);
         cp_async_commit();
       }
     if (s.step.chunk.has_columns) read_chunk(scan, s, out);
@@ -445,58 +424,28 @@ __device__ __forceinline__ void for_staged(const Scan& scan, SharedTiles<T>& s, 
 }
 
 template <typename T>
-__device__ __forceinline__ void start_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
+__device__ __forceinline__ void begin_with_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   for (int i = thread_number(); i < T::kDepth; i += kThreads) s.vector[i] = 0.0f;
   for_state(state, s.state, [](float& x, float&) { x = 0.0f; });
-  const bool from_slot = !s.work.is_whole();
-  if (scan.phase == ScanPhase::Sums || (!from_slot && !scan.m && !scan.z)) return;
+  if (scan.phase == ScanPhase::Sums || (s.work.is_whole() && !scan.m && !scan.z)) return;
   for_state(state, s.state, [](float&, float& staged) { staged = 0.0f; });
   __syncthreads();
-  if (from_slot) {
-    const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.segment);
-    for_staged(
-        scan, s, [&](int64_t k, int64_t column, float& to) { to = slot.read(slot.at(k, column)); },
-        [&](int64_t i, float& to) { to = slot.read(slot.sum_at(i)); });
-  } else {
-    for_staged(
-        scan, s, [&](int64_t k, int64_t column, float& to) { to = initial_element<float>(scan, s.work, k, column); },
-        [&](int64_t i, float& to) { to = initial_sum<float>(scan, s.work, i); });
-  }
+  load_state<typename T::scalar>(scan, s.work,
+                                 [&](const auto& move, const auto& move_sum) { for_staged(scan, s, move, move_sum); });
   __syncthreads();
   for_state(state, s.state, [](float& x, float& staged) { x = staged; });
 }
 
 template <typename T>
-__device__ __forceinline__ void store_segment(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.segment);
+__device__ __forceinline__ void end_with_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
+  if (!s.work.stores_state(scan)) return;
   for_state(state, s.state, [](float& x, float& staged) { staged = x; });
   __syncthreads();
-  const bool only_matrix = !T::kWhole && scan.forms_output() && !scan.parts_have_slots() && s.work.part > 0;
-  for_staged(
-      scan, s, [&](int64_t k, int64_t column, float& from) { slot.write(slot.at(k, column), from); },
-      [&](int64_t i, float& from) {
-        if (!only_matrix) slot.write(slot.sum_at(i), from);
-      });
+  store_state<typename T::scalar>(scan, s.work,
+                                  [&](const auto& move, const auto& move_sum) { for_staged(scan, s, move, move_sum); });
   if constexpr (T::kDecayed)
-    if (s.work.part == 0 && thread_number() == 0)
+    if (scan.phase == ScanPhase::Sums && s.work.part == 0 && thread_number() == 0)
       kept_of<float>(scan, s.work, s.work.segment) = static_cast<float>(s.decays.kept);
-}
-
-// The state behind the scan, as far as it is wanted.
-template <typename T>
-__device__ __forceinline__ void store_last_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  for_state(state, s.state, [](float& x, float& staged) { staged = x; });
-  __syncthreads();
-  for_staged(
-      scan, s,
-      [&](int64_t k, int64_t column, float& from) {
-        if (scan.new_m) *scan.new_m.at<float>(s.work.sequence.index, s.work.key_head, k, column) = from;
-      },
-      [&](int64_t i, float& from) {
-        if (!scan.new_z || (scan.forms_output() && s.work.part > 0)) return;
-        *scan.new_z.at<float>(s.work.sequence.index, s.work.key_head, 0, i) =
-            scan.kind == ScanKind::GradK ? -from : from;
-      });
 }
 
 template <typename scalar_t, int kDepth, int kWidth, bool kFeatures, bool kDecayed>
@@ -504,7 +453,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
   using T = Traits<scalar_t, kDepth, kWidth, kFeatures, kDecayed>;
   SharedTiles<T>& s = shared<SharedTiles<T>>();
   if (threadIdx.x == 0) {
-    s.work = scan_work(scan, blockIdx.x, scan.parts());
+    s.work = scan_work(scan, blockIdx.x);
     s.ranges = ranges_of(scan, s.work);
     s.first_column = s.work.part * scan.tile;
     s.columns = min(scan.tile, scan.width - s.first_column);
@@ -519,7 +468,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
   if (!s.work.exists) return;
   State<T> state;
   Out<T> out;
-  start_state(scan, state, s);
+  begin_with_state(scan, state, s);
 #pragma unroll 1
   for (;;) {
     if (thread_number() == 0) next_step(scan, s);
@@ -532,8 +481,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     if constexpr (T::kFeatures) store_results(scan, s);
   }
   if constexpr (!T::kFeatures) store_results(scan, s);
-  if (scan.phase == ScanPhase::Sums) return store_segment(scan, state, s);
-  if (s.work.stores_state(scan)) store_last_state(scan, state, s);
+  end_with_state(scan, state, s);
 }
 
 template <typename scalar_t, int kDepth, int kWidth, bool kDecayed>

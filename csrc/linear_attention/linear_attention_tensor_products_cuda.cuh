@@ -10,55 +10,39 @@ namespace linear_cuda {
 
 // ---- fragments
 
-// Loads rows [row, row + 16) and columns [column, column + 16) as operand a of mma; transposed: as two operands b of
-// the columns.
-template <bool kTransposed, int kStride>
-__device__ __forceinline__ void load_along_rows(uint32_t (&r)[4], const bf16 (&tile)[kChunk][kStride], int row,
-                                                int column, int lane) {
-  const bf16* from = &tile[row + lane % 16][column + lane / 16 * 8];
-  if constexpr (kTransposed)
-    ldmatrix_x4_transposed(r, from);
-  else
-    ldmatrix_x4(r, from);
+// Loads 16 rows and columns [16 step, 16 step + 16) of all parts: along rows, as operand a of mma; along columns, as
+// two operands b. Transposed, it is the other way round.
+template <bool kAlongRows, bool kTransposed, int kParts, int kColumns>
+__device__ __forceinline__ void load_parts(uint32_t (&r)[kParts][4], const SplitTile<kParts, kColumns>& tile, int row,
+                                           int step, int lane) {
+  using Source = Operand<HalfTile<bf16, kChunk, kColumns>>;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const void* from =
+        (kAlongRows ? Source::down(tile.part[part], row, lane) : Source::across(tile.part[part], row, lane))
+            .row(0, step);
+    if constexpr (kTransposed)
+      ldmatrix_x4_transposed(r[part], from);
+    else
+      ldmatrix_x4(r[part], from);
+  }
 }
 
-// The same with the quarters in the other order: as two operands b of the rows; transposed: as operand a of the
-// columns.
-template <bool kTransposed, int kStride>
-__device__ __forceinline__ void load_along_columns(uint32_t (&r)[4], const bf16 (&tile)[kChunk][kStride], int row,
-                                                   int column, int lane) {
-  const bf16* from = &tile[row + lane % 8 + lane / 16 * 8][column + lane / 8 % 2 * 8];
-  if constexpr (kTransposed)
-    ldmatrix_x4_transposed(r, from);
-  else
-    ldmatrix_x4(r, from);
-}
-
-// d += a b for split factors, without the products that are as small as the splitting error. `half` tells which half of
-// the loaded values is b.
+// c[0] and c[1] += a times the two operands in b, for split factors: without the products that are as small as the
+// splitting error.
 template <int kA, int kB>
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4],
-                                         int half) {
+__device__ __forceinline__ void multiply_split(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], float (*c)[4]) {
 #pragma unroll
   for (int i = 0; i < kA; ++i)
 #pragma unroll
-    for (int j = 0; j < kB; ++j) {
-      if (i + j >= (kA > kB ? kA : kB)) continue;
-      const uint32_t of_b[2] = {b[j][2 * half], b[j][2 * half + 1]};
-      mma_m16n8k16<bf16>(d, a[i], of_b);
-    }
+    for (int j = 0; j < kB; ++j)
+      if (i + j < (kA > kB ? kA : kB)) multiply_two<bf16>(a[i], b[j], c);
 }
 
 // ---- products
 //
 // Loops over the depth leave out its padding. They are unrolled, because registers have no addresses; the jump out of
 // them also keeps a compiler from loading what later rounds need, for which there are no registers.
-
-// The sum over the four lanes that share a row of a fragment.
-__device__ __forceinline__ float sum_of_four(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
 
 // out += a times the state.
 template <typename T>
@@ -73,7 +57,7 @@ __device__ __forceinline__ void read_state(const Scan& scan, const SharedTiles<T
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
-        const float(&from)[4] = state.part[tile][2 * k + r % 2];
+        const float(&from)[4] = state[tile][2 * k + r % 2];
         uint32_t parts[T::kStateParts];
         split(from[r / 2 * 2], from[r / 2 * 2 + 1], parts);
 #pragma unroll
@@ -82,11 +66,9 @@ __device__ __forceinline__ void read_state(const Scan& scan, const SharedTiles<T
 #pragma unroll
     for (int row = 0; row < kRowTiles; ++row) {
       uint32_t a[T::kFactorParts][4];
+      load_parts<true, false>(a, s.a, 16 * row, k, at.lane);
 #pragma unroll
-      for (int part = 0; part < T::kFactorParts; ++part)
-        load_along_rows<false>(a[part], s.a.part[part], 16 * row, 16 * k, at.lane);
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
+      for (int tile = 0; tile < T::kSlabTiles; ++tile) multiply_split(a, b[tile], &out[row][2 * tile]);
     }
   }
 }
@@ -103,26 +85,22 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
   const bool may_see = forwards ? first_column <= first_row : first_column >= first_row;
   float scores[2][4] = {};
 #pragma unroll 1
-  for (int k = 0; k < scan.depth && may_see; k += 16) {
+  for (int k = 0; 16 * k < scan.depth && may_see; ++k) {
     uint32_t a[T::kFactorParts][4], b[T::kFactorParts][4];
-#pragma unroll
-    for (int part = 0; part < T::kFactorParts; ++part) {
-      load_along_rows<false>(a[part], s.a.part[part], first_row, k, at.lane);
-      load_along_columns<false>(b[part], s.b.part[part], first_column, k, at.lane);
-    }
-    multiply(scores[0], a, b, 0);
-    multiply(scores[1], a, b, 1);
+    load_parts<true, false>(a, s.a, first_row, k, at.lane);
+    load_parts<false, false>(b, s.b, first_column, k, at.lane);
+    multiply_split(a, b, scores);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = first_row + at.group + 8 * half;
+    const int row = first_row + fragment_row(0, half, at.lane);
     float sum = 0.0f;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       float pair[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int column = first_column + 8 * tile + at.pair + j;
+        const int column = first_column + fragment_column(tile, at.lane) + j;
         const bool sees = (forwards ? column <= row : column >= row) && s.step.chunk.columns.has(column);
         const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
         pair[j] = sees ? scores[tile][2 * half + j] - bias : 0.0f;
@@ -130,113 +108,97 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
           if (sees) pair[j] *= forwards ? weight_between(s, row, column) : weight_between(s, column, row);
         sum += pair[j];
       }
-      store_pack(Pack<float, 2>{pair[0], pair[1]}, &s.scores[row][first_column + 8 * tile + at.pair]);
+      store_pack(Pack<float, 2>{pair[0], pair[1]}, &s.scores[row][first_column + fragment_column(tile, at.lane)]);
     }
     if (!scan.has_denominator()) continue;
-    sum = sum_of_four(sum);
-    if (at.pair == 0) s.score_sums[at.warp % kRowTiles][row] = sum;
+    sum = sum_of_row(sum);
+    if (at.lane % 4 == 0) s.score_sums[at.warp % kRowTiles][row] = sum;
   }
 }
 
-// Loads 16 rows and columns of scores as operand a of mma, in three parts: a row may have a single score, so they keep
-// the precision of float.
-template <typename T>
-__device__ __forceinline__ void load_scores(uint32_t (&a)[3][4], const SharedTiles<T>& s, int row, int column) {
+// Splits 16 rows and columns of numbers into operands a of mma: pair_at(row, column) has two neighbours.
+template <int kParts, typename PairAt>
+__device__ __forceinline__ void split_operand(uint32_t (&a)[kParts][4], const PairAt& pair_at) {
   const Place at;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 pair =
-        *reinterpret_cast<const float2*>(&s.scores[row + at.group + i % 2 * 8][column + at.pair + i / 2 * 8]);
-    uint32_t parts[3];
+    const float2 pair = pair_at(fragment_row(0, i % 2, at.lane), fragment_column(i / 2, at.lane));
+    uint32_t parts[kParts];
     split(pair.x, pair.y, parts);
 #pragma unroll
-    for (int part = 0; part < 3; ++part) a[part][i] = parts[part];
+    for (int part = 0; part < kParts; ++part) a[part][i] = parts[part];
   }
 }
 
-// out += scores x, over the columns that a row of a tile sees.
-template <typename T>
-__device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
+// out += weights x over the columns that a row may see, where load(weights, row, column) has 16 rows and columns of the
+// weights as operand a.
+template <int kParts, typename T, typename Load>
+__device__ __forceinline__ void add_seen(bool forwards, const SharedTiles<T>& s, Out<T>& out, const Load& load) {
   const Place at;
-  const bool forwards = scan.rows_are_queries();
 #pragma unroll 1
   for (int k = 0; k < kRowTiles; ++k) {
     uint32_t b[T::kSlabTiles][T::kValueParts][4];
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-      for (int part = 0; part < T::kValueParts; ++part)
-        load_along_rows<true>(b[tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
+      load_parts<true, true>(b[tile], s.x, 16 * k, T::kSlabTiles * at.warp + tile, at.lane);
 #pragma unroll
     for (int row = 0; row < kRowTiles; ++row) {
       if (forwards ? k > row : k < row) continue;
-      uint32_t a[3][4];
-      load_scores(a, s, 16 * row, 16 * k);
+      uint32_t a[kParts][4];
+      load(a, 16 * row, 16 * k);
 #pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
+      for (int tile = 0; tile < T::kSlabTiles; ++tile) multiply_split(a, b[tile], &out[row][2 * tile]);
     }
   }
+}
+
+// out += scores x. A row may have a single score, so they keep the precision of float in three parts.
+template <typename T>
+__device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
+  add_seen<3>(scan.rows_are_queries(), s, out, [&](uint32_t(&a)[3][4], int row, int column) {
+    split_operand(a, [&](int i, int j) { return *reinterpret_cast<const float2*>(&s.scores[row + i][column + j]); });
+  });
 }
 
 // z += the sum of x over the columns that a row sees, weighted, if the rows are queries.
 template <typename T>
 __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, Out<T>& z) {
-  const Place at;
-#pragma unroll 1
-  for (int k = 0; k < kRowTiles; ++k) {
-    uint32_t b[T::kSlabTiles][T::kValueParts][4];
-#pragma unroll
-    for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-      for (int part = 0; part < T::kValueParts; ++part)
-        load_along_rows<true>(b[tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
-#pragma unroll
-    for (int row = 0; row < kRowTiles; ++row) {
-      if (k > row) continue;
-      constexpr int kParts = T::kDecayed ? 3 : 1;
-      uint32_t seen[kParts][4];  // the weight where a row sees a column: 1 without decays
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int line = 16 * row + at.group + i % 2 * 8;
-        const int column = 16 * k + at.pair + i / 2 * 8;
-        float weights[2] = {1.0f, 1.0f};
-        if constexpr (T::kDecayed) {
-          weights[0] = weight_between(s, line, column);
-          weights[1] = weight_between(s, line, column + 1);
-        }
-        uint32_t parts[kParts];
-        split(line >= column ? weights[0] : 0.0f, line > column ? weights[1] : 0.0f, parts);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) seen[part][i] = parts[part];
-      }
-#pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(z.part[row][tile], seen, b[tile / 2], tile % 2);
-    }
-  }
+  constexpr int kParts = T::kDecayed ? 3 : 1;
+  add_seen<kParts>(true, s, z, [&](uint32_t(&seen)[kParts][4], int row, int column) {
+    split_operand(seen, [&](int i, int j) {
+      const int line = row + i, first = column + j;
+      float2 weights = make_float2(1.0f, 1.0f);
+      if constexpr (T::kDecayed)
+        weights = make_float2(weight_between(s, line, first), weight_between(s, line, first + 1));
+      return make_float2(line >= first ? weights.x : 0.0f, line > first ? weights.y : 0.0f);
+    });
+  });
 }
 
 // Loads 16 columns of x and 16 lines from `line` on as operand a of mma, as they join the state: weighted.
 template <typename T>
 __device__ __forceinline__ void load_joining(uint32_t (&x)[T::kJoiningParts][4], const SharedTiles<T>& s, int line,
-                                             int column) {
+                                             int step) {
   const Place at;
+  uint32_t stored[T::kValueParts][4];
+  load_parts<false, true>(stored, s.x, line, step, at.lane);
 #pragma unroll
-  for (int part = 0; part < T::kValueParts; ++part)
-    load_along_columns<true>(x[part], s.x.part[part], line, column, at.lane);
-  if constexpr (T::kDecayed) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (T::kDecayed) {
       float pair[2] = {};
 #pragma unroll
       for (int part = T::kValueParts - 1; part >= 0; --part) {
-        pair[0] += low_half(x[part][i]);
-        pair[1] += high_half(x[part][i]);
+        pair[0] += low_half(stored[part][i]);
+        pair[1] += high_half(stored[part][i]);
       }
-      const float* weights = &s.decays.of_column[line + at.pair + i / 2 * 8];
+      const float* weights = &s.decays.of_column[line + fragment_column(i / 2, at.lane)];
       uint32_t parts[T::kJoiningParts];
       split(pair[0] * weights[0], pair[1] * weights[1], parts);
 #pragma unroll
       for (int part = 0; part < T::kJoiningParts; ++part) x[part][i] = parts[part];
+    } else {
+#pragma unroll
+      for (int part = 0; part < T::kJoiningParts; ++part) x[part][i] = stored[part][i];
     }
   }
 }
@@ -252,7 +214,7 @@ __device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles
   for (int k = 0; k < kSteps; ++k)
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
-      load_joining(x[k][tile], s, 16 * k, T::kSlab * at.warp + 16 * tile);
+      load_joining(x[k][tile], s, 16 * k, T::kSlabTiles * at.warp + tile);
 #pragma unroll
   for (int depth = 0; depth < T::kDepth / 16; ++depth) {
     if (16 * depth >= scan.depth) break;
@@ -260,21 +222,16 @@ __device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       uint32_t b[T::kFactorParts][4];
+      load_parts<true, true>(b, s.b, 16 * k, depth, at.lane);
 #pragma unroll
-      for (int part = 0; part < T::kFactorParts; ++part)
-        load_along_rows<true>(b[part], s.b.part[part], 16 * k, 16 * depth, at.lane);
-#pragma unroll
-      for (int tile = 0; tile < T::kSlabTiles; ++tile) {
-        multiply(sum[tile][0], x[k][tile], b, 0);
-        multiply(sum[tile][1], x[k][tile], b, 1);
-      }
+      for (int tile = 0; tile < T::kSlabTiles; ++tile) multiply_split(x[k][tile], b, sum[tile]);
     }
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) state.part[tile][2 * depth + half][i] += sum[tile][half][i];
+        for (int i = 0; i < 4; ++i) state[tile][2 * depth + half][i] += sum[tile][half][i];
   }
 }
 

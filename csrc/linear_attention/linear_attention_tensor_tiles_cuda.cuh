@@ -1,5 +1,6 @@
 #pragma once
 
+#include "common/mma.cuh"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
 // Tiles of scans on tensor cores, and how they are loaded. A chunk is 32 positions. A block of 4 warps has all of the
@@ -49,14 +50,10 @@ struct Traits {
   static constexpr int kDepthTiles = kDepth / 8;
 };
 
-// Rows of a tile begin in different banks.
-constexpr int tile_stride(int columns) {
-  return columns + 8;
-}
-
+// Numbers as sums of so many parts, the high ones first.
 template <int kParts, int kColumns>
-struct alignas(16) SplitTile {
-  bf16 part[kParts][kChunk][tile_stride(kColumns)];
+struct SplitTile {
+  HalfTile<bf16, kChunk, kColumns> part[kParts];
 };
 
 // The state on its way between registers and memory.
@@ -97,7 +94,8 @@ struct alignas(16) ChunkDecays<true> {
 
 template <typename T>
 struct SharedTiles {
-  using Line = typename T::scalar[tile_stride(T::kWidth)];
+  using Rows = HalfTile<typename T::scalar, kChunk, T::kWidth>;
+  struct Nothing {};
 
   union {
     struct {
@@ -105,13 +103,13 @@ struct SharedTiles {
       SplitTile<T::kValueParts, T::kWidth> x;
       union {
         SplitTile<T::kFactorParts, T::kDepth> a;
-        Line after_a[kChunk];  // with features: when a has been read, g, or results before they are stored
+        Rows after_a;
       };
       float scores[kChunk][kChunk + 8];
     };
     StagedState<T> state;  // before and after the scan
   };
-  alignas(16) Line last[T::kFeatures ? 1 : kChunk];  // without features: q or k, then results before they are stored
+  std::conditional_t<T::kFeatures, Nothing, Rows> own_rows;
   alignas(16) float vector[T::kDepth];  // of the state: with a denominator: sum of b_j; with a bias: of (bias) x_j
   alignas(16) float sums[kWarps][T::kDepth];  // what each warp's lines of the chunk add to it
   float scale[kChunk];                        // 1 / den of queries
@@ -128,7 +126,11 @@ struct SharedTiles {
   int64_t first_column, columns;  // of the width
   int summed_chunks, chunks;      // chunks of columns alone, and all
 
-  __device__ __forceinline__ Line* results() { return T::kFeatures ? after_a : last; }
+  // g, q or k of the chunk's rows, then results before they are stored. With features, when a has been read.
+  __device__ __forceinline__ Rows& rows() {
+    if constexpr (T::kFeatures) return after_a;
+    if constexpr (!T::kFeatures) return own_rows;
+  }
 };
 
 // The thread's number, read where it is asked for: what is formed from it takes no registers of the whole scan.
@@ -151,33 +153,26 @@ struct ColumnPacks : TilePacks<scalar_t, kChunk, kColumns, kThreads> {
                                                         thread % ColumnPacks::kPerRow * ColumnPacks::kSize} {}
 };
 
-// A thread's place in its warp and in the fragments of mma.
 struct Place {
   int warp, lane;
-  int group;  // lane / 4: the row of a fragment
-  int pair;   // 2 (lane % 4): its columns
 
   __device__ __forceinline__ Place() : Place(thread_number()) {}
-  __device__ __forceinline__ explicit Place(int thread)
-      : warp(thread / 32), lane(thread % 32), group(lane / 4), pair(lane % 4 * 2) {}
+  __device__ __forceinline__ explicit Place(int thread) : warp(thread / 32), lane(thread % 32) {}
 };
 
+// The state, transposed: [column][depth].
 template <typename T>
-struct State {
-  float part[T::kSlabTiles][T::kDepthTiles][4];  // transposed: [column][depth] as mma's d
-};
+using State = WarpTile<T::kSlabTiles, T::kDepthTiles>;
 
 // The results of a chunk.
 template <typename T>
-struct Out {
-  float part[kRowTiles][T::kOutTiles][4];
-};
+using Out = WarpTile<kRowTiles, T::kOutTiles>;
 
-__device__ __forceinline__ uint32_t packed(float low_half, float high_half) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low_half, high_half);
-  uint32_t bits;
-  __builtin_memcpy(&bits, &pair, sizeof(bits));
-  return bits;
+// Two values of this thread's results in a tile of rows: those of tile n of its warp's columns.
+template <typename T>
+__device__ __forceinline__ typename T::scalar* pair_at(typename SharedTiles<T>::Rows& rows, const Place& at, int row,
+                                                       int n) {
+  return rows.pack(row, T::kOutTiles * at.warp + n) + fragment_column(0, at.lane);
 }
 
 __device__ __forceinline__ float low_half(uint32_t pair) {
@@ -193,7 +188,7 @@ template <int kParts>
 __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    parts[part] = packed(x, y);
+    parts[part] = rounded_pair(bf16(), x, y);
     if (part == kParts - 1) break;
     x -= low_half(parts[part]);
     y -= high_half(parts[part]);
@@ -204,17 +199,18 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
 
 // Begins to load columns [first_column, first_column + columns) of a chunk of x; zeros where nothing exists. They have
 // arrived for this thread after cp_async_wait.
-template <typename scalar_t, int kStride>
+template <typename scalar_t, int kColumns>
 __device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, int64_t b, int64_t head, Lines lines,
-                                              int64_t first_column, int64_t columns, scalar_t (*tile)[kStride]) {
-  const ColumnPacks<scalar_t, kStride - tile_stride(0)> packs;
+                                              int64_t first_column, int64_t columns,
+                                              HalfTile<scalar_t, kChunk, kColumns>& tile) {
+  const ColumnPacks<scalar_t, kColumns> packs;
   const scalar_t* from = x ? x.at<scalar_t>(b, head, lines.first, first_column + packs.column) : nullptr;
   // The loop of request_tile, written out: with D = 128 the kernels use every register, and in any other form they
   // spill more of them.
 #pragma unroll 1
   for (int i = 0; i < packs.kCount; ++i) {
     const int line = packs.row + i * packs.kStep;
-    scalar_t* to = &tile[line][packs.column];
+    scalar_t* to = tile.pack(line, packs.column / 8);
     if (packed) {
       const bool exists = x && lines.has(line) && packs.column < columns;
       cp_async_16(to, exists ? from + line * x.stride[2] : static_cast<const scalar_t*>(x.data), exists);
@@ -234,7 +230,7 @@ __device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t 
                                               int64_t first_column, int64_t columns,
                                               SplitTile<kParts, kColumns>& tile) {
   request_lines(factor.x, factor.packed, b, head, lines, first_column, columns,
-                reinterpret_cast<typename T::scalar(*)[tile_stride(kColumns)]>(tile.part[0]));
+                reinterpret_cast<HalfTile<typename T::scalar, kChunk, kColumns>&>(tile.part[0]));
 }
 
 __device__ __forceinline__ float fast_exp(float x) {
@@ -242,7 +238,10 @@ __device__ __forceinline__ float fast_exp(float x) {
   return exp2_approximate(x * kLog2e);
 }
 
-// phi'(x)
+// phi(x) and phi'(x)
+__device__ __forceinline__ float fast_feature(FeatureMap map, float x) {
+  return map == FeatureMap::Identity ? x : elu_plus_one(x, fast_exp(x));
+}
 __device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
   return map == FeatureMap::Identity ? 1.0f : elu_plus_one_derivative(x, fast_exp(x));
 }
@@ -310,7 +309,7 @@ __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lin
 #pragma unroll 1
   for (int i = 0; i < packs.kCount; ++i) {
     const int line = packs.row + i * packs.kStep;
-    const auto pack = load_pack(reinterpret_cast<const scalar_t*>(&tile.part[0][line][column]));
+    const auto pack = load_pack(reinterpret_cast<const scalar_t*>(tile.part[0].pack(line, column / 8)));
     const float weight = factor.scaled ? scale[line] : 1.0f;
     float values[8];
     Pack<uint32_t> parts[kParts];
@@ -318,7 +317,7 @@ __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lin
     for (int j = 0; j < 8; ++j) {
       const float x = to_acc(pack.values[j]);
       const bool exists = lines.has(line) && column + j < columns && factor.x;
-      values[j] = exists ? (factor.mapped ? elu_plus_one(x, fast_exp(x)) : x) * weight : 0.0f;
+      values[j] = exists ? (factor.mapped ? fast_feature(FeatureMap::EluPlusOne, x) : x) * weight : 0.0f;
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -333,7 +332,7 @@ __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lin
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
-      store_pack(parts[part], reinterpret_cast<uint32_t*>(&tile.part[part][line][column]));
+      store_pack(parts[part], reinterpret_cast<uint32_t*>(tile.part[part].pack(line, column / 8)));
     add(line, values);
   }
 }
@@ -416,13 +415,11 @@ __device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int
     s.bias[line] = 0.0f;
     return;
   }
-  const int64_t at = query_row(n, b, head) + queries.first + line;
-  const int64_t parts = T::kWhole ? 1 : linear_attention_parts(n.Dv, T::kWidth);
+  const int64_t row = query_row(n, b, head) + queries.first + line;
   float product = 0.0f;
   if (queries.has(line))
-    for (int64_t part = 0; part < parts; ++part)
-      product += static_cast<const float*>(scan.products)[part * n.B * n.H * n.S + at];
-  s.scale[line] = queries.has(line) ? static_cast<const float*>(scan.inverse)[at] : 0.0f;
+    for (int64_t part = 0; part < scan.query_parts; ++part) product += scan.product_at<float>(part, row);
+  s.scale[line] = queries.has(line) ? scan.inverse_at<float>(row) : 0.0f;
   s.bias[line] = product;
 }
 
