@@ -67,7 +67,7 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
 namespace {
 
 // Whether x may be read or written `bytes` at a time.
-bool is_packed(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes) {
+bool is_in_packs(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes) {
   const int64_t count = bytes / element_bytes(dtype);
   bool whole = x.stride[3] == 1 && columns % count == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
   for (int i = 0; i < 3; ++i) whole = whole && x.stride[i] % count == 0;
@@ -78,12 +78,12 @@ void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
   const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype) && !scan.steps;
   const bool whole = on_tensor_cores && std::max(scan.depth, scan.width) <= kWidestWhole;
   scan.tile = whole ? scan.width : linear_attention_tile(dtype);
-  scan.a.packed = is_packed(scan.a.x, scan.depth, dtype, kPackBytes);
-  scan.b.packed = is_packed(scan.b.x, scan.depth, dtype, kPackBytes);
-  scan.x.packed = is_packed(scan.x.x, scan.width, dtype, kPackBytes);
+  scan.a.in_packs = is_in_packs(scan.a.x, scan.depth, dtype, kPackBytes);
+  scan.b.in_packs = is_in_packs(scan.b.x, scan.depth, dtype, kPackBytes);
+  scan.x.in_packs = is_in_packs(scan.x.x, scan.width, dtype, kPackBytes);
   const int64_t of_results = on_tensor_cores ? kPackBytes : 4 * element_bytes(dtype);
-  scan.last_packed = is_packed(scan.last, scan.width, dtype, of_results);
-  scan.out_packed = is_packed(scan.out, scan.width, dtype, of_results);
+  scan.last_in_packs = is_in_packs(scan.last, scan.width, dtype, of_results);
+  scan.out_in_packs = is_in_packs(scan.out, scan.width, dtype, of_results);
   on_tensor_cores ? scan_on_tensor_cores(scan, dtype, stream) : scan_by_fma(scan, dtype, stream);
 }
 

@@ -45,7 +45,8 @@ __device__ __forceinline__ double product_sum(const Strided<4>& x, const Strided
 
 // The segment of a block, from its last position to its first, and its key head.
 struct DecayWork {
-  ScanSequence sequence;
+  int64_t index;  // of the sequence
+  Sequence sequence;
   int64_t head, place;
   int64_t segment, segments;
   Range positions;  // of the batch; empty if the sequence ends before
@@ -54,15 +55,23 @@ struct DecayWork {
     head = blockIdx.x % n.Hkv;
     place = blockIdx.x / n.Hkv;
     const SequenceTile at = key_tile_at(n, place, kLinearAttentionDecays);
-    const Sequence x = sequence_of(n, at.sequence);
-    sequence = {at.sequence, x.row, {x.first_query, x.first_query + x.queries}, {x.first_key, x.first_key + x.keys}};
+    index = at.sequence;
+    sequence = sequence_of(n, index);
     segment = at.tile;
-    segments = ceil_div(x.keys, kLinearAttentionDecays);
-    const int64_t begin = min(x.keys, segment * kLinearAttentionDecays);
-    const int64_t end = min(x.keys, begin + kLinearAttentionDecays);
-    positions = {x.first_key + begin, x.first_key + end};
+    segments = ceil_div(sequence.keys, kLinearAttentionDecays);
+    const int64_t begin = min(sequence.keys, segment * kLinearAttentionDecays);
+    const int64_t end = min(sequence.keys, begin + kLinearAttentionDecays);
+    positions = {sequence.first_key + begin, sequence.first_key + end};
   }
 };
+
+// This thread's share of what the state behind the sequence gives to its last segment.
+template <typename acc_t>
+__device__ __forceinline__ double grad_of_last_state(const LinearAttentionBackward& p, const DecayWork& work) {
+  if (work.segment != work.segments - 1) return 0;
+  return product_sum<acc_t>(p.grad_last.m, p.last.m, work.index, work.head, p.shape.D, p.shape.Dv) +
+         product_sum<acc_t>(p.grad_last.z, p.last.z, work.index, work.head, 1, p.shape.D);
+}
 
 // phi(q).(grad phi(q)) of the queries at position t, less phi(k).(grad phi(k)). The first is (g.y) / den eps if y is
 // normalized, else g.y.
@@ -74,16 +83,16 @@ __device__ __forceinline__ double grad_of_position(const LinearAttentionBackward
   const acc_t* inverse = static_cast<const acc_t*>(p.rows);
   const acc_t* products = inverse + n.B * n.H * n.S;
   double sum = 0;
-  const ScanSequence& x = work.sequence;
-  const int64_t s = x.queries.end - (x.keys.end - t);
-  for (int64_t i = 0; i < n.group() && s >= x.queries.begin; ++i) {
-    const int64_t row = query_row(n, x.row, work.head * n.group() + i) + s;
+  const Sequence& x = work.sequence;
+  const int64_t s = x.queries - (x.first_key + x.keys - t);
+  for (int64_t i = 0; i < n.group() && s >= 0; ++i) {
+    const int64_t row = query_row(n, x.row, work.head * n.group() + i) + x.first_query + s;
     double product = 0;
     for (int64_t part = 0; part < of.query_parts; ++part) product += products[part * n.B * n.H * n.S + row];
     sum += n.normalize ? product * inverse[row] * p.eps : product;
   }
   for (int64_t part = 0; part < of.key_parts; ++part)
-    sum -= key_products[((part * n.B + x.row) * n.Hkv + work.head) * n.T + t];
+    sum -= key_products[part * n.B * n.Hkv * n.T + key_row(n, x.row, work.head) + t];
   return sum;
 }
 
@@ -91,15 +100,10 @@ __device__ __forceinline__ double grad_of_position(const LinearAttentionBackward
 template <typename acc_t>
 __global__ void __launch_bounds__(kThreads)
     decay_sums_kernel(const LinearAttentionBackward p, const DecayProducts products) {
-  const LinearAttentionShape& n = p.shape;
-  const DecayWork work(n);
-  double sum = 0;
+  const DecayWork work(p.shape);
+  double sum = grad_of_last_state<acc_t>(p, work);
   for (int64_t t = work.positions.begin + threadIdx.x; t < work.positions.end; t += kThreads)
     sum += grad_of_position<acc_t>(p, products, work, t);
-  if (work.segment == work.segments - 1) {
-    sum += product_sum<acc_t>(p.grad_last.m, p.last.m, work.sequence.index, work.head, n.D, n.Dv);
-    sum += product_sum<acc_t>(p.grad_last.z, p.last.z, work.sequence.index, work.head, 1, n.D);
-  }
   double total = 0;
   sum_up_to(sum, total);
   if (threadIdx.x == 0) products.sums[blockIdx.x] = total;
@@ -114,13 +118,9 @@ __global__ void __launch_bounds__(kThreads)
   const DecayWork work(n);
   if (work.segment >= work.segments) return;
   // What later positions give: the sums of later segments. Of its own segment only the last one has more.
-  double later = 0;
+  double later = grad_of_last_state<acc_t>(p, work);
   for (int64_t i = work.segment + 1 + threadIdx.x; i < work.segments; i += kThreads)
     later += products.sums[(work.place - work.segment + i) * n.Hkv + work.head];
-  if (work.segment == work.segments - 1) {
-    later += product_sum<acc_t>(p.grad_last.m, p.last.m, work.sequence.index, work.head, n.D, n.Dv);
-    later += product_sum<acc_t>(p.grad_last.z, p.last.z, work.sequence.index, work.head, 1, n.D);
-  }
   double sum = 0;
   sum_up_to(later, sum);
   for (int64_t end = work.positions.end; end > work.positions.begin; end -= kThreads) {

@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& wor
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
   if (!scan.out || column >= scan.width) return;
   scalar_t* to = scan.out.at<scalar_t>(work.b(), work.row_head, row, column);
-  write_pack(rounded_pack<scalar_t>(x), to, {scan.out.stride[3], scan.width, scan.out_packed}, column);
+  write_pack(rounded_pack<scalar_t>(x), to, {scan.out.stride[3], scan.width, scan.out_in_packs}, column);
 }
 
 // Elements (row, column + j) of g, q or k; 0 where none exist.
@@ -172,7 +172,7 @@ __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
   const scalar_t* from = scan.last.at<scalar_t>(work.b(), work.row_head, row, column);
   Pack<scalar_t, 4> pack = {};
-  if (scan.last_packed) {
+  if (scan.last_in_packs) {
     if (column < scan.width) pack = load_pack<4>(from);
   } else {
 #pragma unroll

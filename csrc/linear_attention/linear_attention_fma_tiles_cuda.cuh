@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_chunk(const Scan& scan, const ScanFactor& f
                                            ChunkTile<acc_t, kLines>& to) {
   const scalar_t* from = factor.x ? factor.x.at<scalar_t>(b, head, 0, 0) : nullptr;
   const acc_t* scale = factor.scaled ? &scan.inverse_at<acc_t>(query_row(scan.shape, b, head)) : nullptr;
-  if (factor.packed)
+  if (factor.in_packs)
     load_packs<kPackSize<scalar_t>>(factor, from, scale, lines, column, columns, to);
   else
     load_packs<1>(factor, from, scale, lines, column, columns, to);

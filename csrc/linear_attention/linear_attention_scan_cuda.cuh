@@ -72,7 +72,7 @@ struct ScanFactor {
   Strided<4> x;
   bool mapped;
   bool scaled;
-  bool packed;  // may be read 16 bytes at a time
+  bool in_packs;  // may be read 16 bytes at a time
 };
 
 // The memory of the segments' states: scratch (segments,Hkv,slot), or rows of a result, (B,H,S,columns) or
@@ -92,10 +92,10 @@ struct Scan {
   int64_t depth;  // of a and b
   int64_t width;  // of x and out
   ScanFactor a, b, x;
-  Strided<4> out;   // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
-  Strided<4> last;  // read at the end. Denominators: g; GradQ: q; GradK: k
-  bool out_packed;  // may be written as many bytes at a time as the kernel stores
-  bool last_packed;
+  Strided<4> out;     // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
+  Strided<4> last;    // read at the end. Denominators: g; GradQ: q; GradK: k
+  bool out_in_packs;  // may be written as many bytes at a time as the kernel stores
+  bool last_in_packs;
   void* inverse;   // (B,H,S): 1 / den
   void* products;  // (parts,B,H,S): parts of g.y
   void* deep;      // states of blocks that are too deep for shared memory

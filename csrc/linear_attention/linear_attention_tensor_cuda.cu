@@ -256,7 +256,7 @@ __device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& 
   if (!scan.out || packs.column >= s.columns) return;
   scalar_t* to = scan.out.at<scalar_t>(s.work.b(), s.unstored.head, rows.first, s.first_column + packs.column);
   store_tile<2>(
-      packs, RowLayout{scan.out.stride[3], s.columns, scan.out_packed},
+      packs, RowLayout{scan.out.stride[3], s.columns, scan.out_in_packs},
       [&](int line) { return to + line * scan.out.stride[2]; },
       [&](int line) { return s.rows().pack(line, packs.column / 8); }, [&](int line) { return rows.has(line); });
 }
@@ -278,8 +278,8 @@ __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>
 // Begins to load the rows' g, q or k.
 template <typename T>
 __device__ __forceinline__ void request_last(const Scan& scan, SharedTiles<T>& s) {
-  request_lines(scan.last, scan.last_packed, s.work.b(), s.step.row_head, s.step.chunk.rows, s.first_column, s.columns,
-                s.rows());
+  request_lines(scan.last, scan.last_in_packs, s.work.b(), s.step.row_head, s.step.chunk.rows, s.first_column,
+                s.columns, s.rows());
 }
 
 // Waits for x, and splits it.

@@ -200,7 +200,7 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
 // Begins to load columns [first_column, first_column + columns) of a chunk of x; zeros where nothing exists. They have
 // arrived for this thread after cp_async_wait.
 template <typename scalar_t, int kColumns>
-__device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, int64_t b, int64_t head, Lines lines,
+__device__ __forceinline__ void request_lines(const Strided<4>& x, bool in_packs, int64_t b, int64_t head, Lines lines,
                                               int64_t first_column, int64_t columns,
                                               HalfTile<scalar_t, kChunk, kColumns>& tile) {
   const ColumnPacks<scalar_t, kColumns> packs;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, 
   for (int i = 0; i < packs.kCount; ++i) {
     const int line = packs.row + i * packs.kStep;
     scalar_t* to = tile.pack(line, packs.column / 8);
-    if (packed) {
+    if (in_packs) {
       const bool exists = x && lines.has(line) && packs.column < columns;
       cp_async_16(to, exists ? from + line * x.stride[2] : static_cast<const scalar_t*>(x.data), exists);
     } else {
@@ -229,7 +229,7 @@ template <typename T, int kParts, int kColumns>
 __device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t b, int64_t head, Lines lines,
                                               int64_t first_column, int64_t columns,
                                               SplitTile<kParts, kColumns>& tile) {
-  request_lines(factor.x, factor.packed, b, head, lines, first_column, columns,
+  request_lines(factor.x, factor.in_packs, b, head, lines, first_column, columns,
                 reinterpret_cast<HalfTile<typename T::scalar, kChunk, kColumns>&>(tile.part[0]));
 }
 
