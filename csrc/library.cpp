@@ -263,7 +263,8 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
           {"forward_scratch", plan.forward_scratch_bytes},
           {"pooled_forward_scratch", plan.pooled_forward_scratch_bytes},
           {"delta", plan.delta_bytes},
-          {"backward_scratch", plan.backward_scratch_bytes}};
+          {"backward_scratch", plan.backward_scratch_bytes},
+          {"extension_scratch", plan.extension_scratch_bytes}};
 }
 
 // (pass, work of each task, threads) of every pass of an operator on the CPU.

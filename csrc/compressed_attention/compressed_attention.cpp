@@ -1,4 +1,5 @@
 #include <ATen/ops/add.h>
+#include <ATen/ops/from_blob.h>
 
 #include <limits>
 #include <tuple>
@@ -16,6 +17,8 @@ using Op = operators::CompressedAttention;
 using BackwardOp = operators::CompressedAttentionBackward;
 using Pooled = operators::CompressedAttentionPooled;
 using PooledBackwardOp = operators::CompressedAttentionPooledBackward;
+using ExtendOp = operators::CompressedAttentionExtend;
+using ExtendBackwardOp = operators::CompressedAttentionExtendBackward;
 using StepOp = operators::CompressedAttentionStep;
 using LastStepOp = operators::CompressedAttentionLastStep;
 
@@ -23,6 +26,7 @@ constexpr const char* kForward = "compressed_attention";
 constexpr const char* kBackward = "compressed_attention_backward";
 constexpr const char* kPooled = "compressed_attention_pooled";
 constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
+constexpr const char* kExtend = "compressed_attention_extend";
 constexpr const char* kStep = "compressed_attention_step";
 constexpr const char* kLastStep = "compressed_attention_last_step";
 
@@ -134,6 +138,171 @@ Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::
   fill_padded_outputs(sequences, y, lse);
   run_forward(kernels, shape, options, {q, in.kc, in.vc, sink, y, lse, scratch.data()}, device);
   return {y, lse};
+}
+
+// ---- blocks that go on from a state
+
+struct NewBlocks {
+  c10::SymInt B, Hkv, T, D;  // of k and v
+  c10::SymInt rows, C, N;    // of kc and vc, and sequences
+};
+
+// in: the arguments of the forward or the backward.
+template <typename Arguments>
+NewBlocks check_new_blocks(const Arguments& in, const Sizes& n) {
+  const size_t count = in.counts.size();
+  const bool dense = in.places.empty();
+  TORCH_CHECK_VALUE(in.begins.size() == count && in.positions.size() == (dense ? 1 : count) &&
+                        in.places.size() == (dense ? 0 : count + 1),
+                    kExtend, ": begins and positions must be as many as counts, ", count, ", and places one more, got ",
+                    in.begins.size(), ", ", in.positions.size(), " and ", in.places.size());
+  for (const c10::SymInt& x : in.positions)
+    TORCH_CHECK_VALUE(x >= 0 && x < in.factor, kExtend, ": positions must be from 0 to factor - 1 = ", in.factor - 1,
+                      ", got ", x);
+  for (size_t i = 0; i < count; ++i) {
+    TORCH_CHECK_VALUE(in.begins[i] >= 0 && in.counts[i] >= 0 && in.begins[i] + in.counts[i] <= n.T, kExtend,
+                      ": begins and counts must be of the ", n.T, " positions of k, got ", in.begins[i], " and ",
+                      in.counts[i]);
+    TORCH_CHECK_VALUE(
+        in.places[i] >= 0 && (in.positions[i] + in.counts[i]) / in.factor <= in.places[i + 1] - in.places[i], kExtend,
+        ": places must leave room for all blocks, got ", in.places[i], " and ", in.places[i + 1]);
+  }
+  TORCH_CHECK_VALUE(dense || (in.packed ? n.B == 1 : n.B == count), kExtend, ": k must be a row, or one for each of ",
+                    count, " sequences, got B = ", n.B);
+  if (dense) return {n.B, n.Hkv, n.T, n.D, n.B, (in.positions[0] + n.T) / in.factor, n.B};
+  return {n.B, n.Hkv, n.T, n.D, 1, in.places.back(), static_cast<int64_t>(count)};
+}
+
+NewBlocks check_extend(const ExtendOp::Arguments& in) {
+  const Sizes n = check_new_keys(kExtend, in.k, in.v, in.factor);
+  const NewBlocks x = check_new_blocks(in, n);
+  for (const auto& [name, sum] : {std::pair<const char*, const at::Tensor&>{"k_sum", in.k_sum}, {"v_sum", in.v_sum}}) {
+    check_tensor(kExtend, name, sum);
+    check_shape(kExtend, name, sum, "(N,Hkv,D)", {x.N, x.Hkv, x.D}, "k");
+    check_dtype(kExtend, name, sum, acc_scalar_type(in.k.scalar_type()), "the accumulation type of k");
+    check_device(kExtend, name, sum, in.k, "k");
+  }
+  return x;
+}
+
+ExtendOp::Results empty_blocks(const NewBlocks& x, const at::Tensor& k, const at::Tensor& sum) {
+  const auto means = [&] { return at::empty_symint({x.rows, x.Hkv, x.C, x.D}, k.options()); };
+  const auto sums = [&] { return at::empty_symint({x.N, x.Hkv, x.D}, sum.options()); };
+  return {means(), means(), sums(), sums()};
+}
+
+// The sequences of a call, and memory for its kernel.
+struct ExtensionMemory {
+  std::vector<CompressedAttentionNew> sequences;
+  at::Tensor on_gpu;
+  Scratch scratch;
+};
+
+// Parameters without tensors.
+template <typename Arguments>
+CompressedAttentionExtension extension_of(const CompressedAttentionKernels& kernels, const NewBlocks& x,
+                                          const Arguments& in, const at::Tensor& like, const DeviceScope& device,
+                                          ExtensionMemory& memory) {
+  const int64_t N = x.N.expect_int(), T = x.T.expect_int(), rows = x.rows.expect_int();
+  int64_t results = 0;
+  for (int64_t i = 0; i < N; ++i) {
+    const CompressedAttentionNew one =
+        in.places.empty()
+            ? CompressedAttentionNew{i, 0, T, in.positions[0].expect_int(), i, 0, results}
+            : CompressedAttentionNew{in.packed ? 0 : i, in.begins[i], in.counts[i], in.positions[i].expect_int(), 0,
+                                     in.places[i],      results};
+    memory.sequences.push_back(one);
+    results += one.blocks(in.factor) + 1;
+  }
+  const int64_t C = rows == 0 ? 0 : results / rows, Hkv = x.Hkv.expect_int();
+  const CompressedAttentionShape shape{rows, Hkv, Hkv, 0, C * in.factor, x.D.expect_int(), C, in.factor, false, false};
+  const auto plan = kernels.plan(shape, dtype_of(like), device.threads);
+  memory.scratch = Scratch(plan.extension_scratch_bytes, like);
+  const CompressedAttentionNew* sequences = memory.sequences.data();
+  if (!like.is_cpu() && N > 0) {
+    const int64_t bytes = N * static_cast<int64_t>(sizeof(CompressedAttentionNew));
+    memory.on_gpu = at::from_blob(memory.sequences.data(), {bytes}, at::kByte).to(like.device());
+    sequences = static_cast<const CompressedAttentionNew*>(memory.on_gpu.const_data_ptr());
+  }
+  CompressedAttentionExtension p{shape, sequences, N};
+  p.scratch = memory.scratch.data();
+  p.threads = device.threads;
+  return p;
+}
+
+ExtendOp::Results extend_meta(const ExtendOp::Arguments& in) {
+  return empty_blocks(check_extend(in), in.k, in.k_sum);
+}
+
+ExtendOp::Results extend(const CompressedAttentionKernels& kernels, const ExtendOp::Arguments& in) {
+  const NewBlocks n = check_extend(in);
+  const DeviceScope device(in.k);
+  const ExtendOp::Results results = empty_blocks(n, in.k, in.k_sum);
+  const auto& [kc, vc, new_k_sum, new_v_sum] = results;
+  if (!in.places.empty()) zero_all({kc, vc});  // other places
+  ExtensionMemory memory;
+  CompressedAttentionExtension p = extension_of(kernels, n, in, in.k, device, memory);
+  p.k = reads<4>(in.k);
+  p.v = reads<4>(in.v);
+  p.k_sum = with_dimension(reads<3>(in.k_sum), 2);
+  p.v_sum = with_dimension(reads<3>(in.v_sum), 2);
+  p.new_k_sum = with_dimension(writes<3>(new_k_sum), 2);
+  p.new_v_sum = with_dimension(writes<3>(new_v_sum), 2);
+  p.kc = writes<4>(kc);
+  p.vc = writes<4>(vc);
+  kernels.extend(p, dtype_of(in.k), device.stream);
+  return results;
+}
+
+NewBlocks check_extend_backward(const ExtendBackwardOp::Arguments& in) {
+  TORCH_CHECK_VALUE(in.sizes.size() == 4, kExtend, ": sizes must be 4, got ", in.sizes);
+  const NewBlocks x = check_new_blocks(in, {in.sizes[0], 0, in.sizes[1], 0, in.sizes[2], in.sizes[3], 0});
+  const auto check = [&](const char* name, const MaybeTensor& grad, const char* letters,
+                         std::initializer_list<c10::SymInt> shape, at::ScalarType type) {
+    if (!grad) return;
+    check_shape(kExtend, name, *grad, letters, shape, "k");
+    check_dtype(kExtend, name, *grad, type, "k");
+    check_device(kExtend, name, *grad, in.like, "k");
+  };
+  const at::ScalarType type = in.like.scalar_type(), acc = acc_scalar_type(type);
+  check("grad_kc", in.grad_kc, "(B,Hkv,C,D)", {x.rows, x.Hkv, x.C, x.D}, type);
+  check("grad_vc", in.grad_vc, "(B,Hkv,C,D)", {x.rows, x.Hkv, x.C, x.D}, type);
+  check("grad_k_sum", in.grad_k_sum, "(N,Hkv,D)", {x.N, x.Hkv, x.D}, acc);
+  check("grad_v_sum", in.grad_v_sum, "(N,Hkv,D)", {x.N, x.Hkv, x.D}, acc);
+  return x;
+}
+
+Gradients empty_extend_gradients(const NewBlocks& x, const ExtendBackwardOp::Arguments& in) {
+  const auto& wanted = in.output_mask;
+  const auto acc = in.like.options().dtype(acc_scalar_type(in.like.scalar_type()));
+  const auto sum = [&](bool is_wanted) { return is_wanted ? at::empty_symint({x.N, x.Hkv, x.D}, acc) : at::Tensor(); };
+  return {empty_of_strides(kExtend, wanted[0], "k_stride", in.sizes, in.k_stride, in.like.options()),
+          empty_of_strides(kExtend, wanted[1], "v_stride", in.sizes, in.v_stride, in.like.options()), sum(wanted[2]),
+          sum(wanted[3])};
+}
+
+Gradients extend_backward_meta(const ExtendBackwardOp::Arguments& in) {
+  return empty_extend_gradients(check_extend_backward(in), in);
+}
+
+Gradients extend_backward(const CompressedAttentionKernels& kernels, const ExtendBackwardOp::Arguments& in) {
+  const NewBlocks n = check_extend_backward(in);
+  const DeviceScope device(in.like);
+  const Gradients gradients = empty_extend_gradients(n, in);
+  const auto& [grad_k, grad_v, grad_k_sum, grad_v_sum] = gradients;
+  if (!in.places.empty() && !in.packed) zero_all({grad_k, grad_v});  // padding
+  ExtensionMemory memory;
+  CompressedAttentionExtension p = extension_of(kernels, n, in, in.like, device, memory);
+  p.k = writes<4>(grad_k);
+  p.v = writes<4>(grad_v);
+  p.k_sum = with_dimension(writes<3>(grad_k_sum), 2);
+  p.v_sum = with_dimension(writes<3>(grad_v_sum), 2);
+  p.new_k_sum = with_dimension(reads<3>(defined_or_not(in.grad_k_sum)), 2);
+  p.new_v_sum = with_dimension(reads<3>(defined_or_not(in.grad_v_sum)), 2);
+  p.kc = reads<4>(defined_or_not(in.grad_kc));
+  p.vc = reads<4>(defined_or_not(in.grad_vc));
+  kernels.extend_backward(p, dtype_of(in.like), device.stream);
+  return gradients;
 }
 
 // ---- one position further
@@ -270,13 +439,23 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
   kernels.backward(p, dtype_of(in.q), device.stream);
 }
 
+Gradients empty_gradients(const Sizes& n, const BackwardOp::Arguments& in) {
+  const auto& wanted = in.output_mask;
+  const auto of_keys = [&, sizes = std::array{n.B, n.Hkv, n.T, n.D}](bool is_wanted, const char* name,
+                                                                     c10::SymIntArrayRef stride) {
+    return empty_of_strides(kBackward, is_wanted, name, sizes, stride, in.q.options());
+  };
+  return {empty_gradient(wanted[0], in.q), of_keys(wanted[1], "grad_k_stride", in.grad_k_stride),
+          of_keys(wanted[2], "grad_v_stride", in.grad_v_stride), empty_gradient(wanted[3], defined_or_not(in.sink))};
+}
+
 Gradients backward_meta(const BackwardOp::Arguments& in) {
-  return empty_gradients(kBackward, check_backward(kBackward, in), in);
+  return empty_gradients(check_backward(kBackward, in), in);
 }
 
 Gradients backward(const CompressedAttentionKernels& kernels, const BackwardOp::Arguments& in) {
   const Sizes n = check_backward(kBackward, in);
-  const Gradients gradients = empty_gradients(kBackward, n, in);
+  const Gradients gradients = empty_gradients(n, in);
   run_backward(kernels, kBackward, n, in, /*pooled=*/false, gradients);
   return gradients;
 }
@@ -305,6 +484,8 @@ const Registration registration(MEMCHECK_KERNELS(compressed_attention),
                                 kernels_of<BackwardOp>(backward_meta, backward),
                                 kernels_of<Pooled>(pooled_meta, pooled, /*cast_inputs=*/3),
                                 kernels_of<PooledBackwardOp>(pooled_backward_meta, pooled_backward),
+                                kernels_of<ExtendOp>(extend_meta, extend),
+                                kernels_of<ExtendBackwardOp>(extend_backward_meta, extend_backward),
                                 kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3),
                                 kernels_of<LastStepOp>(last_step_meta, last_step, /*cast_inputs=*/3));
 

@@ -109,6 +109,55 @@ struct CompressedAttentionBackward {
   MEMCHECK_INLINE int64_t gradient_length() const { return pooled ? shape.C : shape.T; }
 };
 
+// ---- blocks that go on from a state
+//
+// The new positions of a sequence complete its open block and others, and leave an open block. Each of these blocks is
+// a row of results: a mean, or the last one a sum. The first row begins with the state's sum.
+
+struct CompressedAttentionNew {
+  int64_t row, first, count;  // where the new positions are in k and v
+  int64_t positions;          // of the open block before them
+  int64_t to, place;          // of the first mean, in kc and vc
+  int64_t first_result;       // how many rows the sequences before have
+
+  MEMCHECK_INLINE int64_t blocks(int64_t factor) const { return (positions + count) / factor; }
+};
+
+// A row of results.
+struct CompressedAttentionNewRow {
+  const CompressedAttentionNew& of;
+  int64_t sequence;
+  int64_t j;           // of its blocks
+  bool complete;       // it is a mean
+  int64_t begin, end;  // its positions in k and v
+};
+
+// Backward, all tensors are gradients: those of results are read, and null where there is none, and those of inputs are
+// written, and null where they are not wanted.
+struct CompressedAttentionExtension {
+  CompressedAttentionShape shape;  // B Hkv C rows of results, and no queries
+  const CompressedAttentionNew* sequences;
+  int64_t count;
+  Strided<4> k, v;                  // (rows,Hkv,positions,D)
+  Strided<4> k_sum, v_sum;          // (count,Hkv,1,D) in the accumulation type, as the next
+  Strided<4> new_k_sum, new_v_sum;  // (count,Hkv,1,D)
+  Strided<4> kc, vc;                // (rows,Hkv,places,D)
+  void* scratch;                    // the plan's extension_scratch_bytes
+  int64_t threads;                  // of the plan
+
+  MEMCHECK_INLINE CompressedAttentionNewRow row(int64_t index) const {
+    int64_t low = 0, end_of_search = count;
+    while (end_of_search - low > 1) {
+      const int64_t middle = (low + end_of_search) / 2;
+      (sequences[middle].first_result <= index ? low : end_of_search) = middle;
+    }
+    const CompressedAttentionNew& of = sequences[low];
+    const int64_t j = index - of.first_result, begin = j * shape.factor - of.positions;
+    const int64_t end = begin + shape.factor < of.count ? begin + shape.factor : of.count;
+    return {of, low, j, j < of.blocks(shape.factor), of.first + (begin > 0 ? begin : 0), of.first + end};
+  }
+};
+
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
 // CUDA on shape and dtype only.
 struct CompressedAttentionPlan {
@@ -116,6 +165,7 @@ struct CompressedAttentionPlan {
   int64_t pooled_forward_scratch_bytes;  // of the forward if keys and values were pooled already
   int64_t delta_bytes;
   int64_t backward_scratch_bytes;
+  int64_t extension_scratch_bytes = 0;  // of an extension of the same shape
 };
 
 struct CompressedAttentionKernels {
@@ -123,6 +173,8 @@ struct CompressedAttentionKernels {
   Kernel<CompressedAttentionPooling> pool;
   Kernel<CompressedAttentionForward> forward;
   Kernel<CompressedAttentionBackward> backward;
+  Kernel<CompressedAttentionExtension> extend;
+  Kernel<CompressedAttentionExtension> extend_backward;
   const SequenceKernels* sequences;
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;

@@ -1,10 +1,11 @@
-#include "compressed_attention/compressed_attention_autograd.h"
-
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/TensorOperators.h>
+
+#include "common/torch/autograd.h"
+#include "compressed_attention/compressed_attention_operators.h"
 
 namespace memcheck::compressed_attention_autograd {
 namespace {
@@ -13,6 +14,26 @@ using Op = operators::CompressedAttention;
 using BackwardOp = operators::CompressedAttentionBackward;
 using Pooled = operators::CompressedAttentionPooled;
 using PooledBackwardOp = operators::CompressedAttentionPooledBackward;
+using ExtendOp = operators::CompressedAttentionExtend;
+using ExtendBackwardOp = operators::CompressedAttentionExtendBackward;
+
+// The gradient of y, which is undefined if only lse was differentiated.
+Tensor gradient_of_y(const variable_list& grads, const Tensor& q) {
+  return grads[0].defined() ? grads[0] : at::zeros({}, q.options()).expand_symint(q.sym_sizes());
+}
+
+// The strides of the gradient of x: those of x if it is dense and does not overlap itself, else of a contiguous tensor.
+std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
+  if (x.is_non_overlapping_and_dense()) return x.sym_strides().vec();
+  std::vector<c10::SymInt> stride(x.dim(), 1);
+  for (int64_t i = x.dim() - 1; i > 0; --i) stride[i - 1] = stride[i] * x.sym_size(i).max(1);
+  return stride;
+}
+
+// y as a backward reads it. Its own gradient is that of the other tensors, from which it can be computed.
+std::optional<Tensor> kept_y(const Tensor& y) {
+  return y.defined() ? std::optional<Tensor>(y.detach()) : std::nullopt;
+}
 
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the softmax weights from
 // scores. vc: for the gradient of a weight, but not for that of the values. y: grad_y . y, unless y was rounded to 16
@@ -161,11 +182,33 @@ struct PooledAttention : Differentiable<PooledAttention, Pooled> {
   }
 };
 
+struct Extension : Differentiable<Extension, ExtendOp> {
+  static variable_list run(AutogradContext* ctx, const Arguments& in) {
+    // The results are linear in the inputs, of which nothing is saved but sizes, strides and the dtype.
+    ctx->save_for_backward({at::empty({0}, in.k.options())});
+    ctx->saved_data["sizes"] = in.k.sym_sizes();
+    ctx->saved_data["k_stride"] = gradient_stride(in.k);
+    ctx->saved_data["v_stride"] = gradient_stride(in.v);
+    return list_of(call_below<ExtendOp>(in));
+  }
+
+  static variable_list differentiate(const Saved& saved, const variable_list& grads) {
+    auto& data = saved.ctx->saved_data;
+    const Arguments& of = saved.options;
+    return list_of(call<ExtendBackwardOp>(
+        {if_defined(grads[0]), if_defined(grads[1]), if_defined(grads[2]), if_defined(grads[3]), saved.tensors[0],
+         data["sizes"].toSymIntVector(), data["k_stride"].toSymIntVector(), data["v_stride"].toSymIntVector(),
+         of.positions, of.factor, of.begins, of.counts, of.places, of.packed, saved.wanted_of<4>()}));
+  }
+};
+
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<Op, CompressedAttention>(m);
   register_gradients<BackwardOp>(m);
   register_node<Pooled, PooledAttention>(m);
   register_gradients<PooledBackwardOp>(m);
+  register_node<ExtendOp, Extension>(m);
+  register_gradients<ExtendBackwardOp>(m);
   register_no_gradient<operators::CompressedAttentionStep>(m);
   register_no_gradient<operators::CompressedAttentionLastStep>(m);
 }

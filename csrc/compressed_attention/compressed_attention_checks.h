@@ -284,21 +284,14 @@ inline bool has_gaps(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
   return known && last_known && *known > 0 && *last_known >= *known;
 }
 
-// Those that are not wanted are undefined. Keys and values were not saved, but the strides of their gradients. A
-// process that has a part of them, of a DTensor, gets strides of the whole, and makes contiguous gradients where these
-// have gaps.
-inline Gradients empty_gradients(const char* op, const Sizes& n,
-                                 const operators::CompressedAttentionBackward::Arguments& in) {
-  const auto& wanted = in.output_mask;
-  const auto empty = [&](bool is_wanted, const char* name, c10::SymIntArrayRef stride) {
-    if (!is_wanted) return at::Tensor();
-    TORCH_CHECK_VALUE(stride.size() == 4, op, ": ", name, " must be 4 strides, got ", stride);
-    const std::array<c10::SymInt, 4> sizes{n.B, n.Hkv, n.T, n.D};
-    if (has_gaps(sizes, stride)) return at::empty_symint(sizes, in.q.options());
-    return at::empty_strided_symint(sizes, stride, in.q.options());
-  };
-  return {empty_gradient(wanted[0], in.q), empty(wanted[1], "grad_k_stride", in.grad_k_stride),
-          empty(wanted[2], "grad_v_stride", in.grad_v_stride), empty_gradient(wanted[3], defined_or_not(in.sink))};
+// The gradient of keys or values, of which the strides were saved; undefined if it is not wanted. A process that has a
+// part of them, of a DTensor, gets strides of the whole, and makes contiguous gradients where these have gaps.
+inline at::Tensor empty_of_strides(const char* op, bool wanted, const char* name, c10::SymIntArrayRef sizes,
+                                   c10::SymIntArrayRef stride, const at::TensorOptions& options) {
+  if (!wanted) return {};
+  TORCH_CHECK_VALUE(stride.size() == 4, op, ": ", name, " must be 4 strides, got ", stride);
+  if (has_gaps(sizes, stride)) return at::empty_symint(sizes, options);
+  return at::empty_strided_symint(sizes, stride, options);
 }
 
 }  // namespace memcheck::compressed_attention_glue

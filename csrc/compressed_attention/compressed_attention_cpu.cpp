@@ -16,10 +16,11 @@ CompressedAttentionPlan plan_of_dense(const CompressedAttentionShape& shape, Dty
   const int64_t key_workers = parallel_workers(key_tasks(shape), used);
   const int64_t pool_workers = parallel_workers(pool_tasks(shape), used);
   const int64_t forward_bytes = query_workers * forward_scratch_bytes(shape, dtype);
-  return {std::max(forward_bytes, pool_workers * pool_scratch_bytes(shape, dtype)), forward_bytes,
-          shape.B * shape.H * shape.S * acc_bytes(dtype),
+  const int64_t pool_bytes = pool_workers * pool_scratch_bytes(shape, dtype);
+  return {std::max(forward_bytes, pool_bytes), forward_bytes, shape.B * shape.H * shape.S * acc_bytes(dtype),
           std::max(query_workers * query_gradient_scratch_bytes(shape, dtype),
-                   key_workers * key_gradient_scratch_bytes(shape, dtype))};
+                   key_workers * key_gradient_scratch_bytes(shape, dtype)),
+          pool_bytes};
 }
 
 // ---- one sequence of a batch
@@ -42,7 +43,7 @@ struct CompressedAttentionSequence {
   Strided<4> keys(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_key, 0}); }
   Strided<4> blocks(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, n.first_block(i, x), 0}); }
   Strided<3> numbers(const Strided<3>& of) const {
-    return starting_at(of, dtype == Dtype::Float64 ? dtype : Dtype::Float32, {x.row, 0, x.first_query});
+    return starting_at(of, acc_dtype(dtype), {x.row, 0, x.first_query});
   }
 };
 
@@ -144,8 +145,12 @@ void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dty
   if (p.grad_sink != nullptr) sink_gradients(p, dtype);
 }
 
-const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu, compressed_attention_pool_cpu,
+const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu,
+                                                          compressed_attention_pool_cpu,
                                                           compressed_attention_forward_cpu,
-                                                          compressed_attention_backward_cpu, &sequences_cpu};
+                                                          compressed_attention_backward_cpu,
+                                                          extend,
+                                                          extend_backward,
+                                                          &sequences_cpu};
 
 }  // namespace memcheck

@@ -58,6 +58,10 @@ void run_with_scratch(int64_t tasks, const Parameters& p, const Run& run) {
   });
 }
 
+inline Dtype acc_dtype(Dtype dtype) {
+  return dtype == Dtype::Float64 ? dtype : Dtype::Float32;
+}
+
 // ---- sums
 
 template <typename acc_t>
@@ -298,6 +302,9 @@ std::vector<double> key_work(const CompressedAttentionShape& shape);
 int64_t pool_tasks(const CompressedAttentionShape& shape);
 int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
 void pool(const CompressedAttentionPooling& p, Dtype dtype);
+
+void extend(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t);
+void extend_backward(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t);
 
 int64_t query_tasks(const CompressedAttentionShape& shape);
 int64_t forward_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);

@@ -256,8 +256,12 @@ void compressed_attention_forward_cuda(const CompressedAttentionForward& p, Dtyp
   with_device_type(dtype, [&](auto type) { compressed_cuda::forward<decltype(type)>(p, dtype, stream); });
 }
 
-const CompressedAttentionKernels compressed_attention_cuda{
-    compressed_attention_plan_cuda, compressed_attention_pool_cuda, compressed_attention_forward_cuda,
-    compressed_attention_backward_cuda, &sequences_cuda};
+const CompressedAttentionKernels compressed_attention_cuda{compressed_attention_plan_cuda,
+                                                           compressed_attention_pool_cuda,
+                                                           compressed_attention_forward_cuda,
+                                                           compressed_attention_backward_cuda,
+                                                           compressed_attention_extend_cuda,
+                                                           compressed_attention_extend_backward_cuda,
+                                                           &sequences_cuda};
 
 }  // namespace memcheck

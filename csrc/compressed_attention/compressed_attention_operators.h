@@ -119,6 +119,52 @@ struct CompressedAttentionPooledBackward {
   using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 };
 
+// Blocks that go on from a state: of new positions, means of those that they complete, and the sums of the open block.
+// A dense batch has one number of positions for all rows, and kc and vc of its blocks alone. Sequence i of a batch that
+// is packed, or else padded, has counts[i] new positions from begins[i] on, and its means are in the only row of kc and
+// vc from places[i] on; the last place is their length.
+struct CompressedAttentionExtend {
+  static constexpr const char* schema =
+      "compressed_attention_extend(Tensor k, Tensor v, Tensor k_sum, Tensor v_sum, *, SymInt[] positions, int factor,"
+      " int[] begins=[], int[] counts=[], int[] places=[], bool packed=False)"
+      " -> (Tensor kc, Tensor vc, Tensor new_k_sum, Tensor new_v_sum)";
+  struct Arguments {
+    Tensor k, v;                         // (B,Hkv,T,D)
+    Tensor k_sum, v_sum;                 // (N,Hkv,D)
+    std::vector<c10::SymInt> positions;  // of the open block of each sequence
+    int64_t factor;
+    std::vector<int64_t> begins, counts, places;
+    bool packed;
+
+    auto fields() { return std::tie(k, v, k_sum, v_sum, positions, factor, begins, counts, places, packed); }
+  };
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+};
+
+struct CompressedAttentionExtendBackward {
+  static constexpr const char* schema =
+      "compressed_attention_extend_backward(Tensor? grad_kc, Tensor? grad_vc, Tensor? grad_k_sum, Tensor? grad_v_sum,"
+      " Tensor like, *, SymInt[] sizes, SymInt[] k_stride, SymInt[] v_stride, SymInt[] positions, int factor,"
+      " int[] begins=[], int[] counts=[], int[] places=[], bool packed=False, bool[4] output_mask)"
+      " -> (Tensor grad_k, Tensor grad_v, Tensor grad_k_sum, Tensor grad_v_sum)";
+  struct Arguments {
+    MaybeTensor grad_kc, grad_vc, grad_k_sum, grad_v_sum;  // of the results, none for zeros
+    Tensor like;                                           // of the dtype of k
+    std::vector<c10::SymInt> sizes, k_stride, v_stride;    // of k and v
+    std::vector<c10::SymInt> positions;
+    int64_t factor;
+    std::vector<int64_t> begins, counts, places;
+    bool packed;
+    std::array<bool, 4> output_mask;
+
+    auto fields() {
+      return std::tie(grad_kc, grad_vc, grad_k_sum, grad_v_sum, like, sizes, k_stride, v_stride, positions, factor,
+                      begins, counts, places, packed, output_mask);
+    }
+  };
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+};
+
 // Decoding: y of one position, and the sums over the open block after it.
 struct CompressedAttentionStep {
   static constexpr const char* schema =

@@ -25,18 +25,58 @@ struct PoolShared {
   acc_t sums[kColumns][kPoolThreads];
 };
 
-// A place for a block: the head of a sequence, and a block of it, which may lie behind the sequence's end.
-struct BlockPlace {
-  KeyHead of;
-  int64_t j;
+// Positions to add, and where the result belongs: a mean in a row of `to`, or a sum.
+template <typename scalar_t>
+struct PooledRow {
+  bool exists;
+  KeyMatrix<scalar_t> from;
+  int64_t begin, end;
+  KeyMatrix<scalar_t> to;
+  int64_t place, length;
+  bool is_sum = false;
+  Strided<1> before = {}, sum = {};  // (D,) in the accumulation type: added to the positions, and the result
 };
 
-// index: of (b, key head, place).
-MEMCHECK_INLINE BlockPlace block_place(const CompressedAttentionShape& shape, int64_t index) {
+// index: of (b, key head, place). The place may lie behind the end of a sequence.
+template <typename scalar_t>
+MEMCHECK_INLINE PooledRow<scalar_t> pooled_row(const CompressedAttentionPooling& p, bool of_values, int64_t index) {
+  const CompressedAttentionShape& shape = p.shape;
   const int64_t head = index / shape.C, place = index % shape.C;
-  if (!shape.sequences.packed) return {key_head(shape, head / shape.Hkv, head % shape.Hkv), place};
-  const SequenceTile at = tile_at(shape, place, shape.T, shape.factor, FirstKey());
-  return {key_head(shape, at.sequence, head), at.tile};
+  const bool packed = shape.sequences.packed;
+  const SequenceTile at =
+      packed ? tile_at(shape, place, shape.T, shape.factor, FirstKey()) : SequenceTile{head / shape.Hkv, place};
+  const KeyHead of = key_head(shape, at.sequence, packed ? head : head % shape.Hkv);
+  const int64_t begin = at.tile * shape.factor, end = smaller(of.keys, begin + shape.factor);
+  return {at.tile < of.blocks,
+          keys_of<scalar_t>(shape, of_values ? p.v : p.k, of),
+          begin,
+          end,
+          blocks_of<scalar_t>(shape, of_values ? p.vc : p.kc, of),
+          at.tile,
+          end - begin};
+}
+
+// index: of (key head, row of results)
+template <typename scalar_t>
+MEMCHECK_INLINE PooledRow<scalar_t> pooled_row(const CompressedAttentionExtension& p, bool of_values, int64_t index) {
+  const int64_t rows = p.shape.B * p.shape.C, head = index / rows;
+  const CompressedAttentionNewRow at = p.row(index % rows);
+  const auto matrix = [&](const Strided<4>& x, int64_t row) {
+    return rows_of<scalar_t>(p.shape, x, KeyHead{row, head}, 0, std::numeric_limits<int64_t>::max());
+  };
+  const auto numbers = [&](const Strided<4>& x) {
+    return Strided<1>{x ? x.at<acc_type<scalar_t>>(at.sequence, head, 0, 0) : nullptr, {x.stride[3]}};
+  };
+  return {true,
+          matrix(of_values ? p.v : p.k, at.of.row),
+          at.begin,
+          at.end,
+          matrix(of_values ? p.vc : p.kc, at.of.to),
+          at.of.place + at.j,
+          p.shape.factor,
+          !at.complete,
+          at.j == 0 ? numbers(of_values ? p.v_sum : p.k_sum) : Strided<1>(),
+          numbers(of_values ? p.new_v_sum : p.new_k_sum)};
 }
 
 // Adds every lanes-th position from begin to end to the total, in chains of kPoolChain.
@@ -59,10 +99,24 @@ __device__ __forceinline__ void sum_positions(const KeyMatrix<scalar_t>& from, i
   }
 }
 
-// The first half of the grid pools keys, the second half values. A block of threads has threads.blocks() rows
-// (b, key head, block).
-template <typename scalar_t>
-__global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(CompressedAttentionPooling p, PoolThreads threads) {
+// The columns of a row from `column` on, as far as they exist: x += row, or row = x.
+template <typename acc_t, int kColumns>
+__device__ __forceinline__ void add_row(const Strided<1>& row, int64_t column, int64_t D, acc_t (&x)[kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i)
+    if (column + i < D) x[i] += *row.at<acc_t>(column + i);
+}
+template <typename acc_t, int kColumns>
+__device__ __forceinline__ void store_row(const Strided<1>& row, int64_t column, int64_t D,
+                                          const acc_t (&x)[kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i)
+    if (column + i < D) *row.at<acc_t>(column + i) = x[i];
+}
+
+// The first half of the grid pools keys, the second half values. A block of threads has threads.blocks() rows.
+template <typename scalar_t, typename Parameters>
+__global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(Parameters p, PoolThreads threads) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kColumns = kPackSize<scalar_t>;
   auto& memory = shared<PoolShared<kColumns, acc_t>>();
@@ -78,15 +132,10 @@ __global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(CompressedAttenti
   const int64_t row =
       (of_values ? tile - row_tiles : tile) * threads.blocks() + thread / (threads.lanes * threads.packs);
   const int64_t column = (blockIdx.x % column_tiles * threads.packs + pack) * kColumns;
-  const auto [of, j] = block_place(shape, row < rows ? row : 0);
-  const bool mine = row < rows && column < shape.D && j < of.blocks;
-  const int64_t begin = j * shape.factor;
-  const int64_t end = smaller(of.keys, begin + shape.factor);
+  const PooledRow<scalar_t> at = pooled_row<scalar_t>(p, of_values, row < rows ? row : 0);
+  const bool mine = row < rows && column < shape.D && at.exists;
   acc_t total[kColumns] = {};
-  if (mine) {
-    const auto from = keys_of<scalar_t>(shape, of_values ? p.v : p.k, of);
-    sum_positions(from, begin + lane, end, threads.lanes, column, total);
-  }
+  if (mine) sum_positions(at.from, at.begin + lane, at.end, threads.lanes, column, total);
   for (int others = threads.lanes / 2; others > 0; others /= 2) {
     const int distance = threads.lanes_first ? others : others * threads.packs;
 #pragma unroll
@@ -98,10 +147,36 @@ __global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(CompressedAttenti
     __syncthreads();
   }
   if (!mine || lane > 0) return;
+  if (at.before) add_row(at.before, column, shape.D, total);
+  if (at.is_sum) return store_row(at.sum, column, shape.D, total);
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) total[i] /= static_cast<acc_t>(end - begin);
-  const auto to = blocks_of<scalar_t>(shape, of_values ? p.vc : p.kc, of);
-  store_columns<scalar_t, kColumns>(to, j, column, total);
+  for (int i = 0; i < kColumns; ++i) total[i] /= static_cast<acc_t>(at.length);
+  store_columns<scalar_t, kColumns>(at.to, at.place, column, total);
+}
+
+// Backward of an extension: each position, and the sum before the first row, gets its share of the gradient of the row.
+// A thread has a pack of columns of a row.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kPoolThreads) spread_kernel(CompressedAttentionExtension p) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kColumns = kPackSize<scalar_t>;
+  const int64_t packs = ceil_div(p.shape.D, kColumns), rows = p.shape.B * p.shape.Hkv * p.shape.C;
+  const int64_t index = int64_t{blockIdx.x} * kPoolThreads + threadIdx.x;
+  const int64_t column = index % packs * kColumns;
+  if (index / packs >= 2 * rows) return;
+  const bool of_values = index / packs >= rows;
+  const PooledRow<scalar_t> at = pooled_row<scalar_t>(p, of_values, index / packs % rows);
+  acc_t share[kColumns] = {};
+  if (at.is_sum) {
+    if (at.sum) add_row(at.sum, column, p.shape.D, share);
+  } else if (at.to.data != nullptr) {
+    const Pack<scalar_t> gradient = at.to.read(at.to.at(at.place), true, column);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) share[i] = to_acc(gradient.values[i]) / static_cast<acc_t>(at.length);
+  }
+  if (at.before) store_row(at.before, column, p.shape.D, share);
+  if (of_values ? p.v : p.k)
+    for (int64_t t = at.begin; t < at.end; ++t) store_columns<scalar_t, kColumns>(at.from, t, column, share);
 }
 
 int power_of_two_from(int64_t x, int most) {
@@ -110,8 +185,8 @@ int power_of_two_from(int64_t x, int most) {
   return power;
 }
 
-template <typename scalar_t>
-PoolThreads pool_threads(const CompressedAttentionPooling& p) {
+template <typename scalar_t, typename Parameters>
+PoolThreads pool_threads(const Parameters& p) {
   constexpr int64_t kPositions = 16;  // for a lane, if there are enough blocks
   const int64_t packs = ceil_div(p.shape.D, kPackSize<scalar_t>);
   const bool lanes_first = p.k.stride[3] != 1 && p.v.stride[3] != 1;
@@ -122,24 +197,42 @@ PoolThreads pool_threads(const CompressedAttentionPooling& p) {
   return threads;
 }
 
-template <typename scalar_t>
-void pool(const CompressedAttentionPooling& p, cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+void pool(const char* name, const Parameters& p, cudaStream_t stream) {
   const int64_t rows = p.shape.B * p.shape.Hkv * p.shape.C;
   if (rows * sequence_count(p.shape) * p.shape.D == 0) return;
   const PoolThreads threads = pool_threads<scalar_t>(p);
   constexpr int kColumns = kPackSize<scalar_t>;
   const int64_t column_tiles = ceil_div(p.shape.D, int64_t{threads.packs} * kColumns);
   const int64_t blocks = 2 * ceil_div(rows, threads.blocks()) * column_tiles;
-  launch({"compressed_attention_pool", blocks, dim3(kPoolThreads), sizeof(PoolShared<kColumns, acc_type<scalar_t>>),
-          stream},
-         pool_kernel<scalar_t>, p, threads);
+  launch({name, blocks, dim3(kPoolThreads), sizeof(PoolShared<kColumns, acc_type<scalar_t>>), stream},
+         pool_kernel<scalar_t, Parameters>, p, threads);
 }
 
 }  // namespace
 }  // namespace compressed_cuda
 
 void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t stream) {
-  with_device_type(dtype, [&](auto type) { compressed_cuda::pool<decltype(type)>(p, stream); });
+  with_device_type(dtype,
+                   [&](auto type) { compressed_cuda::pool<decltype(type)>("compressed_attention_pool", p, stream); });
+}
+
+void compressed_attention_extend_cuda(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t stream) {
+  with_device_type(dtype,
+                   [&](auto type) { compressed_cuda::pool<decltype(type)>("compressed_attention_extend", p, stream); });
+}
+
+void compressed_attention_extend_backward_cuda(const CompressedAttentionExtension& p, Dtype dtype,
+                                               cudaStream_t stream) {
+  with_device_type(dtype, [&](auto type) {
+    using scalar_t = decltype(type);
+    using compressed_cuda::kPoolThreads;
+    const int64_t packs = ceil_div(p.shape.D, int64_t{kPackSize<scalar_t>});
+    const int64_t threads = 2 * p.shape.B * p.shape.Hkv * p.shape.C * packs;
+    launch({"compressed_attention_extend_backward", ceil_div(threads, int64_t{kPoolThreads}), dim3(kPoolThreads), 0,
+            stream},
+           compressed_cuda::spread_kernel<scalar_t>, p);
+  });
 }
 
 }  // namespace memcheck

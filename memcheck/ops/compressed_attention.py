@@ -23,11 +23,12 @@ from memcheck.ops.compressed_attention_states import (
     CompressedAttentionState,
     attend,
     blocks_in,
+    check_new,
     check_scale,
     go_on,
     room_after,
+    state_after,
     state_before,
-    states_after,
 )
 
 if TYPE_CHECKING:
@@ -290,7 +291,8 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
     op = "compressed_attention_state"
     k, v = in_autocast_dtype(k), in_autocast_dtype(v)
     refuse_gradient(op, k, v)
-    return states_after(op, None, k, v, [state_before(op, "state", None, k, factor)], factor=factor)[0]
+    check_new(op, None, k, v)
+    return state_after(op, state_before(op, "state", None, k, factor), k, v)
 
 
 def compressed_attention_step(
@@ -342,7 +344,8 @@ def compressed_attention_step(
             return _one_position(q, k, v, state, strict, scale)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # The operator has other names for the tensors of the state.
-            states_after(op, q, k, v, [state_before(op, "state", state, k, factor)], factor=factor, scale=scale)
+            check_new(op, q, k, v)
+            state_before(op, "state", state, k, factor)
             raise
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
     options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}

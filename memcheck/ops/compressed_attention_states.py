@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
-from memcheck.ops import derivatives
+from memcheck.ops import decompose, derivatives
 from memcheck.ops.checks import (
     REFUSALS,
     changed_options,
     check_floating,
     check_int,
+    check_like,
     check_plain,
     check_rank,
     check_states,
@@ -44,7 +46,8 @@ Arguments = dict[str, Any]
 class CompressedAttentionState(NamedTuple):
     """The state of decoding: C complete blocks and an open one.
 
-    Blocks of successive states share memory, which grows by halves: do not write to them.
+    Blocks of successive states share memory, which grows by halves, and so do those of packed and padded sequences: do
+    not write to them.
     """
 
     kc: Tensor  # (B,Hkv,C,D) means of the keys of complete blocks, in their dtype
@@ -166,43 +169,82 @@ def state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> C
     if state is None:
         check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
         B, Hkv, _, D = k.shape
-        accumulation = torch.promote_types(k.dtype, torch.float32)
         kc, vc = (k.new_empty(B, Hkv, 0, D) for _ in range(2))
-        k_sum, v_sum = (k.new_zeros(B, Hkv, D, dtype=accumulation) for _ in range(2))
-        return CompressedAttentionState(kc, vc, k_sum, v_sum, 0, factor)
+        return CompressedAttentionState(kc, vc, no_sums(k, B), no_sums(k, B), 0, factor)
     if not isinstance(state, CompressedAttentionState):
         raise TypeError(f"{op}: {name} must be a CompressedAttentionState or None, got {type(state).__name__}")
     check_int(op, f"{name}.factor", state.factor)
     if factor != state.factor:
         raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    check_int(op, f"{name}.positions", state.positions)
-    for field in ("kc", "vc", "k_sum", "v_sum"):
-        check_plain(op, f"{name}.{field}", getattr(state, field))
+    check_int(op, f"{name}.positions", state.positions, 0, factor - 1)
+    check_rank(op, f"{name}.kc", state.kc, "(B,Hkv,C,D)", 4)
+    B, Hkv, _, D = k.shape
+    blocks, sums = (B, Hkv, state.kc.shape[2], D), (B, Hkv, D)
+    for field, letters, shape in (("kc", "(B,Hkv,C,D)", blocks), ("k_sum", "(B,Hkv,D)", sums)):
+        dtype = torch.promote_types(k.dtype, torch.float32) if field == "k_sum" else k.dtype
+        for x in (field, field.replace("k", "v", 1)):
+            check_matches(op, f"{name}.{x}", getattr(state, x), letters, shape, dtype, k)
     return state
 
 
-def states_after(
-    op: str, q: Tensor | None, k: Tensor, v: Tensor, before: list[CompressedAttentionState], **options: Any
-) -> list[CompressedAttentionState]:
-    """The states after new positions k and v (B,Hkv,n,D).
+def no_sums(k: Tensor, count: int) -> Tensor:
+    """The sums (count,Hkv,D) of open blocks without positions, of keys like k (B,Hkv,n,D)."""
+    return k.new_zeros(count, k.shape[1], k.shape[3], dtype=torch.promote_types(k.dtype, torch.float32))
 
-    options: factor, the scale for the attention of q, which is only checked, and the Places of packed or padded keys.
-    """
-    tensors, positions = [x for state in before for x in state[:4]], [state.positions for state in before]
-    only_new = grows_in_place(k, v, tensors)
+
+def check_new(
+    op: str, q: Tensor | None, k: Tensor, v: Tensor, positions: int | None = None, scale: float | None = None
+) -> None:
+    """Checks new keys k and v (B,Hkv,n,D), and queries q (B,H,S,D) that are the newest of so many positions."""
+    check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
+    check_floating(op, "k", k)
+    check_matches(op, "v", v, "(B,Hkv,n,D)", k.shape, k.dtype, k)
+    if q is None:
+        return
+    check_rank(op, "q", q, "(B,H,S,D)", 4)
+    H, S, Hkv = q.shape[1], q.shape[2], k.shape[1]
+    check_matches(op, "q", q, "(B,H,S,D)", (k.shape[0], H, S, k.shape[3]), k.dtype, k)
+    if H % Hkv if Hkv else H:
+        raise ValueError(f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got {H = } and {Hkv = }")
+    if positions is not None and positions < S:
+        raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got {S = } and T = {positions}")
+    if scale is not None and not is_symbolic(scale) and not math.isfinite(scale):
+        raise ValueError(f"{op}: scale must be a finite number, got {scale}")
+
+
+def check_matches(
+    op: str, name: str, x: Tensor, letters: str, shape: Sequence[int], dtype: torch.dtype, k: Tensor
+) -> None:
+    check_plain(op, name, x)
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{op}: {name} must be {letters} = {list(shape)} to match k, got {list(x.shape)}")
+    check_like(op, name, x, dtype, k)
+
+
+def state_after(op: str, state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
+    """The state after new positions k and v (B,Hkv,n,D)."""
+    factor, opened = state.factor, state.positions
+    *new, k_sum, v_sum = extended(op, k, v, state.k_sum, state.v_sum, positions=[opened], factor=factor)
+    opened = (opened + k.shape[2]) % factor
+    if grows_in_place(k, v, state[:4]):
+        return appended(state, CompressedAttentionState(new[0], new[1], k_sum, v_sum, opened, factor))
+    kc, vc = (
+        x if not blocks.shape[2] else torch.cat([x, blocks], 2) if x.shape[2] else blocks
+        for x, blocks in zip(state[:2], new, strict=True)
+    )
+    return CompressedAttentionState(kc, vc, k_sum, v_sum, opened, factor)
+
+
+def extended(op: str, k: Tensor, v: Tensor, k_sum: Tensor, v_sum: Tensor, **options: Any) -> Sequence[Tensor]:
+    """kc and vc of the blocks that new positions complete, and the sums of the open block after them."""
+    if derivatives.transformed():
+        results: Sequence[Tensor] = decompose.compressed_attention_extend(k, v, k_sum, v_sum, **options)
+        return results
     try:
-        new = torch.ops.memcheck.compressed_attention_extend(
-            q, k, v, tensors, positions, op=op, only_new=only_new, **options
-        )
+        return torch.ops.memcheck.compressed_attention_extend(k, v, k_sum, v_sum, **options)
     except REFUSALS:
-        explain_refusal(op, **({} if q is None else {"q": q}), k=k, v=v)
+        explain_refusal(op, k=k, v=v)
         raise
-    factor, counts = options["factor"], options.get("counts", [k.shape[2]])
-    after = [
-        CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor)
-        for kc, vc, k_sum, v_sum, opened, count in zip(*(new[i::4] for i in range(4)), positions, counts, strict=True)
-    ]
-    return [appended(*pair) for pair in zip(before, after, strict=True)] if only_new else after
 
 
 def grows_in_place(k: Tensor, v: Tensor, states: Sequence[Tensor]) -> bool:
@@ -231,8 +273,10 @@ def go_on(
     if sequences:
         of_each = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
         return of_each(op, (q, k, v), sink, before, factor, options, **sequences)
+    check_new(op, q, k, v)
     old = state_before(op, "initial_state" if op == "compressed_attention" else "state", before, k, factor)
-    (new,) = states_after(op, q, k, v, [old], factor=factor, scale=options["scale"])
+    check_new(op, q, k, v, positions_of(old) + k.shape[2], options["scale"])
+    new = state_after(op, old, k, v)
     return attend(POOLED, (q, new.kc, new.vc), sink, {"factor": factor, "kv_len": positions_of(new)}, options), new
 
 
@@ -241,26 +285,79 @@ def _sequences_go_on(
 ) -> tuple[Any, tuple[CompressedAttentionState, ...]]:
     q, k, v = inputs
     derivatives.refuse_mapped_lengths(op, sequences)
+    check_new(op, q, k, v, scale=options["scale"])
     of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
-    given = check_states(op, before, len(of_keys.counts), CompressedAttentionState)
-    old = [state_before(op, f"initial_state[{i}]", state, k[:1], factor) for i, state in enumerate(given)]
-    new = states_after(op, q, k, v, old, factor=factor, scale=options["scale"], **of_keys._asdict())
-    kc, vc, kv_lens = [x.kc for x in new], [x.vc for x in new], [positions_of(x) for x in new]
-    return of_queries.attend(q, kc, vc, kv_lens, sink=sink, factor=factor, **options), tuple(new)
+    counts, N = of_keys.counts, len(of_keys.counts)
+    given = check_states(op, before, N, CompressedAttentionState)
+    old = [state_before(op, f"initial_state[{i}]", x, k[:1], factor) for i, x in enumerate(given) if before is not None]
+    opened, old_blocks = [state.positions for state in old] or [0] * N, [state.kc.shape[2] for state in old] or [0] * N
+    kv_lens = [C * factor + m + count for C, m, count in zip(old_blocks, opened, counts, strict=True)]
+    places = block_places(kv_lens, factor)
+    new_places = [place + blocks for place, blocks in zip(places, [*old_blocks, 0], strict=True)]
+    sums = [torch.cat(x) if x else no_sums(k, N) for x in ([x.k_sum for x in old], [x.v_sum for x in old])]
+    where = of_keys._asdict() | {"places": new_places}
+    kc, vc, k_sum, v_sum = extended(op, k, v, *sums, positions=opened, factor=factor, **where)
+    if any(old_blocks):
+        index = ranges(places[:-1], old_blocks).to(k.device)
+        for x, of_old in ((kc, [state.kc for state in old]), (vc, [state.vc for state in old])):
+            x.index_copy_(2, index, torch.cat(of_old, 2))
+    outputs = of_queries.attend_to_packed(q, kc, vc, kv_lens, sink=sink, factor=factor, **options)
+    blocks = [kv_len // factor for kv_len in kv_lens]
+    its = zip(slices(kc, places, blocks), slices(vc, places, blocks), k_sum.split(1), v_sum.split(1), strict=False)
+    return outputs, tuple(
+        CompressedAttentionState(*x, kv_len % factor, factor) for x, kv_len in zip(its, kv_lens, strict=False)
+    )
 
 
 # The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
 _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
-def packed_blocks(blocks: Sequence[Tensor], key_starts: list[int], factor: int) -> Tensor:
-    """The blocks (1,Hkv,C,D) of each sequence, with zeros between them, as packed sequences have them.
+def block_places(lengths: Sequence[int], factor: int) -> list[int]:
+    """Where the blocks of packed sequences of so many positions begin, and the end of the places of the last one."""
+    return [start // factor + i for i, start in enumerate((0, *accumulate(lengths)))]
 
-    Those of sequence i begin at key_starts[i] // factor + i.
-    """
-    firsts = [start // factor + i for i, start in enumerate(key_starts)]
+
+def ranges(begins: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """For each i the numbers from begins[i] on, so many as counts[i]; all in one tensor."""
+    starts, repeats = torch.tensor([0, *accumulate(counts)]), torch.tensor(counts, dtype=torch.int64)
+    offsets = torch.tensor(begins, dtype=torch.int64) - starts[:-1]
+    return torch.arange(int(starts[-1])) + offsets.repeat_interleave(repeats)
+
+
+def slices(x: Tensor, begins: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
+    """x[:, :, begin : begin + count] of each, whose gradients make one gradient of x."""
+    if derivatives.transformed() or not counts:
+        return [x.narrow(2, begin, count) for begin, count in zip(begins, counts, strict=False)]
+    views: Sequence[Tensor] = Slices.apply(x, begins, counts)
+    return views
+
+
+class Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, begins: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.begins, ctx.counts = x.shape, begins, counts
+        ctx.set_materialize_grads(False)
+        return tuple(x.narrow(2, begin, count) for begin, count in zip(begins, counts, strict=False))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = [x for x in grads if x is not None]
+        if not given:
+            return None, None, None
+        zero = given[0].new_zeros(())
+        B, Hkv, C, D = ctx.shape
+        ends = [begin + count for begin, count in zip(ctx.begins, ctx.counts, strict=False)]
+        parts = [zero.expand(B, Hkv, ctx.begins[0], D)]
+        for grad, count, end, begin in zip(grads, ctx.counts, ends, [*ctx.begins[1 : len(ends)], C], strict=True):
+            parts += [zero.expand(B, Hkv, count, D) if grad is None else grad, zero.expand(B, Hkv, begin - end, D)]
+        return torch.cat(parts, 2), None, None
+
+
+def packed_blocks(blocks: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+    """The blocks (1,Hkv,C,D) of each sequence at its place, with zeros between them."""
     parts, zero = [], blocks[0].new_zeros(())
-    for x, (first, end) in zip(blocks, pairwise(firsts), strict=True):
+    for x, (first, end) in zip(blocks, pairwise(places), strict=True):
         B, Hkv, C, D = x.shape
         parts += [x, zero.expand(B, Hkv, end - first - C, D)]
     return torch.cat(parts, 2)
@@ -300,41 +397,49 @@ class Places(NamedTuple):
         return [row.narrow(2, *place) for row, *place in zip(rows, self.begins, self.counts, strict=True)]
 
     def attend(
-        self,
-        q: Tensor,
-        kc: Sequence[Tensor],
-        vc: Sequence[Tensor],
-        kv_lens: Sequence[int],
-        *,
-        sink: Tensor | None,
-        factor: int,
-        return_lse: bool = False,
-        **options: Any,
+        self, q: Tensor, kc: Sequence[Tensor], vc: Sequence[Tensor], kv_lens: Sequence[int], **options: Any
     ) -> Any:
         """`attend` of each sequence of q (B,H,S,D), whose places these are, to its blocks kc, vc (1,Hkv,C,D).
 
         kv_lens: how many positions the blocks of each represent.
         """
         q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
-        starts, key_starts = ([0, *accumulate(counts)] for counts in (self.counts, kv_lens))
+        places = block_places(kv_lens, options["factor"])
         # Without sequences q stands for the blocks, as it has none.
-        blocks = [packed_blocks(x, key_starts, factor) if self.counts else q for x in (kc, vc)]
-        inputs = (q if self.packed else torch.cat(list(self.split(q)), 2), blocks[0], blocks[1])
-        sequences = {"cu_seqlens_q": torch.tensor(starts), "cu_seqlens_k": torch.tensor(key_starts), "lengths": None}
-        sizes = {"factor": factor, "kv_len": key_starts[-1]}
-        options |= {"return_lse": return_lse}
-        results = attend(POOLED, inputs, sink, sizes, options, **sequences, left_padded=False)
-        if self.packed:
-            return results
-        if not return_lse:
-            return self.join(q, results, 0)
-        y, lse = results
-        return self.join(q, y, 0), self.join(q[..., 0], lse, -torch.inf)
+        packed_kc, packed_vc = (packed_blocks(x, places) if self.counts else q for x in (kc, vc))
+        return self.attend_to_packed(q, packed_kc, packed_vc, kv_lens, **options)
 
-    def join(self, like: Tensor, packed: Tensor, fill: float) -> Tensor:
-        """The rows of packed sequences, with `fill` in padding; like (B,heads,positions,...) has as many."""
-        rows = []
-        for part, begin, count in zip(packed.split(self.counts, 2), self.begins, self.counts, strict=True):
-            around = (begin, like.shape[2] - begin - count)
-            rows.append(torch.nn.functional.pad(part, (0,) * 2 * (part.dim() - 3) + around, value=fill))
-        return torch.cat(rows)
+    def attend_to_packed(
+        self,
+        q: Tensor,
+        kc: Tensor,
+        vc: Tensor,
+        kv_lens: Sequence[int],
+        *,
+        sink: Tensor | None,
+        factor: int,
+        **options: Any,
+    ) -> Any:
+        """The same for blocks (1,Hkv,C,D) in one tensor, at their block_places."""
+        cu_seqlens = [torch.tensor([0, *accumulate(x)]) for x in (self.counts, kv_lens)]
+        sequences = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1], "lengths": None}
+        sizes, options = {"factor": factor, "kv_len": sum(kv_lens)}, {"return_lse": False} | options
+        index = None if self.packed else self.rows_and_positions(q.device)
+        packed = q if index is None else q[index[0], :, index[1]].transpose(0, 1)[None]
+        results = attend(POOLED, (packed, kc, vc), sink, sizes, options, **sequences, left_padded=False)
+        if index is None:
+            return results
+        y, lse = results if options["return_lse"] else (results, None)
+        y = self.join(y, torch.zeros_like(q, memory_format=torch.contiguous_format), index)
+        return y if lse is None else (y, self.join(lse, lse.new_full(q.shape[:3], -torch.inf), index))
+
+    def rows_and_positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows and positions of all sequences in a padded tensor (B,heads,positions,...)."""
+        rows = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts, dtype=torch.int64))
+        return rows.to(device), ranges(self.begins, self.counts).to(device)
+
+    @staticmethod
+    def join(packed: Tensor, padded: Tensor, index: tuple[Tensor, Tensor]) -> Tensor:
+        """padded (B,heads,positions,...) with packed (1,heads,count,...) at the index."""
+        joined: Tensor = torch.ops.aten.index_put(padded, [index[0], None, index[1]], packed[0].transpose(0, 1))
+        return joined

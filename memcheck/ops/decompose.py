@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -336,10 +336,48 @@ def compressed_attention_step(
     return compressed_attention_pooled(q, kc, vc, **options)[0], k_sum + k[:, :, 0], v_sum + v[:, :, 0]
 
 
-def compressed_attention_extend(*tensors: Any, **options: Any) -> Any:
-    """The operators that it consists of. Its own `decompose` would call this function, where the table has it."""
-    operator = torch.ops.memcheck.compressed_attention_extend.default
-    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *tensors, **options)
+def compressed_attention_extend(
+    k: Tensor,
+    v: Tensor,
+    k_sum: Tensor,
+    v_sum: Tensor,
+    *,
+    positions: Sequence[int],
+    factor: int,
+    begins: Sequence[int] = (),
+    counts: Sequence[int] = (),
+    places: Sequence[int] = (),
+    packed: bool = False,
+) -> Tensors:
+    """k and v (B,Hkv,T,D), sums (N,Hkv,D) of open blocks -> kc and vc (.,Hkv,C,D) of complete ones, and the new sums"""
+    results = []
+    for x, total in ((k, k_sum), (v, v_sum)):
+        if not places:
+            results.append(blocks_after(x, total, positions[0], factor))
+            continue
+        blocks, sums, end = [x[:1, :, :0]], [total[:0]], 0
+        for i, (begin, count, place) in enumerate(zip(begins, counts, places, strict=False)):
+            its = x[0 if packed else i][None, :, begin : begin + count]
+            new, open_block = blocks_after(its, total[i : i + 1], positions[i], factor)
+            blocks += [x.new_zeros(1, x.shape[1], place - end, x.shape[3]), new]
+            sums, end = [*sums, open_block], place + new.shape[2]
+        blocks.append(x.new_zeros(1, x.shape[1], places[-1] - end, x.shape[3]))
+        results.append((torch.cat(blocks, 2), torch.cat(sums)))
+    (kc, k_sum), (vc, v_sum) = results
+    return kc, vc, k_sum, v_sum
+
+
+def blocks_after(x: Tensor, total: Tensor, positions: int, factor: int) -> tuple[Tensor, Tensor]:
+    """The means of blocks that x (B,Hkv,n,D) completes, and the sum of the open block, which was total (B,Hkv,D)."""
+    count = x.shape[2]
+    if positions + count < factor:
+        return x[:, :, :0], total + x.sum(2, dtype=total.dtype)
+    blocks = (positions + count) // factor
+    rest = positions + count - blocks * factor
+    whole = torch.nn.functional.pad(x.to(total.dtype), (0, 0, positions, factor - rest))
+    sums = whole.unflatten(2, (blocks + 1, factor)).sum(3)
+    sums = sums + torch.nn.functional.pad(total[:, :, None], (0, 0, 0, blocks))
+    return (sums[:, :, :-1] / factor).to(x.dtype), sums[:, :, -1]
 
 
 # ---- products with weights

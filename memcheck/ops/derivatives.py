@@ -301,6 +301,20 @@ def compressed_attention(
     return [grad_q, *of_keys, grad_sink]
 
 
+def compressed_attention_extend(
+    tensors: Gradients, sizes: Sequence[int], output_mask: Sequence[bool], **options: Any
+) -> Gradients:
+    """The results are linear in keys, values and sums, so that gradients do not depend on these."""
+    *grads, like = tensors
+    for name in ("k_stride", "v_stride"):
+        del options[name]
+    B, Hkv, _, D = sizes
+    N = len(options["counts"]) if options.get("places") else B
+    keys, sums = like.new_zeros(sizes), wide(like).new_zeros(N, Hkv, D)
+    results = partial(importlib.import_module("memcheck.ops.decompose").compressed_attention_extend, **options)
+    return gradients_by_reference((keys, keys, sums, sums), grads, results, output_mask)
+
+
 def gradients_by_reference(
     inputs: Gradients, grads: Gradients, results: Callable[..., Any], output_mask: Sequence[bool]
 ) -> Gradients:
@@ -385,6 +399,7 @@ FORMULAS = (
     linear_attention,
     compressed_attention,
     compressed_attention_pooled,
+    compressed_attention_extend,
     combinator,
     linear_r,
     linear_l,

@@ -45,6 +45,8 @@ FORMULAS = {
     "compressed_attention_backward": Formula(POOLED, f"{QKV} H"),
     "compressed_attention_pooled": Formula(f"BHSD BHCD BHCD H {LISTS}", "BHSD BHS"),
     "compressed_attention_pooled_backward": Formula(POOLED, "BHSD BHCD BHCD H"),
+    "compressed_attention_extend": Formula("BHTD BHTD BHD BHD", "BHCD BHCD BHD BHD"),
+    "compressed_attention_extend_backward": Formula("BHCD BHCD BHD BHD .", "BHTD BHTD BHD BHD"),
     "combinator": Formula("*E .RE", "*E *P", "*"),
     "combinator_backward": Formula("*E *E .RE *P", "*E .RE", "*"),
     "linear_r": Formula("BSE ER", "BSR", "BSER"),

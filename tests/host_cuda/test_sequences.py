@@ -3,12 +3,14 @@
 import functools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from host_cuda import library
 from ops.checks import generator, run, same_bits
 from ops.test_sequences import ATTENTIONS, CAUSAL, Attention, Case, cumulative
+from torch import Tensor
 
 import memcheck
 
@@ -36,6 +38,21 @@ def test_launches_do_not_depend_on_the_number_of_sequences(it: Attention, paddin
         inputs, grad_y = it.inputs(*case.sizes)
         call = functools.partial(it.function, causal=causal, **case.options)
         counts.append(launches_of(functools.partial(run, call, inputs, grad_y)))
+    assert counts[0] == counts[1] != Counter()
+
+
+@pytest.mark.parametrize("padding", ["", "right"])
+def test_launches_with_states_do_not_depend_on_the_number_of_sequences(padding: str) -> None:
+    counts = []
+    for number in (2, 50):
+        case = Case([300 // number] * number, [300 // number] * number, padding, more=300 - 300 // number)
+        inputs, grad_y = ATTENTIONS["compressed"].inputs(*case.sizes)
+
+        def twice(*inputs: Tensor, options: dict[str, Any] = case.options) -> Tensor:
+            _, states = memcheck.compressed_attention(*inputs, factor=4, return_state=True, **options)
+            return memcheck.compressed_attention(*inputs, factor=4, initial_state=states, **options)
+
+        counts.append(launches_of(functools.partial(run, twice, inputs, grad_y)))
     assert counts[0] == counts[1] != Counter()
 
 

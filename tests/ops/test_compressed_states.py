@@ -363,19 +363,28 @@ def test_pooled_sequences(kind: str, causal: bool) -> None:
 def test_opcheck_of_new_positions(kind: str) -> None:
     B, counts = {"whole": (2, []), "packed": (1, [4, 0, 5]), "padded": (3, [4, 0, 5])}[kind]
     (_, k, v), _ = make_inputs(B, 4, 2, 9, 9, 3)
-    rows, count = (1, 3) if counts else (B, 1)
-    states = [torch.randn(rows, 2, *sizes) for _ in range(count) for sizes in ((2, 3), (2, 3), (3,), (3,))]
-    where = {"packed": kind == "packed", "begins": [0, 4, 4], "counts": counts} if counts else {}
+    N = len(counts) or B
+    sums = [torch.randn(N, 2, 3) for _ in range(2)]
+    where = {"packed": kind == "packed", "begins": [0, 4, 4], "counts": counts, "places": [1, 3, 5, 9]}
+    where = where if counts else {}
     extend = torch.ops.memcheck.compressed_attention_extend.default
     for requires_grad in (False, True):
-        given = [x.requires_grad_(requires_grad) for x in (k, v, *states)]
+        given = [x.requires_grad_(requires_grad) for x in (k, v, *sums)]
         for positions in (0, 2):
-            arguments = (None, *given[:2], given[2:], [positions] * count)
-            torch.library.opcheck(extend, arguments, {"factor": 4, **where})
-    with pytest.raises(ValueError, match=f"states must be 4 tensors for each of {count}, got 3"):
-        extend(None, k, v, states[:3], [0] * count, factor=4, **where)
-    with pytest.raises(ValueError, match="begins and counts must be as many as states"):
-        extend(None, k, v, states, [0] * count, factor=4, **where | {"begins": [0]})
+            options = {"positions": [positions] * (N if counts else 1), "factor": 4, **where}
+            torch.library.opcheck(extend, given, options)
+    grads = [torch.randn_like(x) for x in extend(*given, **options)]
+    options |= {"sizes": k.shape, "k_stride": k.stride(), "v_stride": v.stride()}
+    backward = torch.ops.memcheck.compressed_attention_extend_backward.default
+    for mask in ([True] * 4, [False, True, True, False]):
+        torch.library.opcheck(backward, (*grads, k.detach().new_empty(0)), {**options, "output_mask": mask})
+        torch.library.opcheck(
+            backward, (grads[0], None, None, None, sums[0].new_empty(0)), {**options, "output_mask": mask}
+        )
+    with pytest.raises(ValueError, match="places one more, got"):
+        extend(k, v, *sums, positions=[0] * 4, factor=4, **where)
+    with pytest.raises(ValueError, match="k_sum must be"):
+        extend(k, v, sums[0][1:], sums[1], positions=options["positions"], factor=4, **where)
 
 
 def test_states_of_no_sequences() -> None:
@@ -474,8 +483,10 @@ def test_sequences_leave_the_graph_at_one_place() -> None:
 # ---- autograd and memory
 
 
-def state_bytes(states: list[CompressedAttentionState]) -> int:
-    return sum(x.untyped_storage().nbytes() for state in states for x in state[:4])
+def state_bytes(states: Sequence[CompressedAttentionState]) -> int:
+    """Of all memory in which the states are."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for state in states for x in state[:4]}
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -487,6 +498,7 @@ def test_memory_to_the_byte(cut: int, requires_grad: bool) -> None:
     leaves = [x[:, :, cut:].clone().requires_grad_(requires_grad) for x in inputs]
     grad_y = grad_y[:, :, cut:].contiguous()
     plan = plan_of(leaves[0], inputs[1])
+    extension_scratch = plan_of(leaves[0][:, :2, :0], leaves[1])["extension_scratch"]
     with track(device=DEVICE) as memory:
         y, state = compressed_attention(*leaves, factor=8, initial_state=before, return_state=True)
         kept = y.nbytes + state_bytes([state]) + requires_grad * plan["lse"]
@@ -501,11 +513,7 @@ def test_memory_to_the_byte(cut: int, requires_grad: bool) -> None:
         of_q, *of_keys = (leaf.grad.nbytes for leaf in leaves)
         of_blocks = state.kc.nbytes + state.vc.nbytes
         attending = of_q + of_blocks + plan["delta"] + plan["backward_scratch"]
-        new_blocks = state.kc.nbytes - (before.kc.nbytes if cut else 0)
-        # Where the first new positions complete a block, the shares of its sums are views of those of keys and values.
-        # On the CPU, the tensors of the number that they are divided by take 12 bytes.
-        shares = 2 * new_blocks + 12 * (DEVICE == "cpu") if cut % 8 else new_blocks + sums
-        spreading = of_q + sum(of_keys) + of_blocks + shares + sums
+        spreading = of_q + sum(of_keys) + of_blocks + extension_scratch
         # lse is freed between the two.
         assert memory.peak_bytes == kept + max(attending, spreading - plan["lse"])
 
@@ -519,7 +527,7 @@ def test_memory_of_sequences_to_the_byte() -> None:
 
 
 def assert_memory_of_sequences(requires_grad: bool) -> None:
-    """As much as a dense call, and the blocks once more, packed; the backward the gradients, and those of blocks."""
+    """As much as a dense call: the blocks are those of the states. The backward takes the gradients of blocks, too."""
     lengths = [300, 280, 290]
     sequences, places = sequences_of("packed", lengths)
     inputs = [x.requires_grad_(requires_grad) for x in spoilt_inputs("packed", lengths, places)]
@@ -529,11 +537,13 @@ def assert_memory_of_sequences(requires_grad: bool) -> None:
     )
     with track(device=DEVICE) as memory:
         y, states = compressed_attention(*inputs, factor=8, return_state=True, **sequences)
+        of_blocks = 2 * 2 * (sum(lengths) // 8 + 3) * 20 * 4
         sums = sum(x.nbytes for state in states for x in state[2:4])  # as those of the states before
+        assert state_bytes(states) == of_blocks + sums
         numbers = y[..., 0].numel() * 4 * requires_grad  # lse, or delta
-        packed = 2 * 2 * (sum(lengths) // 8 + 3) * 20 * 4 + 2 * 4 * 8  # and the first positions of sequences
-        kept = y.nbytes + state_bytes(states) + (numbers + packed) * requires_grad
-        assert memory.peak_bytes == kept + sums + forward_scratch + packed * (not requires_grad)
+        positions = 2 * 4 * 8  # the first ones of sequences
+        kept = y.nbytes + state_bytes(states) + (numbers + positions) * requires_grad
+        assert memory.peak_bytes == kept + sums + forward_scratch + positions * (not requires_grad)
         assert memory.current_bytes == kept
         if not requires_grad:
             return
@@ -541,10 +551,10 @@ def assert_memory_of_sequences(requires_grad: bool) -> None:
         memory.reset_peak()
         y.backward(grad_y)
         of_q, *of_keys = (leaf.grad.nbytes for leaf in inputs)
-        of_blocks = packed - 2 * 4 * 8
         attending = of_q + of_blocks + numbers + backward_scratch
-        # Shares of the last sequence's blocks, and the gradients of sums after and before. What was kept is free.
-        spreading = of_q + sum(of_keys) + of_blocks + states[-1].kc.nbytes + 2 * sums - numbers - packed
+        # What was kept is free.
+        extension_scratch = plans[0]["extension_scratch"]
+        spreading = of_q + sum(of_keys) + of_blocks + extension_scratch - numbers - positions
         assert memory.peak_bytes == kept + grad_y.nbytes + max(attending, spreading)
 
 
@@ -586,7 +596,7 @@ def test_autocast() -> None:
         ({"q": torch.ones(2, 4, 20, 20)}, ValueError, "q must be .* S <= T, got S = 20 and T = 12"),
         ({"k_sum": torch.ones(2, 2, 3)}, ValueError, r"initial_state.k_sum must be .* = \[2, 2, 20\] to match k"),
         ({"kc": torch.ones(2, 2, 1, 20).double()}, TypeError, "initial_state.kc must be float32 to match k"),
-        ({"positions": 7}, ValueError, "initial_state.positions must be from 0 to factor - 1 = 6, got 7"),
+        ({"positions": 7}, ValueError, "initial_state.positions must be from 0 to 6, got 7"),
     ],
 )
 def test_a_wrong_state(changed: dict[str, Any], kind: type[Exception], message: str) -> None:

@@ -51,6 +51,7 @@ def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
 
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
 SEQUENCE_BYTES = 40  # Of one sequence in the table that kernels on a GPU read.
+NEW_BYTES = 56  # Of new positions of one sequence.
 UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
 
 
@@ -157,6 +158,22 @@ def compressed_pooled(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield from laid_out_sink(call)
     yield from sequence_table(call, call.q.shape[2], call.kv_len)
     yield Scratch("scratch", plan["pooled_forward_scratch"])
+
+
+def compressed_extend(call: OperatorCall) -> Iterator[Scratch]:
+    """Each sequence has a row of results for each block, complete or open."""
+    backward = call.name.endswith("backward")
+    like = call.like if backward else call.k
+    B, Hkv, T, D = call.sizes if backward else call.k.shape
+    packed_or_padded = len(call.arguments.get("places", ())) > 0
+    counts = call.counts if packed_or_padded else [T] * B
+    positions = call.positions if packed_or_padded else list(call.positions) * B
+    rows = sum((opened + count) // call.factor + 1 for opened, count in zip(positions, counts, strict=True))
+    sizes = {"B": 1, "H": Hkv, "Hkv": Hkv, "S": 0, "T": rows * call.factor, "D": D, "factor": call.factor}
+    plan = plan_of(call, "compressed_attention", like, **sizes, threads=call.target.threads, causal=False)
+    yield Scratch("scratch", plan["extension_scratch"])
+    if call.target.kind == "cuda":
+        yield Scratch("sequences", len(counts) * NEW_BYTES)
 
 
 def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
@@ -345,6 +362,8 @@ EXAMPLE = f"[memcheck.compressed_attention(q, q, q, factor=4, **sequences) for s
 add_pair("compressed_attention", EXAMPLE, compressed, compressed_backward, **OURS)
 EXAMPLE = "memcheck.compressed_attention_pooled(q, q[..., ::8, :], q[..., ::8, :], factor=8, kv_len=q.shape[-2])"
 add_pair("compressed_attention_pooled", EXAMPLE, compressed_pooled, compressed_backward, **OURS)
+EXAMPLE = "torch.ops.memcheck.compressed_attention_extend(q, q, sums, sums, positions=[1], factor=4)"
+add_pair("compressed_attention_extend", EXAMPLE, compressed_extend, compressed_extend, **OURS)
 STATE = "q.detach(), q.detach(), sums, sums"
 EXAMPLE = f"torch.ops.memcheck.compressed_attention_step(token, token, token, {STATE}, 1, factor=4)"
 add("memcheck::compressed_attention_step", EXAMPLE, everywhere=compressed_step, **OURS)
