@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 import memcheck
 from memcheck.predict.model import predict_last
+from memcheck.predict.repeated import reserved_after
 from memcheck.studies.field import FOLDER, NVIDIA_SMI, Published, Study, read_rows
 
 SAMPLES = 4096
+EPOCHS, MOST_STEPS = 20, 10  # That are replayed, and steps of each: segments do not grow any more by then.
 SOURCE = "GPUMemNet, random MLPs"
 
 
@@ -67,15 +69,30 @@ class Training(nn.Module):
 
 
 def predict(row: Published) -> memcheck.Prediction:
-    """The prediction of a step after the epoch's last: what is reserved then is reserved from there on."""
+    """The prediction of the last step of many epochs."""
     inputs, outputs, batch = (int(row.given[name]) for name in ("inputs", "outputs", "batch"))
     with torch.device("meta"):
         model = Training(layers_of(inputs, row.given["layers"]), outputs)
-        sizes = [batch, *([SAMPLES % batch] * (SAMPLES % batch > 0)), batch]
+        last = [SAMPLES % batch] * (SAMPLES % batch > 0)
+        sizes = [batch, batch, *last, batch]
         given = [(torch.empty(size, inputs), torch.empty(size, dtype=torch.int64)) for size in sizes]
         summary = memcheck.Step(model, torch.empty(2, 1, inputs), backward=False)
     program = memcheck.Program(model, [summary, *given], optimizer="adam")
-    return predict_last(program, memcheck.Place(row.gpu, drop_workspaces=False).resolved())
+    place = memcheck.Place(row.gpu, drop_workspaces=False).resolved()
+    prediction = predict_last(program, place)
+    assert prediction.trace is not None
+    # The trace: the summary, the first step, another two, the last of an epoch, and the first of the next one.
+    usual, *ends = range(3, 3 + len(sizes) - 1)
+    epoch = [usual] * min(SAMPLES // batch - 1, MOST_STEPS) + ends
+    prediction.record.reserved_bytes = reserved_after(prediction.trace, place, epoch * EPOCHS)
+    return prediction
 
 
-STUDY = Study("mlp", "Random MLPs on an A100", published, predict)
+STUDY = Study(
+    "mlp",
+    "Random MLPs on an A100",
+    published,
+    predict,
+    context_bytes=1429 * 2**20,
+    context_source="learned: the median of what nvidia-smi showed beside the predicted segments",
+)

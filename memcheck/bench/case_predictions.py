@@ -54,7 +54,7 @@ def predict_case(
         return unpredicted(case, place, record, "the compiler decides what is allocated")
     try:
         on_meta = dataclasses.replace(case, device="meta")
-        trace = traced(contender, on_meta, target, dense_grad, place.drop_workspaces, make)
+        trace = traced(contender, on_meta, target, dense_grad, place.drop_workspaces is not False, make)
     except UnsupportedError as error:
         record.status, record.reason, record.basis = "unsupported", str(error), None
         return Prediction(case, place, record, {}, False, ())

@@ -228,6 +228,7 @@ class Predict(PredictedModel, OfTwoLengths):
 
     threads: int | None = of_place("threads")
     expandable_segments: bool = of_place("expandable_segments")
+    cuda_context: int | None = of_place("cuda_context")
     compile: bool = option(False, "the case runs under torch.compile, for which nothing is predicted", switch)
     dense_grad: bool = of_step("dense_grad")
     layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
@@ -260,11 +261,12 @@ class Published(Printed):
     memcheck published results/ --plot ratios.png
     memcheck published --predict
     memcheck published mlp --predict --limit 50
+    memcheck published mlp timm figures --plot gpus.png
     """
 
     folders: list[Path] | None = option(
         None,
-        "folders of results, or one study of measured GPUs: figures, mlp, timm; default: by formula",
+        "folders of results, or studies of measured GPUs: figures, mlp, timm; default: by formula",
         converters.folders,
         positional=True,
         nargs="*",
@@ -284,16 +286,16 @@ class Published(Printed):
     limit: int | None = option(None, "a random sample of so many rows of the study, the same each time", count)
 
     @property
-    def study(self) -> str | None:
-        """The study that the only folder names, unless there is such a folder."""
-        folder = self.folders[0] if self.folders and len(self.folders) == 1 else None
-        return str(folder) if folder is not None and folder.name == str(folder) and not folder.exists() else None
+    def studies(self) -> list[str]:
+        """The studies that are named in place of folders: plain names, of which none is a folder."""
+        given = self.folders or []
+        return [str(it) for it in given] if all(it.name == str(it) and not it.exists() for it in given) else []
 
     def check(self) -> None:
         for name in ("rows", "limit"):
-            if getattr(self, name) is not None and not (self.study and self.predict):
+            if getattr(self, name) is not None and not (self.studies and self.predict):
                 raise UsageError(f"{named(name)} is for the predictions of a study: memcheck published mlp --predict")
-        if self.predict and (self.plot or (self.folders and not self.study)):
+        if self.predict and not self.studies and (self.plot or self.folders):
             rule = f"leave out folders and {named('plot')}"
             raise UsageError(f"{named('predict')} is for the published rows alone: {rule}")
 

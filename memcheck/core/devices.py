@@ -8,6 +8,7 @@ GPU of which only the nominal size is known gets a lower estimate than any GPU t
 from __future__ import annotations
 
 import csv
+import dataclasses
 import os
 import re
 from contextlib import suppress
@@ -36,6 +37,7 @@ class Device:
     architecture: CUDA's compute capability, (8, 0); None for a CPU or if unknown.
     total_bytes: as the driver reports it, else the nominal size.
     usable_bytes: what torch's allocator can get; None for a CPU, which has no limit of its own.
+    given_context: what CUDA's context takes, if the caller says it.
     """
 
     name: str
@@ -44,6 +46,26 @@ class Device:
     total_bytes: int
     usable_bytes: int | None
     source: str
+    given_context: int | None = None
+
+    @property
+    def context_bytes(self) -> int | None:
+        """What is assumed for CUDA's context and libraries; None for a CPU, and for a device without a limit.
+
+        Of a nominal size, and of what is free on a shared GPU, more is missing than the context takes.
+        """
+        if self.usable_bytes is None or self.given_context is not None:
+            return self.given_context
+        return min(self.total_bytes - self.usable_bytes, CONTEXT_BYTES)
+
+    def with_context(self, size: int) -> Device:
+        """The GPU if CUDA's context takes that much; a CPU as it is."""
+        if self.kind != "cuda":
+            return self
+        source = f"{self.source.partition('; usable')[0]}; usable: less {format_bytes(size)} given for the CUDA context"
+        return dataclasses.replace(
+            self, usable_bytes=max(self.total_bytes - size, 0), given_context=size, source=source
+        )
 
 
 def memory_sizes(row: dict[str, str]) -> tuple[int, int, str]:

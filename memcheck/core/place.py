@@ -54,10 +54,16 @@ class Place:
     )
     ranks: Ranks | None = option(None, "a memcheck.Ranks: the model is split over processes", ranks_given)
     expandable_segments: bool = option(False, "as with PYTORCH_ALLOC_CONF=expandable_segments:True", converters.switch)
-    drop_workspaces: bool = option(
-        True,
-        "cuBLAS's workspaces are freed after each phase, as a measurement does; a program keeps those of both of its "
-        "threads",
+    cuda_context: int | str | None = option(
+        None,
+        "what CUDA's context and libraries take of the GPU beside torch's allocator, such as 500MiB; default: the "
+        "device's total less its usable memory",
+        converters.size_in_bytes,
+    )
+    drop_workspaces: bool | None = option(
+        None,
+        "cuBLAS's workspaces are freed after each phase, as memcheck's measurements do; default: of a case of the "
+        "catalog; any other program keeps those of both of its threads, as torch does up to 2.14",
         converters.switch,
     )
 
@@ -75,7 +81,8 @@ class Place:
 
         UsageError: there is no such device, or several have the name.
         """
-        return device_given(self.device)
+        device = device_given(self.device)
+        return device if self.cuda_context is None else device.with_context(int(self.cuda_context))
 
     def resolved(self) -> Place:
         """The place with its device found, so that what is free on a GPU is asked once."""
@@ -91,7 +98,10 @@ class Place:
     def unlimited(self) -> Place:
         """The place without a limit."""
         return dataclasses.replace(
-            self, device=dataclasses.replace(self.for_device, usable_bytes=None), memory_limit=None
+            self,
+            device=dataclasses.replace(self.for_device, usable_bytes=None),
+            memory_limit=None,
+            cuda_context=None,
         )
 
 

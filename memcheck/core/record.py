@@ -109,6 +109,7 @@ class Record:
     backward_max_allocated_bytes: int | None = None  # The same after the backward, without a reset in between.
     max_allocated_bytes: int | None = None  # The same after the whole step: sums of the allocator's blocks.
     reserved_bytes: int | None = None  # Segments of the CUDA caching allocator.
+    process_bytes: int | None = None  # Predicted: these and the CUDA context, which nvidia-smi shows of the process.
 
     # Time: median and quartiles, from passes without memory tracking.
     forward_ms: float | None = None  # Median.

@@ -108,6 +108,7 @@ class Trace:
     guessed: frozenset[str] = frozenset()
     freed_late: frozenset[str] = frozenset()
     beyond: str | None = None
+    passes: list[int] = field(default_factory=list)  # The events before each pass.
     backward_from: str | None = None
 
     def begin_with(self, allocations: list[Allocation]) -> None:
@@ -121,6 +122,7 @@ class Trace:
         self.log.allocations[:0] = allocations
         self.log.events[:0] = [(allocation, True) for allocation in allocations]
         self.log.begun = [(before + count, name) for before, name in self.log.begun]
+        self.passes = [before + count for before in self.passes]
         for name, (first, last) in self.phases.items():
             self.phases[name] = (first if name == "inputs" else first + count), last + count
 

@@ -85,7 +85,7 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
     record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
     how: dict[str, Any] = {
         "dense_grad": step.dense_grad,
-        "drop_workspaces": place.drop_workspaces,
+        "drop_workspaces": bool(place.drop_workspaces),
         "contents": KnownContents(),
     }
     how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None, "infers": infers}

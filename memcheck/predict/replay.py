@@ -19,6 +19,7 @@ from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
+from memcheck.predict.evidence import Evidence, evidence_of
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 
@@ -99,6 +100,13 @@ class Prediction:
         if self.record.status not in ("ok", "oom"):
             return None
         return self.record.status == "ok"
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """Published measurements of programs like this one on such a GPU. None for a CPU, or if nothing was traced."""
+        if self.trace is None or self.device.kind != "cuda":
+            return None
+        return evidence_of(self.trace.operators, self.device.architecture)
 
     @property
     def timeline(self) -> list[tuple[str, int]]:
@@ -195,6 +203,20 @@ def target_at(place: Place) -> Target:
     return Target(device.kind, place.threads or torch.get_num_threads(), device.architecture, version or running())
 
 
+def allocator_at(place: Place) -> CachingAllocator | PlainAllocator:
+    """The model of the place's allocator, which has allocated nothing yet."""
+    device = place.for_device
+    if device.kind != "cuda":
+        return PlainAllocator(place.room_bytes)
+    return CachingAllocator(
+        device.usable_bytes,
+        AllocatorSettings(expandable_segments=place.expandable_segments),
+        allowed_bytes=place.limit_bytes,
+        total_bytes=None if device.usable_bytes is None else device.total_bytes,
+        order=Order.of(cast(Version | None, place.torch_version) or running()),
+    )
+
+
 R = TypeVar("R", bound=Record)
 
 
@@ -249,7 +271,7 @@ class Replay:
 
     def prediction(self) -> Prediction:
         """Replays the trace and returns the prediction."""
-        self.allocator = self._new_allocator()
+        self.allocator = allocator_at(self.place)
         try:
             for phase in self.trace.phases:
                 self._play(phase)
@@ -257,7 +279,10 @@ class Replay:
         except OutOfMemory as error:
             self._note_refusal(phase, error)
         if isinstance(self.allocator, CachingAllocator):
-            self._note_terms("reserved_bytes", self.allocator.segments())
+            segments = self.allocator.segments()
+            self._note_terms("reserved_bytes", segments)
+            if (context := self.device.context_bytes) is not None:
+                self._note_terms("process_bytes", {**segments, "CUDA context": context})
             if self.record.status == "ok":
                 measured = [moment.bytes for phase, moment in self.allocated.items() if phase != WARM_UP]
                 self.record.max_allocated_bytes = max(measured)
@@ -269,18 +294,6 @@ class Replay:
         self.record.doubts = (*unknown, *self._doubtful_verdict())
         found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, self.basis)
         return Prediction(*found, self.trace, self.refused)
-
-    def _new_allocator(self) -> CachingAllocator | PlainAllocator:
-        if self.device.kind != "cuda":
-            return PlainAllocator(self.place.room_bytes)
-        usable = self.device.usable_bytes
-        return CachingAllocator(
-            usable,
-            AllocatorSettings(expandable_segments=self.place.expandable_segments),
-            allowed_bytes=self.place.limit_bytes,
-            total_bytes=None if usable is None else self.device.total_bytes,
-            order=Order.of(cast(Version | None, self.place.torch_version) or running()),
-        )
 
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
@@ -388,7 +401,7 @@ class Replay:
             words.append("cuBLAS's workspace, as the GPU's architecture is not known")
             bounds |= {name for names in FIELDS_OF.values() for name in names}
         if bounds:
-            bounds.add("reserved_bytes")
+            bounds |= {"reserved_bytes", "process_bytes"}
         if self.record.status == "oom" and self.trace.unknown.keys() & self.requested.keys():
             bounds |= {"oom_in_use_bytes", "oom_requested_bytes"}
         if self.trace.beyond is not None:

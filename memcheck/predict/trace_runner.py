@@ -186,6 +186,7 @@ class TraceRunner:
 
     def _begin(self, workload: Workload) -> Workload:
         """The workload of the next pass. If inputs do not stay, it has new ones. Then gradients are cleared."""
+        self.result.passes.append(len(self.result.log.events))
         if not workload.inputs_stay:
             self._loaded = None
             self._loaded = self.mode.renewed(workload.inputs)

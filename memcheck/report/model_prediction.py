@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memcheck.core.devices import Device
+from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.predictions import BASES
@@ -84,6 +85,16 @@ def claim(prediction: Prediction, limit_bytes: int | None = None) -> str:
     return f"{step}{more}, and {format_bytes(room or 0)} are usable. It runs out {where}. The peak would be {place}."
 
 
+def nvidia_smi_words(prediction: Prediction) -> str:
+    """What nvidia-smi would show of the process, in a sentence; "" if it is not known."""
+    record, context = prediction.record, prediction.device.context_bytes
+    if record.status != "ok" or record.process_bytes is None or context is None:
+        return ""
+    source = "as given" if prediction.place.cuda_context is not None else f"an estimate: see {named('cuda_context')}"
+    shown = f"nvidia-smi would show {format_bytes(record.process_bytes)}"
+    return f"{shown}, of which {format_bytes(context)} are the CUDA context ({source})."
+
+
 def place_words(phase: str, module: str, operator: str) -> str:
     """ "in the backward, in layers.3.mlp (GeluBackward0)"."""
     return f"in the {phase}, {f'in {module}' if module else OUTSIDE} ({operator})"
@@ -97,7 +108,8 @@ def certainty(prediction: Prediction) -> str:
     words = f"{prediction.basis}: {BASES[prediction.basis]}"
     if doubts:
         words = f"{words.partition(';')[0]}, but for {counted(doubts, 'doubt')} (--doubts)"
-    return words
+    evidence = prediction.evidence
+    return f"{words}; {evidence}" if evidence is not None and evidence.rows else words
 
 
 def buffers_words(prediction: Prediction) -> str:

@@ -8,9 +8,11 @@ benchmarks/results/field` it writes the results there, which `memcheck published
 from __future__ import annotations
 
 import csv
+import gc
 import gzip
 import importlib.util
 import io
+import json
 import math
 import random
 import statistics
@@ -20,8 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memcheck.core.devices import DEVICES
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
+from memcheck.predict.evidence import DATA
 from memcheck.predict.replay import Prediction
 from memcheck.report.rows import MIB
 from memcheck.report.tables import Cell, Column, Table
@@ -110,6 +114,7 @@ class Result:
     doubts: tuple[str, ...] = ()
     reason: str = ""
     others: Mapping[str, float] = field(default_factory=dict)
+    operators: tuple[str, ...] = field(default=(), compare=False)  # That the program runs; not in the record.
 
     @property
     def is_unexplained(self) -> bool:
@@ -142,14 +147,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def sampled(rows: Sequence[Published], limit: int | None) -> list[Published]:
-    """A random sample of the rows, the same each time, in their order."""
-    if limit is None or limit >= len(rows):
-        return list(rows)
-    return [rows[index] for index in sorted(random.Random(0).sample(range(len(rows)), limit))]
+    """A random sample of the rows, the same each time, in their order. A larger one has the rows of a smaller one."""
+    order = random.Random(0).sample(range(len(rows)), len(rows))
+    return [rows[index] for index in sorted(order[:limit])]
 
 
 def results_of(study: Study, rows: Iterable[Published]) -> Iterator[Result]:
     """The rows beside their predictions, one by one."""
+    gc.freeze()  # Each prediction looks through the collector's objects for what it may have left behind.
     for row in rows:
         if row.left_out:
             yield result_of(study, row, None, row.left_out)
@@ -177,6 +182,7 @@ def result_of(study: Study, row: Published, prediction: Prediction | None, reaso
         error=None if predicted is None else predicted / row.bytes - 1,
         doubts=prediction.unknown if prediction is not None else (),
         reason=reason,
+        operators=prediction.trace.operators if prediction is not None and prediction.trace is not None else (),
         others={} if row.left_out else {tool: size / row.bytes - 1 for tool, size in row.others.items()},
     )
 
@@ -206,6 +212,21 @@ def write_results(results: Sequence[Result], path: Path) -> None:
             cells |= {"doubts": BETWEEN.join(result.doubts), "equal": int(result.equal)}
             cells |= {name: round(cells[name], 6) for name in ("predicted", "error") if cells[name] is not None}
             writer.writerow([*cells.values(), *(in_short(result.others.get(tool)) for tool in tools)])
+
+
+def write_evidence(study: Study, results: Sequence[Result]) -> None:
+    """Writes how far off the results are, by the operators that their programs run, for memcheck.predict.evidence."""
+    groups: dict[tuple[str, str, frozenset[str]], list[float]] = {}
+    for result in results:
+        if result.error is not None and result.operators and result.gpu in DEVICES:
+            group = groups.setdefault((result.source, result.gpu, frozenset(result.operators)), [])
+            group.append(round(result.error, 5))
+    found = [
+        {"source": source, "gpu": gpu, "operators": sorted(operators), "errors": errors}
+        for (source, gpu, operators), errors in groups.items()
+    ]
+    lines = ",\n".join(map(json.dumps, found))
+    (DATA / f"evidence_{study.name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def in_short(error: float | None) -> str:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import memcheck
+from memcheck import Place
 from memcheck.cli.flags import parse
 from memcheck.cli.options import Predicting
 from memcheck.core.devices import (
@@ -25,7 +27,7 @@ from memcheck.core.options import spoken_as_flags
 
 MIB = 2**20
 WANTED = """T4 V100-16GB V100-32GB A100-40GB A100-80GB A10 A40 RTX-A6000 RTX-3090 RTX-4090 L4 L40S H100-80GB
-H100-80GB-SXM H100-80GB-PCIe H200 B200 GH200"""
+H100-80GB-SXM H100-80GB-PCIe H100-96GB H200 RTX-PRO-6000 RTX-4070-Ti-SUPER B200 GH200"""
 
 
 @pytest.mark.parametrize("name", WANTED.split())
@@ -193,3 +195,26 @@ def page_lines() -> Iterator[str]:
 def test_the_page_of_devices_is_the_catalog() -> None:
     text = (Path(__file__).parents[2] / "docs" / "devices.md").read_text()
     assert [line for line in page_lines() if line not in text] == []
+
+
+def test_the_context_is_given_or_estimated() -> None:
+    a100 = device_named("A100-40GB")
+    assert a100.context_bytes == a100.total_bytes - (a100.usable_bytes or 0)
+    assert device_named("H100-NVL").context_bytes == CONTEXT_BYTES
+    assert device_named("40GiB").context_bytes == 0
+    assert device_named("cpu").context_bytes is None
+    given = Place("A100-40GB", cuda_context="2GiB").resolved()
+    assert given.room_bytes == a100.total_bytes - 2**31
+    assert given.for_device.context_bytes == 2**31
+    assert "2 GiB given for the CUDA context" in given.for_device.source
+    assert given.unlimited.room_bytes is None
+
+
+def test_nvidia_smi_shows_segments_and_the_context() -> None:
+    x = torch.empty(2**18, device="meta")
+    found = memcheck.predict_memory(torch.exp, x, device="A100-40GB", cuda_context="500MiB", backward=False)
+    assert found.record.reserved_bytes == 2 * 2**20
+    assert found.record.process_bytes == 502 * 2**20
+    assert found.terms["process_bytes"]["CUDA context"] == 500 * 2**20
+    too_much = memcheck.predict_memory(torch.exp, x, device="1GiB", cuda_context="1023MiB", backward=False)
+    assert not too_much.fits

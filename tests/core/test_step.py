@@ -170,7 +170,7 @@ def test_one_place_is_given_once() -> None:
 @pytest.mark.parametrize("name", [name for name in options_of(Place) if name not in HERE])
 def test_a_measurement_happens_here(name: str) -> None:
     given: dict[str, Any] = {"threads": 2, "torch_version": "2.13", "ranks": Ranks(ddp=2)}
-    given |= {"expandable_segments": True, "drop_workspaces": False}
+    given |= {"expandable_segments": True, "drop_workspaces": False, "cuda_context": 5}
     with pytest.raises(TypeError, match=f"measure_memory takes no {name}"):
         memcheck.measure_memory(Step(LINEAR, x()), Place("cpu", **{name: given[name]}))
     with pytest.raises(TypeError, match=f"{name} is no argument of measure_memory or of Linear.forward"):

@@ -112,6 +112,7 @@ def key(case: Case, place: Place, plugins: tuple[str, ...]) -> str:
     """A key that equal predictions share. It never equals the key of a measured record."""
     device = place.for_device
     machine = {**dataclasses.asdict(device), "source": None}
+    del machine["given_context"]  # usable_bytes depends on it.
     environment = {"torch": str(torch.__version__), "memcheck": __version__}
     threads = (place.threads or torch.get_num_threads()) if device.kind == "cpu" else None
     identity = ["predicted", {**case.fields(), "device": None}, machine, environment, threads, place.limit_bytes]

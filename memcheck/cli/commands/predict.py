@@ -25,6 +25,7 @@ from memcheck.report.model_prediction import (
     changes_table,
     modules_table,
     need_of,
+    nvidia_smi_words,
     verdict,
 )
 from memcheck.report.predictions import terms_table
@@ -55,8 +56,8 @@ def predict_model(request: Predict) -> Prediction:
     screen = Screen.of(sys.stdout)
     print(screen.fill(verdict(prediction, request.memory_limit)))
     print(screen.fill(f"{predictor.words(prediction)}; {certainty(prediction)}"))
-    if buffers := buffers_words(prediction):
-        print(screen.fill(buffers))
+    for words in filter(None, (nvidia_smi_words(prediction), buffers_words(prediction))):
+        print(screen.fill(words))
     if request.doubts:
         print(*(screen.fill(f"doubt: {doubt}") for doubt in prediction.record.doubts), sep="\n")
     tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Published
 from memcheck.core.errors import ExtensionError, MemcheckError, UsageError
 from memcheck.core.record import Record
-from memcheck.report.tables import render
+from memcheck.report.tables import Table, render
 from memcheck.studies.field import (
     RESULTS,
+    Result,
     Study,
     read_results,
     results_of,
@@ -28,16 +29,18 @@ from memcheck.studies.field import (
     sampled,
     study_named,
     summary_of,
+    write_evidence,
     write_results,
 )
+from memcheck.studies.field_plot import plot_field
 from memcheck.studies.published import published_rows, published_table, published_tables
 from memcheck.studies.published_plot import plot_published
 from memcheck.studies.published_predictions import cs336_predictions, memcheck_pyt_predictions
 
 
 def run(request: Published) -> int:
-    if request.study:
-        return run_study(request, study_named(request.study))
+    if request.studies:
+        return run_studies(request, [study_named(name) for name in request.studies])
     if request.predict:
         tables = [memcheck_pyt_predictions(functools.partial(watch, title="predict")), cs336_predictions()]
     else:
@@ -61,22 +64,35 @@ def run(request: Published) -> int:
     return 0
 
 
-def run_study(request: Published, study: Study) -> int:
-    """Prints the summary of a study's results: predicted now, or those of the repository."""
-    if request.predict:
-        rows = sampled(study.rows(request.rows), request.limit)
-        results = list(results_of(study, watch(rows, "predict")))
-    else:
-        results = read_results(RESULTS / f"{study.name}.csv")
-    tables = [summary_of(study, results)]
-    if request.limit is not None or request.rows is not None:
-        tables.append(rows_table(study, results))
-    if request.output:
-        path = request.output / f"{study.name}.csv"
-        make_room("output", path)
-        write_results(results, path)
+def run_studies(request: Published, studies: Sequence[Study]) -> int:
+    """Prints summaries of the studies' results: predicted now, or those of the repository."""
+    tables: list[Table] = []
+    found: dict[str, list[Result]] = {}
+    for study in studies:
+        results = found[study.name] = list(study_results(request, study))
+        tables.append(summary_of(study, results))
+        if request.limit is not None or request.rows is not None:
+            tables.append(rows_table(study, results))
+        if request.output:
+            path = request.output / f"{study.name}.csv"
+            make_room("output", path)
+            write_results(results, path)
+            if request.predict and path.resolve() == (RESULTS / path.name).resolve():
+                write_evidence(study, results)
+    if request.plot:
+        make_room("plot", request.plot)
+        plot_field(found, request.plot)
     print(render(tables, request.format, sys.stdout))
     return 0
+
+
+def study_results(request: Published, study: Study) -> Iterable[Result]:
+    if request.predict:
+        return results_of(study, watch(sampled(study.rows(request.rows), request.limit), "predict"))
+    path = RESULTS / f"{study.name}.csv"
+    if not path.is_file():
+        raise UsageError(f"{study.name} has no results yet: memcheck published {study.name} --predict makes them")
+    return read_results(path)
 
 
 def draw(records: Sequence[Record], path: Path) -> Path:
