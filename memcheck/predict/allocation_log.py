@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 ANY_PHASE = "any phase"
 WARM_UP = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
+EMPTY_CACHE = "torch.cuda.empty_cache"  # An allocation of no bytes, at which the allocator's cache is emptied.
 
 
 @dataclass(eq=False)
@@ -50,6 +51,10 @@ class AllocationLog:
         if not self.closed and allocation.died is None:
             self.events.append((allocation, False))
             allocation.died = len(self.events)
+
+    def empty_cache(self) -> None:
+        """Logs that unused segments go back to the driver."""
+        self.free(self.allocate(EMPTY_CACHE, 0))
 
     def begin(self, phase: str) -> None:
         """A phase of a pass begins."""

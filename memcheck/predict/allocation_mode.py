@@ -111,6 +111,7 @@ class AllocationMode(TorchDispatchMode):
         self.works: list[Done] = []
         self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
         self._workspaces: dict[bool, Allocation] = {}  # Whether it is that of autograd's thread -> cuBLAS's workspace.
+        self._searched: set[str] = set()  # Algorithms that cuDNN has searched for.
         self._keeps_integers = False
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
         self.adds_in_place = False
@@ -322,6 +323,9 @@ class AllocationMode(TorchDispatchMode):
             return tree_map(new, thing)
 
     def _take(self, part: Scratch) -> Allocation:
+        if part.search and part.search not in self._searched:
+            self._searched.add(part.search)
+            self.log.empty_cache()
         return self.storages.allocate(part.name, part.bytes)
 
     def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:

@@ -17,7 +17,7 @@ from memcheck.core.record import Record
 from memcheck.core.torch_versions import OLDEST_TRIED, Version, running, untried, version_name
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
-from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, Trace
+from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
 from memcheck.predict.evidence import Evidence, evidence_of
 from memcheck.predict.ranks import BUFFER_NAMES
@@ -200,7 +200,8 @@ def basis_of(trace: Trace, dtype: str, place: Place, target: Target) -> str:
 def target_at(place: Place) -> Target:
     """The target of predictions for the place; by default with this process's threads and torch version."""
     device, version = place.for_device, cast(Version | None, place.torch_version)
-    return Target(device.kind, place.threads or torch.get_num_threads(), device.architecture, version or running())
+    threads, searches = place.threads or torch.get_num_threads(), torch.backends.cudnn.benchmark
+    return Target(device.kind, threads, device.architecture, version or running(), searches=searches)
 
 
 def allocator_at(place: Place) -> CachingAllocator | PlainAllocator:
@@ -313,6 +314,8 @@ class Replay:
         for event, (allocation, taken) in enumerate(self.trace.log.events[first:last], first + 1):
             self.event = event
             if taken:
+                if allocation.name == EMPTY_CACHE and isinstance(allocator, CachingAllocator):
+                    allocator.empty_cache()
                 before = allocator.allocated.current
                 self.blocks[allocation] = allocator.malloc(allocation.bytes, allocation.stream)
                 self.sizes[allocation] = allocator.allocated.current - before

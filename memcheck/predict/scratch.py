@@ -29,6 +29,7 @@ class Target:
     architecture: tuple[int, int] | None = None  # Compute capability of a GPU: (8, 0).
     torch_version: Version = NEWEST_TRIED
     has_workspaces: bool = True  # False: cuBLAS's workspaces are left out.
+    searches: bool = False  # As torch.backends.cudnn.benchmark: cuDNN tries all algorithms of a new convolution.
 
     def has(self, change: TorchChange) -> bool:
         return change.is_in(self.torch_version)
@@ -65,11 +66,17 @@ class OperatorCall:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that a kernel allocates and frees."""
+    """Memory that a kernel allocates and frees.
+
+    first: it is allocated before the outputs.
+    search: names the search for the fastest algorithm that comes before it, the first time that this is wanted. After
+        a search the allocator's cache is emptied.
+    """
 
     name: str
     bytes: int
-    first: bool = False  # Allocated before the outputs.
+    first: bool = False
+    search: str = ""
 
 
 class Unknown(str):

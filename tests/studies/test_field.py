@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,16 @@ def test_a_sample_of_a_study_from_the_command_line(tmp_path: Path, capsys) -> No
     assert summary["rows"][0]["rows"] == len(rows["rows"]) == len(read_results(out / "mlp.csv")) == 2
     assert main(["published", "mlp", "--limit", "2"]) == 2
     assert "--limit is for the predictions of a study" in capsys.readouterr().err
+
+
+def test_runs_of_timm_that_failed_are_left_out() -> None:
+    rows = study_named("timm").rows(None)
+    assert len(rows) == 2595
+    assert sum(not row.left_out for row in rows) > 1900
+    why_left_out = sys.modules["memcheck_field.timm"].why_left_out
+    estimates = {8: 500.0, 16: 900.0, 32: 1800.0, 64: 3600.0, 128: 50_000.0}
+    figures = {8: 6000, 16: 2900, 32: 2100, 64: 2100, 128: 39_500}
+    reasons = {batch: why_left_out(batch, figures, estimates) for batch in figures}
+    assert [batch for batch, reason in reasons.items() if not reason] == [16]
+    assert reasons[8].startswith("a larger batch took less")
+    assert reasons[64] == "it took less than FakeTensor's estimate: the run failed"

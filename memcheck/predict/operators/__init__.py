@@ -7,8 +7,10 @@ Views are recognised by their schema and need no entry.
 from memcheck.predict.operators import (
     attention,
     collectives,
+    convolutions,
     creation,
     elementwise,
+    images,
     memcheck_operators,
     products,
     reductions,
@@ -20,5 +22,5 @@ from memcheck.predict.operators.facts import facts_of, scratch_of
 __all__ = ["facts_of", "scratch_of"]
 
 # Each adds its operators to the table.
-FAMILIES = [attention, collectives, creation, elementwise, memcheck_operators, products]
+FAMILIES = [attention, collectives, convolutions, creation, elementwise, images, memcheck_operators, products]
 FAMILIES += [reductions, training, value_shapes]

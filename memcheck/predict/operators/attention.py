@@ -13,6 +13,7 @@ from memcheck.predict.operators.products import ONEDNN
 from memcheck.predict.scratch import OperatorCall, RunDependent, Scratch, Unknown
 
 KEYS_OF_A_TILE = 512
+EDGE = 64  # Rows and columns of a tile of efficient attention's backward, of heads with up to 64 channels in float32.
 
 
 def attention_sizes(call: OperatorCall) -> tuple[Tensor, int, int, int]:
@@ -96,7 +97,13 @@ def efficient_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     if grad.element_size() == 4:
         yield Scratch("gradient of y times y", grad.nbytes)
     yield Scratch("sums of rows", grad.numel() // grad.shape[-1] * 4)
-    yield Unknown("the workspace of efficient attention's backward")
+    q, architecture = call.query, call.target.architecture
+    if q.dtype != torch.float32 or is_inner or max(q.shape[-1], call.value.shape[-1]) > EDGE or architecture != (8, 0):
+        yield Unknown("the workspace of efficient attention's backward")
+        return
+    # A lock and a tile of dq: workspace_elements_gq in transformers/cuda/mem_eff_attention/kernel_backward.h.
+    tiles = q.shape[0] * q.shape[1] * -(-q.shape[2] // EDGE)
+    yield Scratch("dq, a tile for each block of threads", tiles * (16 + EDGE * EDGE * 4))
 
 
 HEADS = "_scaled_dot_product_"

@@ -66,6 +66,7 @@ ACTIVATIONS = "elu hardsigmoid hardswish hardtanh leaky_relu silu softplus"
 add(ACTIVATIONS, "F.{name}(x)", **PLAIN)
 add(" ".join(f"{name}_backward" for name in ACTIVATIONS.split()), "F.{forward}(x)", **PLAIN)
 add("relu_ sqrt_", "(x * 1).{name}()", **PLAIN)
+add(" ".join(f"{name}_" for name in ACTIVATIONS.split() if name != "softplus"), "ops.{name}(x * 1)", **PLAIN)
 add("addcdiv addcdiv_ addcmul addcmul_", "(x * 1).{name}(x, x + 1, value=0.5)", **PLAIN)
 add("lerp lerp_", "(x * 1).{name}(x * 2, 0.3)", **PLAIN)
 add("clamp", "x.clamp(0.2, 0.4)", **PLAIN)
@@ -89,4 +90,5 @@ FOREACH: Facts = {"cuda": nothing, "source": "cuda/MultiTensorApply.cuh"}
 add("_foreach_add_ _foreach_mul_ _foreach_div_", "torch.{name}([x * 1], 2.0)", **FOREACH)
 add("_foreach_addcdiv_ _foreach_addcmul_", "torch.{name}([x * 1], [x], [x], 0.5)", **FOREACH)
 add("_foreach_lerp_", "torch.{name}([x * 1], [x], 0.5)", **FOREACH)
+add("_foreach_add", "torch._foreach_add([x], [x], alpha=0.5)", **FOREACH)
 add("_foreach_sqrt", "torch.{name}([x])", **FOREACH)

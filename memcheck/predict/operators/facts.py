@@ -99,7 +99,7 @@ def scratch_of(call: OperatorCall) -> list[Scratch | Unknown]:
         return [] if facts.sparse else [unlisted(call)]
     rule = facts.cpu if is_for_cpu else facts.cuda
     if rule is not None and (not is_for_cpu or facts.holds_on_cpu(call)):
-        return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
+        return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes or part.search]
     return [] if call.is_view else [unlisted(call)]
 
 

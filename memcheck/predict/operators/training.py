@@ -52,6 +52,7 @@ add("nll_loss_forward nll_loss_backward", LOSSES, **NLL)
 add("gather", "x.gather(-1, indices)", cuda=nothing, source="cuda/ScatterGatherKernel.cu")
 SCATTER = "cpu/ScatterGatherKernel.cpp cuda/ScatterGatherKernel.cu"
 add("scatter", "x.scatter(-1, indices, x)", cpu=scattered, cuda=nothing, source=SCATTER)
+add("scatter_add", "x.scatter_add(-1, indices, x)", cuda=nothing, source=SCATTER)
 
 FUSED: Facts = {"only_writes": True, "source": "FusedAdam.cpp FusedAdagrad.cpp FusedSGD.cpp", **CONTIGUOUS}
 OPTIMIZERS = {"adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}

@@ -6,6 +6,8 @@ possible result, and a doubt says so.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.operators.facts import add, doubt, facts_of
-from memcheck.predict.scratch import OperatorCall, Target, Unlisted, call_of
+from memcheck.predict.scratch import OperatorCall, Scratch, Target, Unknown, Unlisted, call_of
 
 
 class DecidingValues(KnownContents):
@@ -87,6 +89,24 @@ def index(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     decided.output = func(call.self, positions(decided, call.indices, "aten::index"))
 
 
+def sorted_places(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    """Values are added in the order of their places, four numbers of 64 bits for each: index_put_with_sort_kernel.
+
+    Without accumulation, and for the few that a mask finds, this is not so.
+    """
+    given = [index for index in call.indices if index is not None]
+    if not call.accumulate:
+        return
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        yield Unknown("what a sum over the places of a mask takes")
+        return
+    count = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    yield Scratch("places, their numbers, and both in order", 4 * 8 * count)
+    if not call.values.is_contiguous():
+        yield Scratch("values, laid out", call.values.nbytes)
+    yield Unknown(f"what sorting {count} places takes")
+
+
 def index_put(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     fills = call.arguments["values"].numel() == 1 and not call.accumulate  # Where the mask is True.
     if not fills or sum(part is not None for part in call.indices) != 1:
@@ -154,7 +174,8 @@ cuda_index = doubt(
     lambda call: any(index is not None and index.dtype != torch.int64 for index in call.indices),
 )
 add("index", "x[classes[:2]], x[x > 0.3]", shapes=index, cuda=cuda_index, source=INDEXING)
-add("index_put", "x.index_put((x > 0.3,), x[x > 0.3])", shapes=index_put, source=INDEXING)
+PLACES = "rows.index_put((classes[:5],), rows[:5], accumulate=True), x.index_put((x > 0.3,), x[x > 0.3])"
+add("index_put", PLACES, shapes=index_put, cuda=sorted_places, source=f"{INDEXING} cuda/Indexing.cu")
 add("index_put_", "(x * 1).index_put_((x > 0.3,), x[x > 0.3])", shapes=index_put, source=INDEXING)
 add("_index_put_impl_", "ops._index_put_impl_(x * 1, [x > 0.3], x[x > 0.3])", shapes=index_put, source=INDEXING)
 add("nonzero", "(x > 0.3).nonzero()", shapes=nonzero, source=INDEXING)

@@ -1,0 +1,178 @@
+"""Models of timm, trained by timm's script on an A100 with 40 GB: the memory that nvidia-smi showed.
+
+Facts of the recipe, from the scripts of github.com/huggingface/pytorch-image-models (train.py, timm/data/loader.py) and
+github.com/itu-rad/GPUMemNet, which ran them: float32, 1,000 classes at the model's own size, SGD with Nesterov's
+momentum and weight decay of matrices alone, label smoothing, gradients set to None after the step, cudnn.benchmark. The
+loader makes the next batch on a stream of its own, of 8-bit images, while the training holds two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import memcheck
+from memcheck.core.record import Record
+from memcheck.predict.allocation_log import Allocation, Trace
+from memcheck.predict.replay import Replay, blank_record, target_at
+from memcheck.studies.field import FOLDER, NVIDIA_SMI, NotPredicted, Published, Study, read_rows
+
+SOURCE = "GPUMemNet, models of timm"
+CLASSES, SMOOTHING = 1000, 0.1
+LOADER = 1  # Its stream.
+NEARLY_FULL = 39_000  # Of 40,960 MiB.
+# The median of what nvidia-smi showed beside the predicted segments, of the models that estimates were learned from.
+CONTEXT_BYTES = 1722 * 2**20
+
+# The operators of torchvision that it registers itself for and that no model of timm calls. Builds for CUDA lack them
+# where torch has no CUDA.
+BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def published(path: Path | None) -> list[Published]:
+    given = read_rows(path or FOLDER / "data" / "timm.csv")
+    figures: dict[str, dict[int, int]] = {}
+    for row in given:
+        figures.setdefault(row["model"], {})[int(row["batch"])] = int(row["nvidia_smi_mib"])
+    estimates = {(row["model"], int(row["batch"])): float(row["fake_tensor_mib"]) for row in given}
+    return [
+        Published(
+            f"{row['model']} {row['batch']}",
+            SOURCE,
+            "A100-40GB",
+            row["nvidia_smi_mib"],
+            "MiB",
+            NVIDIA_SMI,
+            others={"FakeTensor": float(row["fake_tensor_mib"]) * 2**20},
+            left_out=why_left_out(
+                int(row["batch"]),
+                figures[row["model"]],
+                {batch: size for (model, batch), size in estimates.items() if model == row["model"]},
+            ),
+            given=row,
+        )
+        for row in given
+    ]
+
+
+def why_left_out(batch: int, figures: dict[int, int], estimates: dict[int, float]) -> str:
+    """Why the table itself shows that a run failed, or that a search for algorithms was sampled; else empty.
+
+    figures, estimates: batch -> MiB, of one model.
+    """
+    failed = {other: failure(other, figures, estimates) for other in figures}
+    if failed[batch]:
+        return failed[batch]
+    larger = [figures[other] for other in figures if other > batch and not failed[other]]
+    if any(size < figures[batch] for size in larger):
+        return "a larger batch took less: nvidia-smi saw the search for algorithms"
+    return ""
+
+
+def failure(batch: int, figures: dict[int, int], estimates: dict[int, float]) -> str:
+    if figures[batch] >= NEARLY_FULL:
+        return "the GPU was full"
+    if figures[batch] < estimates[batch]:
+        return "it took less than FakeTensor's estimate: the run failed"
+    if any(size == figures[batch] for other, size in figures.items() if other != batch):
+        return "another batch took as much to the last digit: the run failed"
+    return ""
+
+
+@functools.lru_cache(1)
+def library() -> Any:
+    """timm, or NotPredicted."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            LIBRARY.define(name + BOXES)
+    try:
+        import timm
+    except ImportError as error:
+        raise NotPredicted(f"timm is missing, which `make ci` installs: {error}") from None
+    return timm
+
+
+@contextmanager
+def numbers_on_the_cpu() -> Iterator[None]:
+    """Inside, torch.linspace makes real numbers, of which models read their rates."""
+    linspace = torch.linspace
+    torch.linspace = functools.partial(linspace, device="cpu")  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.linspace = linspace
+
+
+@functools.lru_cache(1)
+def model_named(name: str) -> nn.Module:
+    with torch.device("meta"), numbers_on_the_cpu():
+        model: nn.Module = library().create_model(name)
+    return model.train()
+
+
+def momentum(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """timm's sgd: no decay of vectors."""
+    given = list(parameters)
+    groups = [
+        {"params": [x for x in given if x.ndim <= 1], "weight_decay": 0.0},
+        {"params": [x for x in given if x.ndim > 1], "weight_decay": 2e-5},
+    ]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def smoothed(labels: Tensor) -> Callable[[Tensor], Tensor]:
+    """timm's LabelSmoothingCrossEntropy."""
+
+    def loss(y: Tensor) -> Tensor:
+        logs = torch.log_softmax(y, dim=-1)
+        right = -logs.gather(dim=-1, index=labels[:, None])[:, 0]
+        return ((1 - SMOOTHING) * right + SMOOTHING * -logs.mean(dim=-1)).mean()
+
+    return loss
+
+
+def on_the_loaders_stream(trace: Trace, batch: int, pixels: int) -> None:
+    """Moves the inputs to the loader's stream, which has two more batches: the next one, and that being made.
+
+    A batch has images of 8 bits until they are float32.
+    """
+    for allocation in trace.inputs:
+        allocation.stream = LOADER
+    sizes = [batch * pixels, *(batch * pixels * 4, batch * 8) * 2]
+    trace.begin_with([Allocation("batch of the loader", size, 0, stream=LOADER) for size in sizes])
+
+
+def predict(row: Published) -> memcheck.Prediction:
+    model, batch = model_named(row.given["model"]), int(row.given["batch"])
+    x = torch.empty(batch, *model.default_cfg["input_size"], device="meta")  # type: ignore[misc, index]
+    labels = torch.empty(batch, dtype=torch.int64, device="meta")
+    step = memcheck.Step(model, x, optimizer=momentum, loss=smoothed(labels))
+    place = memcheck.Place(row.gpu, torch_version="2.7", drop_workspaces=False)
+    with torch.backends.cudnn.flags(benchmark=True, deterministic=False, allow_tf32=True):
+        prediction = memcheck.predict_memory(step, place)
+        if prediction.trace is None:
+            return prediction
+        on_the_loaders_stream(prediction.trace, batch, x[0].numel())
+        record = blank_record(Record, place, target_at(place))
+    return Replay(prediction.trace, step, prediction.place, record, basis=prediction.basis).prediction()
+
+
+STUDY = Study(
+    "timm",
+    "Models of timm on an A100",
+    published,
+    predict,
+    CONTEXT_BYTES,
+    "which is the median of the models that the estimates were learned from",
+    (
+        "Workspaces of convolutions are estimates, learned from one half of the models "
+        "(memcheck/predict/operators/convolutions.py).",
+    ),
+)
