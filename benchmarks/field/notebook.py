@@ -1,11 +1,9 @@
 """A notebook on activation checkpointing: github.com/vinitvyas09/optimizers, hw2_activation_checkpointing.ipynb.
 
-Models of earlier cells are alive, with the gradients of their last step; the states of their optimizers are not.
+Its cells are followed from the first model on, as the blocks that freed tensors leave decide how large later ones are.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memcheck.core.place import Place
-from memcheck.core.step import Program, Step
-from memcheck.predict.model import predict_last
 from memcheck.predict.replay import Prediction
 
-# In both rows exactly 2 and 10 of cuBLAS's workspaces more were alive than the program explains.
-DOUBT = "what earlier cells of the notebook left besides their models"
+from .scripts import Script, backward, predict_script
+
 LAYERS, WIDTH, HEADS, LENGTH = 12, 512, 4, 4096
 
 
@@ -44,32 +40,86 @@ class Block(nn.Module):
 class Tower(nn.Module):
     """Blocks of which all but the first are checkpointed, in one or both of their halves.
 
-    models, trained: models besides, and how many of them have gradients.
+    alternate: only every second block is checkpointed, from the second one on.
     """
 
-    def __init__(self, attends: bool, feeds: bool, needs_weights: bool, models: int, trained: int) -> None:
+    def __init__(self, attends: bool, feeds: bool, needs_weights: bool = True, alternate: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(needs_weights) for _ in range(LAYERS))
-        self.attends, self.feeds = attends, feeds
-        count = models + trained
-        shapes = [parameter.shape for parameter in self.blocks.parameters()] * count
-        self.others = nn.ParameterList(nn.Parameter(torch.empty(shape), requires_grad=False) for shape in shapes)
+        self.attends, self.feeds, self.alternate = attends, feeds, alternate
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
+            is_chosen = number % 2 == 1 if self.alternate else number > 0
             for run, is_checkpointed in ((block.attend, self.attends), (block.feed, self.feeds)):
-                x = checkpoint(run, x, use_reentrant=False) if number and is_checkpointed else run(x)
+                x = checkpoint(run, x, use_reentrant=False) if is_chosen and is_checkpointed else run(x)
         return x
 
 
+# The models of a cell are made first, and then trained one after another.
+CELLS: tuple[tuple[dict[str, bool], ...], ...] = (
+    (
+        {"attends": False, "feeds": False},
+        {"attends": True, "feeds": True},
+        {"attends": False, "feeds": True},
+        {"attends": True, "feeds": False},
+    ),
+    ({"attends": True, "feeds": True}, {"attends": True, "feeds": True, "alternate": True}),
+    (
+        {"attends": True, "feeds": True},
+        {"attends": True, "feeds": True, "needs_weights": False},
+        {"attends": True, "feeds": True, "needs_weights": False, "alternate": True},
+    ),
+)
+
+
+class Cells(Script):
+    """The cells up to a model, and then an iteration of its training. A training has two steps here, and ten there."""
+
+    doubts = ("how freed blocks lie after earlier cells, of which two steps of ten are followed",)
+
+    def __init__(self, cell: int, number: int) -> None:
+        super().__init__()
+        self.cell, self.number = cell, number
+
+    def prepare(self) -> None:
+        self.models: list[list[Tower]] = []
+        for cell in range(self.cell + 1):
+            self.x = torch.empty(1, LENGTH, WIDTH, dtype=torch.bfloat16, device="meta")
+            made = [self.made(how) for how in CELLS[cell]]
+            self.models.append(made)
+            for model in made[: self.number] if cell == self.cell else made:
+                self.train_model(model)
+        self.model = self.models[self.cell][self.number]
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+
+    def made(self, how: dict[str, bool]) -> Tower:
+        """In bfloat16 from the start, as it is on the GPU."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta"):
+                return Tower(**how)
+        finally:
+            torch.set_default_dtype(before)
+
+    def train_model(self, model: Tower) -> None:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            # Of the last step, this and the loss are alive, as in a loop.
+            y = self.step(model, optimizer)
+        del y
+
+    def step(self, model: Tower, optimizer: torch.optim.Optimizer) -> Tensor:
+        optimizer.zero_grad()
+        y = model(self.x)
+        backward([y.mean()], [None])
+        optimizer.step()
+        return y
+
+    def iteration(self) -> None:
+        self.y = self.step(self.model, self.optimizer)
+
+
 def predict(config: str, place: Place) -> Prediction:
-    with torch.device("meta"):
-        if config == "mlp":  # The third of four models.
-            model = Tower(False, True, True, models=3, trained=2)
-        else:  # Of nine models, seven were trained before.
-            model = Tower(True, True, False, models=8, trained=7)
-        model = model.to(torch.bfloat16)
-        x = torch.empty(1, LENGTH, WIDTH, dtype=torch.bfloat16)
-    step = Step(model, x, optimizer="adamw", loss=torch.mean)
-    prediction = predict_last(Program([step]), place)
-    return dataclasses.replace(prediction, unknown=(DOUBT, *prediction.unknown))
+    return predict_script(Cells(0, 2) if config == "mlp" else Cells(2, 1), place)
