@@ -39,9 +39,11 @@ LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 def published(path: Path | None) -> list[Published]:
     given = read_rows(path or FOLDER / "data" / "timm.csv")
     figures: dict[str, dict[int, int]] = {}
+    estimates: dict[str, dict[int, float]] = {}
     for row in given:
-        figures.setdefault(row["model"], {})[int(row["batch"])] = int(row["nvidia_smi_mib"])
-    estimates = {(row["model"], int(row["batch"])): float(row["fake_tensor_mib"]) for row in given}
+        name, batch = row["model"], int(row["batch"])
+        figures.setdefault(name, {})[batch] = int(row["nvidia_smi_mib"])
+        estimates.setdefault(name, {})[batch] = float(row["fake_tensor_mib"])
     return [
         Published(
             f"{row['model']} {row['batch']}",
@@ -51,11 +53,7 @@ def published(path: Path | None) -> list[Published]:
             "MiB",
             NVIDIA_SMI,
             others={"FakeTensor": float(row["fake_tensor_mib"]) * 2**20},
-            left_out=why_left_out(
-                int(row["batch"]),
-                figures[row["model"]],
-                {batch: size for (model, batch), size in estimates.items() if model == row["model"]},
-            ),
+            left_out=why_left_out(int(row["batch"]), figures[row["model"]], estimates[row["model"]]),
             given=row,
         )
         for row in given
@@ -112,8 +110,13 @@ def numbers_on_the_cpu() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def model_named(name: str) -> nn.Module:
-    with torch.device("meta"), numbers_on_the_cpu():
-        model: nn.Module = library().create_model(name)
+    """The model, without data if it can be made so."""
+    model: nn.Module
+    try:
+        with torch.device("meta"), numbers_on_the_cpu():
+            model = library().create_model(name)
+    except (NotImplementedError, RuntimeError, TypeError):  # It reads values, or mixes devices.
+        model = library().create_model(name)
     return model.train()
 
 

@@ -86,6 +86,12 @@ def test_sums_at_places_sort_them() -> None:
     assert taken(ops.index_put.default, table, [places], values, False) == ({}, [])
 
 
+def test_norms_of_a_list_have_a_partial_sum_for_each_chunk() -> None:
+    parts = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in (10, 3 * 64 * 1024 + 1)]
+    assert taken(ops._foreach_norm.Scalar, parts, 2) == ({"partial sums": 2 * 4 * 4}, [])
+    assert taken(ops._foreach_norm.Scalar, parts, 3)[1] == ["what norms of a list take one by one"]
+
+
 def test_efficient_attentions_backward_has_a_tile_for_each_block() -> None:
     q = torch.empty(2, 3, 100, 48, device="meta")
     y, lse, *seeds = ops._scaled_dot_product_efficient_attention(q, q, q, None, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from memcheck.predict.operators.creation import NUMBERS, block_copying
 from memcheck.predict.operators.facts import Facts, add, nothing
-from memcheck.predict.scratch import OperatorCall, Scratch
+from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
+
+CHUNK = 64 * 1024  # Elements of a tensor that a block of threads takes: kChunkSize in cuda/MultiTensorApply.cuh.
 
 
 def copies_in_the_common_dtype(call: OperatorCall) -> Iterator[Scratch]:
@@ -86,9 +89,23 @@ add("log1p", "torch.log1p(x)", cuda=nothing, source="cuda/UnaryLogKernels.cu")
 add("xlogy", "torch.xlogy(x, x)", cuda=nothing, source="cuda/BinaryMiscOpsKernels.cu")
 add("clamp_min_", "(x * 1).clamp_min_(0.3)", cuda=nothing, source="cuda/TensorCompare.cu")
 add("logical_and_", "(x > 0.3).logical_and_(x > 0.5)", cuda=nothing, source="cuda/BinaryLogicalOpsKernels.cu")
+
+
+def norms(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    """A partial sum for each chunk of the longest tensor, of each tensor: foreach_tensor_norm_cuda."""
+    tensors: list[Tensor] = call.self
+    if call.ord not in (1, 2, math.inf) or len({x.dtype for x in tensors}) > 1 or not tensors[0].is_floating_point():
+        yield Unknown("what norms of a list take one by one")
+        return
+    chunks = max(-(-x.numel() // CHUNK) for x in tensors)
+    wide = torch.promote_types(call.outputs[0].dtype, torch.float32).itemsize
+    yield Scratch("partial sums", len(tensors) * chunks * wide)
+
+
 FOREACH: Facts = {"cuda": nothing, "source": "cuda/MultiTensorApply.cuh"}
 add("_foreach_add_ _foreach_mul_ _foreach_div_", "torch.{name}([x * 1], 2.0)", **FOREACH)
 add("_foreach_addcdiv_ _foreach_addcmul_", "torch.{name}([x * 1], [x], [x], 0.5)", **FOREACH)
 add("_foreach_lerp_", "torch.{name}([x * 1], [x], 0.5)", **FOREACH)
 add("_foreach_add", "torch._foreach_add([x], [x], alpha=0.5)", **FOREACH)
+add("_foreach_norm", "torch._foreach_norm([x, x])", cuda=norms, source="cuda/ForeachReduceOp.cu")
 add("_foreach_sqrt", "torch.{name}([x])", **FOREACH)

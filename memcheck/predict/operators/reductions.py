@@ -117,6 +117,10 @@ SINGLE = "what the cumulative sum of a single row takes"
 scan = doubt(Unknown(SINGLE), lambda call: call.self.numel() == call.self.shape[call.dim])
 CUMULATIVE: Facts = {"cpu": nothing, "cuda": scan, "operands": "one dtype"}
 add("cumsum", "x.cumsum(-1), x.cumsum(0)", source="cpu/ReduceOpsKernel.cpp cuda/ScanUtils.cuh", **CUMULATIVE)
+# CUB, or several steps over long rows.
+SORTING = Unknown("what {} takes to sort")
+add("sort", "x.sort(-1)[0]", cuda=doubt(SORTING), source="cuda/Sort.cpp cuda/Sort.cu")
+add("topk", "x.topk(2, -1)[0]", cuda=doubt(SORTING), source="cuda/TensorTopK.cu")
 LOGSUMEXP: Facts = {"everywhere": logsumexp_scratch, "source": "ReduceOps.cpp"}
 add("logsumexp", "x.logsumexp(0), torch.stack([x, x]).logsumexp(0).logsumexp(0)", **LOGSUMEXP)
 
