@@ -90,7 +90,8 @@ def streams_followed(log: AllocationLog) -> dict[str, Any]:
 
 
 OF_NCCL = "NCCL's own buffers, which torch's allocator does not count"
-OF_STREAMS = "how much more the allocator reserves because collectives have streams of their own"
+# FSDP2 keeps what its streams use until they are done with it, and so decides itself when it is free.
+WAITING = "how long memory of collectives waits for their stream"
 
 
 @contextmanager

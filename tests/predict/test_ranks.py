@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 from processes import run_ranks
 from ranks_of_gloo import CASES, OVER_A_MESH, Network, predict
+from torch.distributed.fsdp import fully_shard
 
 import memcheck
 from memcheck import Ranks
 from memcheck.core.errors import UsageError
 
 pytestmark = pytest.mark.cpu
+
+WAITING = "how long memory of collectives waits for their stream"
 
 WORKER = Path(__file__).parent.parent / "ranks_of_gloo.py"
 FIGURES = ("input_bytes", "output_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
@@ -110,6 +114,24 @@ def test_a_gpu_has_unknowns_by_name() -> None:
     assert "NCCL's own buffers, which torch's allocator does not count" in prediction.unknown
     assert "reserved_bytes" in prediction.bounds
     assert not torch.distributed.is_initialized()
+
+
+def test_memory_of_a_collective_is_reserved_on_its_stream() -> None:
+    """FSDP2 gathers into one stream's memory and reduces into another's, which the default stream cannot use again."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(4)))
+    ranks = Ranks(fsdp=8, split_by=lambda model, mesh: [*map(partial(fully_shard, mesh=mesh), (*model, model))][-1])
+    found = memcheck.predict_memory(model, torch.zeros(64, 2048), device="H100-80GB", optimizer="adamw", ranks=ranks)
+    assert found.trace is not None
+    streams: dict[str, set[int]] = {}
+    for allocation in found.trace.log.allocations:
+        streams.setdefault(allocation.name, set()).add(allocation.stream)
+    assert streams["all-gathered parameters"] == streams["reduce-scatter input"] == {0}
+    # Under its copy of what it sends, and under the gradient that it becomes.
+    (gathering,), (reducing,) = streams["all-gather buffer"], streams["d0.weight"]
+    assert 0 < gathering < reducing
+    assert WAITING not in found.unknown
+    other = memcheck.predict_memory(model, torch.zeros(64, 2048), device="H100-80GB", ranks=Ranks(ddp=8))
+    assert WAITING in other.unknown
 
 
 def test_the_longest_batch_of_a_rank() -> None:
