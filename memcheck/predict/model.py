@@ -30,7 +30,7 @@ from memcheck.predict.known_contents import KnownContents, is_meta
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
-from memcheck.predict.ranks import OF_NCCL, WAITING, distributed_followed, pretended
+from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
@@ -139,7 +139,8 @@ def workload_of(
         with mode, DeviceFunctions(mode), distributed_followed(mode):
             model = ranks.split(model, mesh)
         mode.forget_the_past()
-        for words in (OF_NCCL, *(() if ranks.kind == "fsdp" else (WAITING,))) if target.kind == "cuda" else ():
+        of_kind = OF_FSDP if ranks.kind == "fsdp" else WAITING
+        for words in (OF_NCCL, of_kind) if target.kind == "cuda" else ():
             mode.note_unknown(words, "inputs")
     module = module_called(model)
     parameters = list(module.parameters()) if module is not None else []

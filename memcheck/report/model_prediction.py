@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.devices import Device
 from memcheck.core.options import named
+from memcheck.core.ranks import RESERVED_MORE
 from memcheck.core.record import Record
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.predictions import BASES
@@ -74,7 +75,7 @@ def claim(prediction: Prediction, limit_bytes: int | None = None) -> str:
     room = room_of(prediction.device, limit_bytes)
     step = f"{'a training step' if record.mode == 'train' else 'a forward'} needs {need_words(prediction)}"
     place = place_words(peak.phase, peak.module, peak.operator)
-    segments = f" ({format_bytes(record.reserved_bytes)} in the allocator's segments)" if record.reserved_bytes else ""
+    segments = f" ({segments_words(prediction)})" if record.reserved_bytes else ""
     if record.status == "ok":
         usable = "" if room is None else f", and {format_bytes(room)} are usable"
         return f"{step}{segments}{usable}. The peak is {place}."
@@ -83,6 +84,15 @@ def claim(prediction: Prediction, limit_bytes: int | None = None) -> str:
     if record.oom_phase and refused is not None:
         where = place_words(record.oom_phase, refused.module, refused.name)
     return f"{step}{more}, and {format_bytes(room or 0)} are usable. It runs out {where}. The peak would be {place}."
+
+
+def segments_words(prediction: Prediction) -> str:
+    """ "12.3 GiB in the allocator's segments", for FSDP2 with what published runs had more."""
+    reserved, ranks = prediction.record.reserved_bytes or 0, prediction.place.ranks
+    words = f"{format_bytes(reserved)} in the allocator's segments"
+    if ranks is None or ranks.kind != "fsdp":
+        return words
+    return f"{words}, up to {format_bytes(int(reserved * (1 + RESERVED_MORE)))} as in published runs of FSDP2"
 
 
 def nvidia_smi_words(prediction: Prediction) -> str:
