@@ -410,7 +410,8 @@ class Replay:
         if self.trace.beyond is not None:
             words.append(f"what comes after a tensor beyond 64 bits, in the {self.trace.beyond}")
             bounds |= {name for name in self.terms if name.startswith(self.trace.beyond)}
-        return tuple(dict.fromkeys(words)), frozenset(bounds & {*self.terms, *MORE_FIELDS})
+        filled = {name for name in MORE_FIELDS if getattr(self.record, name) is not None}
+        return tuple(dict.fromkeys(words)), frozenset(bounds & (self.terms.keys() | filled))
 
 
 def numbered(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
