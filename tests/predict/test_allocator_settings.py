@@ -201,7 +201,7 @@ def test_an_expandable_segment_has_nine_eighths_of_the_addresses_of_the_gpu() ->
 def test_the_size_of_segments_and_pages_is_a_setting() -> None:
     allocator = CachingAllocator(settings=parse("large_segment_size_mb:40"))
     block_of(allocator, 5 * MIB)
-    assert allocator.reserved.current == 40 * MIB
+    assert allocator.segments() == {"segments of 40 MiB": 40 * MIB}
     allocator = CachingAllocator(settings=parse("large_segment_size_mb:40,expandable_segments:True"))
     block_of(allocator, 41 * MIB)
-    assert allocator.reserved.current == 80 * MIB
+    assert allocator.segments() == {"pages of 40 MiB": 80 * MIB}

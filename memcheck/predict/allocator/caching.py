@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from memcheck.predict.allocator.blocks import BLOCK, LARGE_SEGMENT, SMALL_REQUEST, Block, Pool
+from memcheck.predict.allocator.blocks import BLOCK, MIB, SMALL_REQUEST, Block, Pool
 from memcheck.predict.allocator.expandable import ExpandableSegments
 from memcheck.predict.allocator.plain import Count, OutOfMemory
 from memcheck.predict.allocator.settings import AllocatorSettings, Order
 
-PAGES = {True: "pages of 2 MiB, small pool", False: "pages of 20 MiB"}  # Page size of expandable segments.
 # Drivers hand out descending addresses: 82 % of the successive segments in recorded histories.
 TOP_ADDRESS = 2**48
 
@@ -26,13 +25,6 @@ class Event(NamedTuple):
     address: int | None
     stream: int = 0
     free_bytes: int | None = None
-
-
-def kind_of(segment: int, small: bool) -> str:
-    """How reports name a segment of that size."""
-    if small:
-        return "segments of 2 MiB, small pool"
-    return "segments of 20 MiB" if segment == LARGE_SEGMENT else "larger segments"
 
 
 class CachingAllocator:
@@ -154,8 +146,12 @@ class CachingAllocator:
 
     def reserve(self, block: Block, size: int) -> None:
         """Counts memory that came from the driver, or went back to it if the size is negative."""
-        small = block.pool.small
-        kind = PAGES[small] if block.base is not None else kind_of(abs(size), small)
+        unit = self.settings.page_size(block.pool.small)
+        kind = f"{'segments' if block.base is None else 'pages'} of {unit // MIB} MiB"
+        if block.pool.small:
+            kind += ", small pool"
+        elif block.base is None and abs(size) != unit:
+            kind = "larger segments"
         self.reserved.add(size)
         self._segments[kind] = self._segments.get(kind, 0) + size
         if self.events is not None:
