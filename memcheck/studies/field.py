@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.devices import DEVICES
+from memcheck.core.devices import catalog_name
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.predict.evidence import DATA
@@ -218,9 +218,9 @@ def write_evidence(study: Study, results: Sequence[Result]) -> None:
     """Writes how far off the results are, by the operators that their programs run, for memcheck.predict.evidence."""
     groups: dict[tuple[str, str, frozenset[str]], list[float]] = {}
     for result in results:
-        if result.error is not None and result.operators and result.gpu in DEVICES:
-            group = groups.setdefault((result.source, result.gpu, frozenset(result.operators)), [])
-            group.append(round(result.error, 5))
+        gpu = catalog_name(result.gpu)
+        if result.error is not None and result.operators and gpu is not None:
+            groups.setdefault((result.source, gpu, frozenset(result.operators)), []).append(round(result.error, 5))
     found = [
         {"source": source, "gpu": gpu, "operators": sorted(operators), "errors": errors}
         for (source, gpu, operators), errors in groups.items()

@@ -27,6 +27,7 @@ from memcheck.studies.field import (
     summary_of,
     write_results,
 )
+from memcheck.studies.field_plot import plot_field
 
 
 def row(name: str = "one", figure: str = "2.00", **fields: object) -> Published:
@@ -111,3 +112,11 @@ def test_runs_of_timm_that_failed_are_left_out() -> None:
     assert [batch for batch, reason in reasons.items() if not reason] == [16]
     assert reasons[8].startswith("a larger batch took less")
     assert reasons[64] == "it took less than FakeTensor's estimate: the run failed"
+
+
+def test_results_are_drawn(tmp_path: Path) -> None:
+    results = list(results_of(STUDY, [row(), row("off", "2.1"), row("compiled")]))
+    plot_field({"one": results, "other": results[:1]}, tmp_path / "field.svg")
+    text = (tmp_path / "field.svg").read_text()
+    assert "3 published figures" in text
+    assert "one: 2" in text

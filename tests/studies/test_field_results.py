@@ -1,0 +1,25 @@
+"""The stored results of measured GPUs are those that the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memcheck.studies.field import RESULTS, TOLERANCE, read_results
+
+PAGE = (Path(__file__).parents[2] / "docs" / "real-gpus.md").read_text(encoding="utf-8")
+
+
+def test_most_mlps_are_within_two_mib() -> None:
+    results = read_results(RESULTS / "mlp.csv")
+    known = [result for result in results if result.predicted is not None]
+    off = [abs((result.predicted or 0) - result.published) for result in known]
+    within = sum(size <= 2 for size in off)
+    assert f"a random sample of {len(results)} rows: of the {len(known)} whose program ran, {within} " in PAGE
+    assert within >= 0.95 * len(known)
+    assert f"the largest difference is {max(off):.0f} MiB" in PAGE
+
+
+def test_most_figures_are_equal_and_the_others_doubted() -> None:
+    known = [result for result in read_results(RESULTS / "figures.csv") if result.error is not None]
+    assert sum(result.equal or abs(result.error or 0) <= TOLERANCE for result in known) >= 0.8 * len(known)
+    assert [result.name for result in known if abs(result.error or 0) > 0.03 and not result.doubts] == []
