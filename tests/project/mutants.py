@@ -105,10 +105,10 @@ MISTAKES = [
         (RUN, "-k", "another_prediction"),
     ),
     Mistake(
-        "limit-beyond-the-device",
+        "limit-without-room",
         "memcheck/predict/replay.py",
-        "allocator.limit_bytes = min(room, self.device.usable_bytes or room)",
-        "allocator.limit_bytes = room",
+        "allocator.reserved.current + limit - allocator.requested.current",
+        "allocator.reserved.current",
         (REPLAY, "-k", "limit"),
     ),
     Mistake(
