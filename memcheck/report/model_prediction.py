@@ -13,7 +13,7 @@ from memcheck.core.options import named
 from memcheck.core.ranks import RESERVED_MORE
 from memcheck.core.record import Record
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.predictions import BASES
+from memcheck.report.predictions import BASES, UNCOMPARED
 from memcheck.report.script_tables import by_size, size_cells, unit_of
 from memcheck.report.tables import Cell, Column, Table
 
@@ -119,7 +119,7 @@ def certainty(prediction: Prediction) -> str:
     if doubts:
         words = f"{words.partition(';')[0]}, but for {counted(doubts, 'doubt')} (--doubts)"
     evidence = prediction.evidence
-    return f"{words}; {evidence}" if evidence is not None and evidence.rows else words
+    return f"{words.replace(UNCOMPARED, '')}; {evidence}" if evidence is not None and evidence.rows else words
 
 
 def buffers_words(prediction: Prediction) -> str:

@@ -41,9 +41,10 @@ FIGURES = {
     "oom_in_use_bytes": "in use when there was no room",
     "reserved_bytes": "reserved: segments of the caching allocator",
 }
+UNCOMPARED = ", which were not compared with a measurement on this kind of device"
 BASES = {
     "verified": "by rules that were compared with measurements on this kind of device; figures are to the byte",
-    "derived": "by rules read in sources, which were not compared with a measurement on this kind of device",
+    "derived": f"by rules read in sources{UNCOMPARED}",
 }
 
 
