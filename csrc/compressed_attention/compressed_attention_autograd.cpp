@@ -111,6 +111,31 @@ Tensor kept_means(const Tensor& kept, size_t input, const BlocksOfPositions& blo
   return KeptMeans::apply(stands_for_input(input, kept), kept, blocks.index, blocks.lengths)[0];
 }
 
+// What a backward operator takes of the tensors that saved_tensors has chosen, and of the options.
+template <typename Saved>
+operators::CompressedAttentionGradients gradients_of(const Saved& saved, const variable_list& grads,
+                                                     c10::SymInt kv_len) {
+  const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
+  const auto& of = saved.options;
+  return {gradient_of_y(grads, saved.tensors[0]),
+          saved.tensors[0],
+          saved.tensors[1],
+          given(2),
+          kept_y(saved.tensors[3]),
+          saved.tensors[4].detach(),
+          if_defined(grads[1]),
+          given(5),
+          given(6),
+          given(7),
+          given(8),
+          of.left_padded,
+          of.factor,
+          std::move(kv_len),
+          of.causal,
+          of.strict,
+          of.scale};
+}
+
 struct CompressedAttention : Differentiable<CompressedAttention, Op> {
   static variable_list run(AutogradContext* ctx, Arguments in) {
     const bool keep = std::exchange(in.keep, true);
@@ -125,28 +150,9 @@ struct CompressedAttention : Differentiable<CompressedAttention, Op> {
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
     auto& data = saved.ctx->saved_data;
-    const Arguments& of = saved.options;
-    BackwardOp::Arguments in{gradient_of_y(grads, saved.tensors[0]),
-                             saved.tensors[0],
-                             saved.tensors[1],
-                             given(2),
-                             kept_y(saved.tensors[3]),
-                             saved.tensors[4].detach(),
-                             if_defined(grads[1]),
-                             given(5),
-                             given(6),
-                             given(7),
-                             given(8),
-                             of.left_padded,
-                             of.factor,
-                             data["kv_len"].toSymInt(),
-                             of.causal,
-                             of.strict,
-                             of.scale,
-                             data["grad_k_stride"].toSymIntVector(),
-                             data["grad_v_stride"].toSymIntVector(),
+    BackwardOp::Arguments in{gradients_of(saved, grads, data["kv_len"].toSymInt()),
+                             data["grad_k_stride"].toSymIntVector(), data["grad_v_stride"].toSymIntVector(),
                              saved.wanted_of<4>()};
     if (at::GradMode::is_enabled()) {
       const BlocksOfPositions blocks = [&] {
@@ -173,12 +179,7 @@ struct PooledAttention : Differentiable<PooledAttention, Pooled> {
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
-    const Arguments& of = saved.options;
-    return list_of(call<PooledBackwardOp>(
-        {gradient_of_y(grads, saved.tensors[0]), saved.tensors[0], saved.tensors[1], given(2), kept_y(saved.tensors[3]),
-         saved.tensors[4].detach(), if_defined(grads[1]), given(5), given(6), given(7), given(8), of.left_padded,
-         of.factor, of.kv_len, of.causal, of.strict, of.scale, saved.wanted_of<4>()}));
+    return list_of(call<PooledBackwardOp>({gradients_of(saved, grads, saved.options.kv_len), saved.wanted_of<4>()}));
   }
 };
 

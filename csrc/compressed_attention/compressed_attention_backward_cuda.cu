@@ -173,7 +173,8 @@ __device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAttentionBackward p, int64_t column_tiles) {
+__global__ void __launch_bounds__(kThreads, 2)
+    query_gradient_kernel(CompressedAttentionBackward p, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   auto& memory = shared<QueryGradientShared<acc_t>>();
@@ -298,7 +299,7 @@ __device__ __forceinline__ void hide_absent(const KeyWork& work, const KeyMatrix
 
 // The gradient of keys or of values. If both are wanted, the thread blocks alternate.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     key_gradient_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   using Size = TileSize<acc_t>;

@@ -138,7 +138,7 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(CompressedAttentionForward p, ForwardParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;

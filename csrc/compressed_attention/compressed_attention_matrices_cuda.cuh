@@ -6,7 +6,7 @@
 
 #include "common/formulas.cuh"
 #include "common/tile.cuh"
-#include "compressed_attention/compressed_attention.h"
+#include "compressed_attention/compressed_attention_plan_cuda.h"
 
 // Matrices of one key head in memory. The queries of all heads that read one key head are rows of one matrix, position
 // by position: row r is position r / group of head r % group of the group. So neighbouring rows see the same blocks,

@@ -30,6 +30,29 @@ struct CompressedAttention {
   using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 };
 
+// What the backward operators of attention have in common.
+struct CompressedAttentionGradients {
+  Tensor grad_y;         // (B,H,S,D)
+  Tensor q;              // (B,H,S,D)
+  Tensor kc;             // (B,Hkv,C,D)
+  MaybeTensor vc;        // (B,Hkv,C,D), none if only the gradient of values is wanted
+  MaybeTensor y;         // (B,H,S,D), none as vc is, and if y was rounded to 16 bits
+  Tensor lse;            // (B,H,S)
+  MaybeTensor grad_lse;  // (B,H,S), none for zeros
+  MaybeTensor sink;      // (H,)
+  MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
+  bool left_padded;
+  int64_t factor;
+  c10::SymInt kv_len;  // T
+  bool causal, strict;
+  std::optional<double> scale;
+
+  auto fields() {
+    return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor,
+                    kv_len, causal, strict, scale);
+  }
+};
+
 struct CompressedAttentionBackward {
   static constexpr const char* schema =
       "compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
@@ -37,27 +60,13 @@ struct CompressedAttentionBackward {
       " Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len, bool causal, bool strict,"
       " float? scale, SymInt[] grad_k_stride, SymInt[] grad_v_stride, bool[4] output_mask)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)";
-  struct Arguments {
-    Tensor grad_y;         // (B,H,S,D)
-    Tensor q;              // (B,H,S,D)
-    Tensor kc;             // (B,Hkv,C,D)
-    MaybeTensor vc;        // (B,Hkv,C,D), none if only the gradient of values is wanted
-    MaybeTensor y;         // (B,H,S,D), none as vc is, and if y was rounded to 16 bits
-    Tensor lse;            // (B,H,S)
-    MaybeTensor grad_lse;  // (B,H,S), none for zeros
-    MaybeTensor sink;      // (H,)
-    MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
-    bool left_padded;
-    int64_t factor;
-    c10::SymInt kv_len;  // T
-    bool causal, strict;
-    std::optional<double> scale;
+  struct Arguments : CompressedAttentionGradients {
     std::vector<c10::SymInt> grad_k_stride, grad_v_stride;
     std::array<bool, 4> output_mask;  // of q, k, v and sink
 
     auto fields() {
-      return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded,
-                      factor, kv_len, causal, strict, scale, grad_k_stride, grad_v_stride, output_mask);
+      return std::tuple_cat(CompressedAttentionGradients::fields(),
+                            std::tie(grad_k_stride, grad_v_stride, output_mask));
     }
   };
   using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -97,24 +106,10 @@ struct CompressedAttentionPooledBackward {
       " Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len, bool causal, bool strict,"
       " float? scale, bool[4] output_mask)"
       " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink)";
-  // As those of CompressedAttentionBackward; the output mask is of q, kc, vc and sink.
-  struct Arguments {
-    Tensor grad_y, q, kc;
-    MaybeTensor vc, y;
-    Tensor lse;
-    MaybeTensor grad_lse, sink;
-    MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
-    bool left_padded;
-    int64_t factor;
-    c10::SymInt kv_len;
-    bool causal, strict;
-    std::optional<double> scale;
-    std::array<bool, 4> output_mask;
+  struct Arguments : CompressedAttentionGradients {
+    std::array<bool, 4> output_mask;  // of q, kc, vc and sink
 
-    auto fields() {
-      return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded,
-                      factor, kv_len, causal, strict, scale, output_mask);
-    }
+    auto fields() { return std::tuple_cat(CompressedAttentionGradients::fields(), std::tie(output_mask)); }
   };
   using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 };
