@@ -11,6 +11,41 @@
 
 namespace memcheck {
 
+// Calls body(task, worker) for every task, with worker < parallel_workers(tasks, threads). Each thread begins with
+// neighbouring tasks of about an even share of the work, which lie together in memory, and then helps the others.
+// work_of(task): in any unit.
+template <typename WorkOf, typename Body>
+void parallel_neighbours(int64_t tasks, int64_t threads, const WorkOf& work_of, const Body& body) {
+  const int64_t workers = parallel_workers(tasks, threads);
+  if (workers == 1) {
+    for (int64_t task = 0; task < tasks; ++task) body(task, 0);
+    return;
+  }
+  struct Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Share> shares(workers);
+  double all = 0, before = 0;
+  for (int64_t task = 0; task < tasks; ++task) all += work_of(task);
+  for (int64_t task = 0; task < tasks; ++task) {
+    const double work = work_of(task);
+    const auto worker = std::min(workers - 1, static_cast<int64_t>((before + work / 2) / all * workers));
+    shares[worker].end = task + 1;
+    before += work;
+  }
+  for (int64_t worker = 1; worker < workers; ++worker) {
+    shares[worker].next = shares[worker - 1].end;
+    shares[worker].end = std::max(shares[worker].end, shares[worker - 1].end);
+  }
+  parallel_tasks(workers, workers, [&](int64_t, int64_t, int worker) {
+    for (int64_t i = 0; i < workers; ++i) {
+      Share& share = shares[(worker + i) % workers];
+      for (int64_t task = share.next++; task < share.end; task = share.next++) body(task, worker);
+    }
+  });
+}
+
 // How the sequences of a table share the threads of the CPU: one of more than a thread's share of the work has all
 // threads, and the others run side by side on one thread each, the longest first.
 class SequenceTasks {

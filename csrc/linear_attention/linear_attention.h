@@ -117,45 +117,6 @@ struct LinearAttentionStep {
   int64_t threads;   // of the plan
 };
 
-// ---- one sequence of a batch, as a dense batch of one row
-
-inline Dtype acc_dtype(Dtype dtype) {
-  return dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32;
-}
-
-// What it has of a state of the batch.
-inline LinearAttentionState state_of(const LinearAttentionState& x, int64_t sequence, Dtype dtype) {
-  const Dtype acc = acc_dtype(dtype);
-  return {starting_at(x.m, acc, {sequence, 0, 0, 0}), starting_at(x.z, acc, {sequence, 0, 0, 0})};
-}
-
-// What it has of the parameters of the batch, but for memory and threads.
-inline LinearAttentionForward part_of(const LinearAttentionForward& batch, int64_t index, const Sequence& x,
-                                      Dtype dtype) {
-  LinearAttentionForward p = batch;
-  p.shape = shape_of(batch.shape, x);
-  for (Strided<4>* queries : {&p.q, &p.y}) *queries = starting_at(*queries, dtype, {x.row, 0, x.first_query, 0});
-  for (Strided<4>* keys : {&p.k, &p.v}) *keys = starting_at(*keys, dtype, {x.row, 0, x.first_key, 0});
-  p.decay = starting_at(p.decay, acc_dtype(dtype), {x.row, 0, x.first_key});
-  for (LinearAttentionState* state : {&p.initial, &p.last}) *state = state_of(*state, index, dtype);
-  return p;
-}
-
-inline LinearAttentionBackward part_of(const LinearAttentionBackward& batch, int64_t index, const Sequence& x,
-                                       Dtype dtype) {
-  LinearAttentionBackward p = batch;
-  p.shape = shape_of(batch.shape, x);
-  for (Strided<4>* queries : {&p.grad_y, &p.q, &p.grad_q})
-    *queries = starting_at(*queries, dtype, {x.row, 0, x.first_query, 0});
-  for (Strided<4>* keys : {&p.k, &p.v, &p.grad_k, &p.grad_v})
-    *keys = starting_at(*keys, dtype, {x.row, 0, x.first_key, 0});
-  for (Strided<3>* decays : {&p.decay, &p.grad_decay})
-    *decays = starting_at(*decays, acc_dtype(dtype), {x.row, 0, x.first_key});
-  for (LinearAttentionState* state : {&p.initial, &p.last, &p.grad_last, &p.grad_initial})
-    *state = state_of(*state, index, dtype);
-  return p;
-}
-
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads and on the
 // lengths of sequences, that of CUDA on shape and dtype only.
 struct LinearAttentionPlan {

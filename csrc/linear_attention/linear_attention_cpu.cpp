@@ -1,165 +1,268 @@
 #include "linear_attention/linear_attention_cpu.h"
 
 #include <atomic>
+#include <functional>
+#include <initializer_list>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
 
 #include "common/dtype_cpu.h"
 #include "common/finding.h"
-#include "common/sequence_tasks.h"
+#include "common/parallel.h"
 
-// The CPU's side of the contract: the plan, the sequences of a batch, and the entry points.
+// The CPU's side of the contract: how a call is dealt out, the plan, and the entry points.
 
 namespace memcheck {
+namespace linear_cpu {
 namespace {
 
-LinearAttentionPlan plan_of_dense(const LinearAttentionShape& shape, Dtype dtype, int64_t threads) {
-  const int64_t heads = shape.B * shape.Hkv;
-  const bool split = linear_cpu::splits(shape, threads);
-  const int64_t key_slots = split ? linear_cpu::key_slots(shape) : 0;
-  const int64_t query_slots = split ? linear_cpu::query_slots(shape) : 0;
-  const int64_t pieces = split ? std::max(linear_cpu::segments(shape, shape.T), linear_cpu::query_segments(shape)) : 1;
-  const int64_t workers = parallel_workers(heads * pieces, linear_cpu::useful_threads(shape, threads));
-  const int64_t item = acc_bytes(dtype);
-  return {heads * key_slots * linear_cpu::forward_state(shape).slot_size() * item,
-          linear_cpu::forward_scratch_bytes(shape, dtype) * workers, 2 * shape.B * shape.H * shape.S * item,
-          heads * (shape.causal ? key_slots : key_slots + query_slots) * linear_cpu::backward_state(shape).slot_size() *
-              item,
-          linear_cpu::backward_scratch_bytes(shape, dtype) * workers};
+LinearAttentionShape shape_of_head(const LinearAttentionShape& n, const Sequence& x) {
+  LinearAttentionShape one = shape_of(n, x);
+  one.H = n.group();
+  one.Hkv = 1;
+  return one;
 }
 
-// ---- sequences
-
-SequenceTasks tasks_of(const LinearAttentionShape& shape, int64_t threads) {
-  return SequenceTasks(shape.sequences, threads,
-                       [&](const Sequence& x) { return linear_cpu::work(shape_of(shape, x)); });
+// In multiplications, of a head.
+double work(const LinearAttentionShape& n) {
+  return static_cast<double>(n.H * n.S + n.T) * static_cast<double>(n.D * n.Dv);
 }
 
-// The scratch of one sequence, piece by piece.
-struct ForwardMemory {
-  void* states;
-  void* scratch;
+// Moves addresses to where a head begins.
+struct HeadStart {
+  const Head& head;
+  Dtype dtype, acc;
+  int64_t first_query_head;
 
-  ForwardMemory(Arena& arena, const LinearAttentionPlan& plan)
-      : states(arena.take<char>(plan.forward_states_bytes)), scratch(arena.take<char>(plan.forward_scratch_bytes)) {}
-  void give_to(LinearAttentionForward& p) const {
-    p.states = states;
-    p.scratch = scratch;
+  HeadStart(const Head& of, Dtype dtype)
+      : head(of),
+        dtype(dtype),
+        acc(dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32),
+        first_query_head(of.key_head * of.shape.H) {}
+
+  void move(std::initializer_list<Strided<4>*> of_queries, std::initializer_list<Strided<4>*> of_keys,
+            std::initializer_list<Strided<3>*> decays, std::initializer_list<LinearAttentionState*> states) const {
+    const Sequence& at = head.place;
+    for (Strided<4>* x : of_queries) *x = starting_at(*x, dtype, {at.row, first_query_head, at.first_query, 0});
+    for (Strided<4>* x : of_keys) *x = starting_at(*x, dtype, {at.row, head.key_head, at.first_key, 0});
+    for (Strided<3>* x : decays) *x = starting_at(*x, acc, {at.row, head.key_head, at.first_key});
+    for (LinearAttentionState* x : states)
+      *x = {starting_at(x->m, acc, {head.sequence, head.key_head, 0, 0}),
+            starting_at(x->z, acc, {head.sequence, head.key_head, 0, 0})};
   }
 };
 
-struct BackwardMemory {
-  void* rows;
-  void* states;
-  void* scratch;
+}  // namespace
 
-  BackwardMemory(Arena& arena, const LinearAttentionPlan& plan)
-      : rows(arena.take<char>(plan.rows_bytes)),
-        states(arena.take<char>(plan.backward_states_bytes)),
-        scratch(arena.take<char>(plan.backward_scratch_bytes)) {}
-  void give_to(LinearAttentionBackward& p) const {
-    p.rows = rows;
-    p.states = states;
-    p.scratch = scratch;
+Head head_at(const LinearAttentionShape& n, int64_t index) {
+  const int64_t outer = n.sequences.packed ? n.sequences.count : n.Hkv;
+  const int64_t sequence = n.sequences.packed ? index % outer : index / outer;
+  const Sequence place = sequence_of(n, sequence);
+  return {place, sequence, n.sequences.packed ? index / outer : index % outer, shape_of_head(n, place)};
+}
+
+LinearAttentionForward part_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype) {
+  LinearAttentionForward p = batch;
+  p.shape = head.shape;
+  HeadStart(head, dtype).move({&p.q, &p.y}, {&p.k, &p.v}, {&p.decay}, {&p.initial, &p.last});
+  return p;
+}
+
+LinearAttentionBackward part_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype) {
+  LinearAttentionBackward p = batch;
+  p.shape = head.shape;
+  HeadStart(head, dtype)
+      .move({&p.grad_y, &p.q, &p.grad_q}, {&p.k, &p.v, &p.grad_k, &p.grad_v}, {&p.decay, &p.grad_decay},
+            {&p.initial, &p.last, &p.grad_last, &p.grad_initial});
+  return p;
+}
+
+// ---- how a call is dealt out
+
+int64_t pieces_of(Phase phase, const LinearAttentionShape& head) {
+  switch (phase) {
+    case Phase::Whole:
+      return 1;
+    case Phase::KeySums:
+      return key_slots(head);
+    case Phase::Queries:
+      return query_segments(head);
+    case Phase::QuerySums:
+      return query_slots(head);
+    case Phase::Keys:
+      return segments(head, head.T);
+    default:
+      return std::max(scan_parts(state_shape(head, false)), scan_parts(state_shape(head, true)));
   }
-};
-
-template <typename Memory>
-auto bytes_of_one(const LinearAttentionShape& shape, Dtype dtype) {
-  return [&shape, dtype](const Sequence& x, int64_t threads) {
-    return scratch_bytes<Memory>(plan_of_dense(shape_of(shape, x), dtype, threads));
-  };
 }
 
-// Runs a pass on the whole batch if it is dense, else on each sequence.
-template <typename Memory, typename Params>
-void run(const Params& p, Dtype dtype, void (*pass)(const Params& p, Dtype dtype)) {
-  if (!p.shape.sequences) return pass(p, dtype);
-  const auto run_one = [&](int64_t index, const Sequence& x, int64_t threads, void* memory) {
-    Params one = part_of(p, index, x, dtype);
-    one.threads = threads;
-    Arena arena{static_cast<char*>(memory)};
-    Memory(arena, plan_of_dense(one.shape, dtype, threads)).give_to(one);
-    pass(one, dtype);
-  };
-  tasks_of(p.shape, p.threads).each(bytes_of_one<Memory>(p.shape, dtype), p.scratch, run_one);
+// Heads are cut where the threads would be busy for too small a share of their time: the longest first, which would
+// keep one thread busy while the others have nothing to do, and all where there are too few for an even share. Causal,
+// the states of segments cost two fifths more products. Else they cost nothing but memory, and a fifth of the time may
+// be lost.
+Deal::Deal(const LinearAttentionShape& shape, int64_t available_threads)
+    : n(shape), longest(shape_of_head(shape, {})), heads(sequence_count(shape) * shape.Hkv) {
+  // The heads of a dense batch are all alike.
+  const int64_t kinds = n.sequences ? n.sequences.count : std::min<int64_t>(1, n.B);
+  const int64_t heads_of_kind = kinds == 0 ? 0 : heads / kinds;
+  std::vector<double> kind_work(kinds);
+  for (int64_t i = 0; i < kinds; ++i) {
+    const LinearAttentionShape head = shape_of_head(n, sequence_of(n, i));
+    longest.S = std::max(longest.S, head.S);
+    longest.T = std::max(longest.T, head.T);
+    kind_work[i] = work(head);
+  }
+  std::sort(kind_work.begin(), kind_work.end(), std::greater<>());
+  double rest = std::accumulate(kind_work.begin(), kind_work.end(), 0.) * heads_of_kind;
+  threads = useful_threads(static_cast<int64_t>(rest), available_threads);
+  const double least_share = n.causal ? 5. / 7 : 4. / 5;
+  int64_t longer = 0;
+  for (; longer < kinds && rest < least_share * threads * kind_work[longer]; ++longer)
+    rest -= heads_of_kind * kind_work[longer];
+  if (busy_share(heads_of_kind * (kinds - longer), threads) < least_share) longer = kinds;
+  most_work = longer < kinds ? kind_work[longer] : -1;
+  for (int64_t index = 0; index < heads && longer > 0; ++index) {
+    const LinearAttentionShape head = head_at(n, index).shape;
+    if (!is_cut(head)) continue;
+    cut.push_back(index);
+    for (int phase = 0; phase < kPhases; ++phase)
+      pieces[phase] = std::max(pieces[phase], pieces_of(static_cast<Phase>(phase), head));
+  }
 }
 
-// ---- decays
+void Deal::keep_whole() {
+  cut.clear();
+  most_work = std::numeric_limits<double>::infinity();
+}
+
+bool Deal::is_cut(const LinearAttentionShape& head) const {
+  return work(head) > most_work && (segments(head, head.T) > 1 || segments(head, head.S) > 1);
+}
+
+int64_t Deal::tasks(Phase phase) const {
+  const int64_t cut_heads = static_cast<int64_t>(cut.size());
+  if (phase == Phase::Whole) return cut_heads == heads ? 0 : heads;
+  return cut_heads * pieces[static_cast<int>(phase)];
+}
+
+int64_t Deal::workers() const {
+  int64_t most = 0;
+  for (int phase = 0; phase < kPhases; ++phase) most = std::max(most, tasks(static_cast<Phase>(phase)));
+  return parallel_workers(most, threads);
+}
+
+double Deal::work_of(Phase phase, int64_t task) const {
+  if (phase != Phase::Whole || !n.sequences) return 1;
+  const LinearAttentionShape head = head_at(n, task).shape;
+  return is_cut(head) ? 0 : work(head);
+}
+
+int64_t Deal::state_bytes(Dtype dtype, bool backward) const {
+  const int64_t keys = pieces[static_cast<int>(Phase::KeySums)], queries = pieces[static_cast<int>(Phase::QuerySums)];
+  const int64_t slots = keys + (backward && !n.causal ? queries : 0);
+  return slots * state_shape(n, backward).slot_size() * acc_bytes(dtype);
+}
+
+int64_t Deal::row_bytes(Dtype dtype) const {
+  return 2 * longest.H * longest.S * acc_bytes(dtype);
+}
+
+int64_t Deal::heads_with_rows() const {
+  const int64_t whole = tasks(Phase::Whole) == 0 ? 0 : parallel_workers(tasks(Phase::Whole), threads);
+  return std::max(whole, static_cast<int64_t>(cut.size()));
+}
+
+}  // namespace linear_cpu
+
+namespace {
+
+using linear_cpu::Deal;
+using linear_cpu::Phase;
 
 // Of one key head of a sequence.
 template <typename acc_t>
-Finding check_decays_of_head(const Strided<3>& decay, const Sequence& x, int64_t head) {
-  for (int64_t t = x.first_key; t < x.first_key + x.keys; ++t) {
-    const double value = *decay.at<const acc_t>(x.row, head, t);
-    if (!(value > 0 && value <= 1)) return {Rule::DecayInRange, "linear_attention", "decay", ' ', t, 0, 0, value};
+Finding check_decays_of_head(const LinearAttentionForward& batch, Dtype dtype, int64_t index) {
+  const linear_cpu::Head head = linear_cpu::head_at(batch.shape, index);
+  const Strided<3> decay = linear_cpu::part_of(batch, head, dtype).decay;
+  for (int64_t t = 0; t < head.place.keys; ++t) {
+    const double value = *decay.at<const acc_t>(0, 0, t);
+    if (!(value > 0 && value <= 1))
+      return {Rule::DecayInRange, "linear_attention", "decay", ' ', head.place.first_key + t, 0, 0, value};
     if (decay.stride[2] == 0) break;
   }
   return {};
 }
 
+// Throws for the first that is found.
 template <typename acc_t>
-void check_decays(const LinearAttentionForward& p) {
+void check_decays(const LinearAttentionForward& p, Dtype dtype) {
   const LinearAttentionShape& n = p.shape;
   std::atomic<bool> found{false};
   const int64_t heads = sequence_count(n) * n.Hkv;
-  const auto finding = [&](int64_t head) {
-    return check_decays_of_head<acc_t>(p.decay, sequence_of(n, head / n.Hkv), head % n.Hkv);
-  };
-  parallel_tasks(heads, memcheck::useful_threads(n.B * n.Hkv * n.T, p.threads), [&](int64_t begin, int64_t end, int) {
+  parallel_tasks(heads, useful_threads(n.B * n.Hkv * n.T, p.threads), [&](int64_t begin, int64_t end, int) {
     for (int64_t head = begin; head < end; ++head)
-      if (finding(head).rule != Rule::None) found = true;
+      if (check_decays_of_head<acc_t>(p, dtype, head).rule != Rule::None) found = true;
   });
   for (int64_t head = 0; head < heads && found; ++head)
-    if (const Finding first = finding(head); first.rule != Rule::None) throw std::invalid_argument(message_of(first));
+    if (const Finding first = check_decays_of_head<acc_t>(p, dtype, head); first.rule != Rule::None)
+      throw std::invalid_argument(message_of(first));
 }
 
 }  // namespace
 
 LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape, Dtype dtype, int64_t threads) {
-  if (!shape.sequences) return plan_of_dense(shape, dtype, threads);
-  const SequenceTasks tasks = tasks_of(shape, threads);
-  return {0, tasks.scratch_bytes(bytes_of_one<ForwardMemory>(shape, dtype)), 0, 0,
-          tasks.scratch_bytes(bytes_of_one<BackwardMemory>(shape, dtype))};
+  const Deal deal(shape, threads);
+  const int64_t cut = static_cast<int64_t>(deal.cut.size());
+  return {cut * deal.state_bytes(dtype, false), linear_cpu::forward_scratch_bytes(deal.longest, dtype) * deal.workers(),
+          deal.heads_with_rows() * deal.row_bytes(dtype), cut * deal.state_bytes(dtype, true),
+          linear_cpu::backward_scratch_bytes(deal.longest, dtype) * deal.workers()};
 }
 
 std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads) {
-  using namespace linear_cpu;
+  constexpr std::pair<Phase, const char*> kNames[] = {{Phase::Whole, "whole"},
+                                                      {Phase::KeySums, "sums of keys"},
+                                                      {Phase::Queries, "queries"},
+                                                      {Phase::QuerySums, "sums of queries"},
+                                                      {Phase::Keys, "gradients of keys"}};
+  const Deal deal(shape, threads);
   std::vector<TaskList> lists;
-  const auto add = [&](const char* pass, int64_t length, int64_t pieces, int64_t first_segment) {
-    lists.push_back({pass, {}, useful_threads(shape, threads)});
-    for (int64_t index = 0; index < shape.B * shape.Hkv * pieces; ++index) {
-      const int64_t segment = first_segment + index % pieces;
-      lists.back().work.push_back(static_cast<double>(segment_range(shape, length, segment).count()));
-    }
-  };
-  if (!splits(shape, threads)) {
-    lists.push_back({"whole", {}, useful_threads(shape, threads)});
-    lists.back().work.assign(shape.B * shape.Hkv, static_cast<double>(shape.T + shape.group() * shape.S));
-    return lists;
+  for (const auto& [phase, name] : kNames) {
+    if (deal.tasks(phase) == 0 || (phase == Phase::QuerySums && !shape.causal)) continue;
+    lists.push_back({name, {}, deal.threads});
+    for (int64_t task = 0; task < deal.tasks(phase); ++task) lists.back().work.push_back(deal.work_of(phase, task));
   }
-  const int64_t queries = shape.causal ? shape.T : shape.S;
-  add("sums of keys", shape.T, key_slots(shape), 0);
-  add("queries", queries, query_segments(shape), 0);
-  if (shape.causal) add("sums of queries", queries, query_slots(shape), 1);
-  add("gradients of keys", shape.T, segments(shape, shape.T), 0);
   return lists;
 }
 
 void linear_attention_forward_cpu(const LinearAttentionForward& p, Dtype dtype, cudaStream_t) {
-  if (p.decay) with_acc_type(dtype, [&](auto acc) { check_decays<decltype(acc)>(p); });
-  run<ForwardMemory>(p, dtype, linear_cpu::forward);
+  if (p.decay) with_acc_type(dtype, [&](auto acc) { check_decays<decltype(acc)>(p, dtype); });
+  linear_cpu::forward(p, dtype);
 }
 
 void linear_attention_backward_cpu(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t) {
-  run<BackwardMemory>(p, dtype, linear_cpu::backward);
+  linear_cpu::backward(p, dtype);
 }
 
 void linear_attention_step_cpu(const LinearAttentionStep& p, Dtype dtype, cudaStream_t) {
-  linear_cpu::step(p, dtype);
+  LinearAttentionForward forward{p.shape, p.eps, p.q, p.k, p.v, p.y, nullptr, p.scratch, p.threads};
+  forward.initial = {p.m, p.z};
+  forward.last = {p.new_m, p.new_z};
+  linear_cpu::forward(forward, dtype);
 }
 
 void linear_attention_sum_decays_cpu(const LinearAttentionDecaySum& p, Dtype dtype, cudaStream_t) {
-  linear_cpu::sum_decays(p, dtype);
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    parallel_tasks(p.Hkv, useful_threads(p.B * p.Hkv * p.T, p.Hkv), [&](int64_t begin, int64_t end, int) {
+      for (int64_t head = begin; head < end; ++head) {
+        double sum = 0;
+        for (int64_t b = 0; b < p.B; ++b)
+          for (int64_t t = 0; t < p.T; ++t) sum += *p.from.template at<const acc_t>(b, head, t);
+        *p.to.template at<acc_t>(head) = static_cast<acc_t>(sum);
+      }
+    });
+  });
 }
 
 const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu,    &sequences_cpu,

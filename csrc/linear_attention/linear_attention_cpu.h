@@ -1,23 +1,27 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "common/arena.h"
 #include "common/formulas.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
-#include "common/parallel.h"
+#include "common/sequence_tasks.h"
 #include "common/tile_product.h"
 #include "linear_attention/linear_attention.h"
 
-// What forward, backward and step share on the CPU: tasks, matrices in scratch, the state, and rows of operands.
+// What forward and backward share on the CPU: heads and tasks, matrices in scratch, the state, and rows of operands.
 //
-// A task has one key head of one batch entry. It goes along the sequence in chunks of 32 positions: within a chunk
-// queries and keys meet in a 32 x 32 matrix, and the state holds the sums over everything before. A state is a sum in
-// levels, each from zero: the positions of a chunk, the chunks of a segment, the segments before. So segments can be
-// tasks of their own, with the same bits: each first sums its own state, then starts from the sum of those before.
+// Kernels work on one key head of one sequence, as a dense batch of one row. They go along the sequence in chunks of 32
+// positions: within a chunk queries and keys meet in a 32 x 32 matrix, and the state holds the sums over everything
+// before. A state is a sum in levels, each from zero: the positions of a chunk, the chunks of a segment, the segments
+// before. So segments can be tasks of their own, with the same bits: each first sums its own state, then starts from
+// the sum of those before.
 //
 // Decays are multiplied up in float64, within a chunk and over the chunks of a segment. They become weights of at most
 // 1 and are never divided by.
@@ -27,7 +31,7 @@ namespace memcheck::linear_cpu {
 constexpr int64_t kChunk = kTileRows;
 constexpr int64_t kLongChunk = 2 * kChunk;  // where positions are only summed
 
-// ---- tasks and segments
+// ---- segments
 
 constexpr int64_t kShortestSegment = 512;
 constexpr int64_t kMostSegments = 512;  // of a head
@@ -56,23 +60,6 @@ inline int64_t query_segments(const LinearAttentionShape& n) {
   return segments(n, n.causal ? n.T : n.S);
 }
 
-// In multiplications.
-inline int64_t work(const LinearAttentionShape& n) {
-  return n.B * (n.H * n.S + n.Hkv * n.T) * n.D * n.Dv;
-}
-
-// Of the threads there are, those worth waking.
-inline int64_t useful_threads(const LinearAttentionShape& n, int64_t threads) {
-  return memcheck::useful_threads(work(n), threads);
-}
-
-// Whether segments are tasks of their own. Causal, the states of segments cost two fifths more products. Else they cost
-// nothing but memory, and a fifth of the threads' time may be lost where heads are dealt out unevenly.
-inline bool splits(const LinearAttentionShape& n, int64_t threads) {
-  if (segments(n, n.T) == 1 && segments(n, n.S) == 1) return false;
-  return busy_share(n.B * n.Hkv, useful_threads(n, threads)) < (n.causal ? 5. / 7 : 4. / 5);
-}
-
 // The states that a head has in memory. Causal, nothing starts from the sum of all segments.
 inline int64_t key_slots(const LinearAttentionShape& n) {
   return segments(n, n.T) - (n.causal ? 1 : 0);
@@ -80,12 +67,6 @@ inline int64_t key_slots(const LinearAttentionShape& n) {
 inline int64_t query_slots(const LinearAttentionShape& n) {
   return query_segments(n) - (n.causal ? 1 : 0);
 }
-
-struct Task {
-  int64_t b;
-  int64_t key_head;
-  int64_t segment;
-};
 
 struct Range {
   int64_t begin, end;
@@ -97,45 +78,109 @@ inline Range segment_range(const LinearAttentionShape& shape, int64_t length, in
   return {segment * step, std::min(length, (segment + 1) * step)};
 }
 
-// The query heads that read the key head of a task.
-MEMCHECK_INLINE Range query_heads(const LinearAttentionShape& n, const Task& task) {
-  return {task.key_head * n.group(), (task.key_head + 1) * n.group()};
+// ---- heads and passes
+
+// A key head of a sequence, with the query heads that read it.
+struct Head {
+  Sequence place;
+  int64_t sequence, key_head;
+  LinearAttentionShape shape;  // of a dense batch of one row and one key head
+};
+
+// Heads in the order of their results in memory.
+Head head_at(const LinearAttentionShape& n, int64_t index);
+
+// The parameters of a head, but for its scratch.
+LinearAttentionForward part_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype);
+LinearAttentionBackward part_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype);
+
+// What the tasks of one pass do. A head is a task, or it is cut and has tasks in every other pass.
+enum class Phase {
+  Whole,      // a task goes along the whole sequence
+  KeySums,    // a task sums one segment of keys into its slot
+  KeyScan,    // a task adds up a part of all these sums
+  Queries,    // a task attends for one segment, from the sum of the segments it sees
+  QuerySums,  // backward: a task sums one segment of queries into its slot
+  QueryScan,  // backward: a task adds up a part of all these sums
+  Keys,       // backward: a task writes the gradients of one segment of keys
+};
+constexpr int kPhases = 7;
+
+template <typename Params>
+struct Task {
+  Params p;  // of one head
+  Dtype dtype;
+  Phase phase;
+  int64_t piece;  // the segment, or the part of a scan
+
+  // Positions of its keys. Causal, those of its queries too.
+  MEMCHECK_INLINE Range keys() const {
+    return phase == Phase::Whole ? Range{0, p.shape.T} : segment_range(p.shape, p.shape.T, piece);
+  }
+};
+
+// How the heads of a call are dealt out to threads.
+struct Deal {
+  LinearAttentionShape n;
+  LinearAttentionShape longest;  // of a head with the most queries and keys that any head has
+  int64_t heads;
+  int64_t threads;                         // worth waking
+  std::vector<int64_t> cut;                // heads
+  std::array<int64_t, kPhases> pieces{1};  // tasks of a head that is cut, the most of any
+  double most_work = 0;                    // of a head that is not cut, if any is
+
+  Deal(const LinearAttentionShape& shape, int64_t available_threads);
+  void keep_whole();
+  bool is_cut(const LinearAttentionShape& head) const;
+  int64_t tasks(Phase phase) const;
+  int64_t workers() const;
+  double work_of(Phase phase, int64_t task) const;
+
+  // Bytes of one head: states if it is cut, and 1 / den and delta of its queries.
+  int64_t state_bytes(Dtype dtype, bool backward) const;
+  int64_t row_bytes(Dtype dtype) const;
+  int64_t heads_with_rows() const;  // at the same time
+};
+
+int64_t pieces_of(Phase phase, const LinearAttentionShape& head);
+
+// Calls run(task, worker) for every task of a pass.
+template <typename Params, typename Run>
+void run_pass(const Params& batch, Dtype dtype, const Deal& deal, Phase phase, const Run& run) {
+  constexpr bool kBackward = std::is_same_v<Params, LinearAttentionBackward>;
+  const bool whole = phase == Phase::Whole;
+  const int64_t pieces = deal.pieces[static_cast<int>(phase)];
+  const int64_t state_bytes = deal.state_bytes(dtype, kBackward), row_bytes = deal.row_bytes(dtype);
+  const auto run_one = [&](int64_t index, int worker) {
+    const int64_t place = index / pieces, piece = index % pieces;
+    const Head head = head_at(deal.n, whole ? place : deal.cut[place]);
+    if (whole ? deal.is_cut(head.shape) : piece >= pieces_of(phase, head.shape)) return;
+    // No key needs the sum of the first segment's queries: there is none before them.
+    Task<Params> task{part_of(batch, head, dtype), dtype, phase, piece + (phase == Phase::QuerySums ? 1 : 0)};
+    task.p.states = static_cast<char*>(batch.states) + place * state_bytes;
+    if constexpr (kBackward) task.p.rows = static_cast<char*>(batch.rows) + (whole ? worker : place) * row_bytes;
+    run(task, worker);
+  };
+  const auto work_of = [&](int64_t index) { return deal.work_of(phase, index); };
+  parallel_neighbours(deal.tasks(phase), deal.threads, work_of, run_one);
 }
 
 // Rows of a chunk of queries of one head. Row 0 of the chunk is at `position`, which is negative where the first keys
 // have no query; `rows` are those that have one.
 struct ChunkQueries {
-  int64_t b, head, position;
+  int64_t head, position;
   Range rows;
 
   MEMCHECK_INLINE MatrixPlace place(Dtype dtype, const Strided<4>& x) const {
-    return rows_at(dtype, x, b, head, position + rows.begin);
+    return rows_at(dtype, x, 0, head, position + rows.begin);
   }
 };
 
-// What the tasks of one pass do.
-enum class Phase {
-  Whole,      // a task goes along the whole sequence
-  KeySums,    // a task sums one segment of keys into its slot
-  Queries,    // a task attends for one segment, from the sum of the segments it sees
-  QuerySums,  // backward: a task sums one segment of queries into its slot
-  Keys,       // backward: a task writes the gradients of one segment of keys
-};
-
-// One pass over tasks that do the same. Params are those of the forward, the backward or the step.
-template <typename Params>
-struct Pass {
-  const Params& p;
-  Dtype dtype;
-  Phase phase;
-  int64_t pieces;         // tasks of a key head
-  int64_t first_segment;  // of the first of them
-  int64_t scratch_bytes;  // of a worker
-
-  Task task(int64_t index) const {
-    return {index / pieces / p.shape.Hkv, index / pieces % p.shape.Hkv, first_segment + index % pieces};
-  }
-};
+// Causal: the queries of the positions of `count` keys from t on, of the first head.
+MEMCHECK_INLINE ChunkQueries queries_along(const LinearAttentionShape& n, int64_t t, int64_t count) {
+  const int64_t position = t - (n.T - n.S);
+  return {0, position, {std::min(std::max<int64_t>(-position, 0), count), count}};
+}
 
 // ---- matrices in scratch
 
@@ -172,20 +217,16 @@ MEMCHECK_INLINE Matrix<acc_t> in_memory(const MatrixPlace& x) {
 struct StateShape {
   int64_t rows, columns, keys;
   bool decayed;
+  bool transposed;  // as it would lie in a result
   int64_t matrix_size() const { return rows * padded_columns(columns); }
   int64_t size() const { return matrix_size() + padded_columns(keys); }
   // In memory, the product of the decays of its segment is behind it.
   int64_t slot_size() const { return size() + (decayed ? kTileColumns : 0); }
 };
 
-// M (D,Dv) and z (D).
-inline StateShape forward_state(const LinearAttentionShape& n) {
-  return {n.D, n.Dv, n.D, n.decayed};
-}
-
-// M^T (Dv,D) and z (D), or N^T (Dv,D) and n (D).
-inline StateShape backward_state(const LinearAttentionShape& n) {
-  return {n.Dv, n.D, n.D, n.decayed};
+// Forward M (D,Dv) and z (D); backward M^T (Dv,D) and z (D), or N^T (Dv,D) and n (D).
+inline StateShape state_shape(const LinearAttentionShape& n, bool backward) {
+  return {backward ? n.Dv : n.D, backward ? n.D : n.Dv, n.D, n.decayed, backward};
 }
 
 // How much of a state is read while its sums grow.
@@ -229,30 +270,24 @@ struct State {
 
   MEMCHECK_INLINE void clear() { start_from(nullptr); }
 
-  // The state of one head in memory comes before. Its matrix lies transposed if this one is. The vector is multiplied
-  // by a sign.
-  MEMCHECK_INLINE void load(const LinearAttentionState& from, const Task& task, bool transposed, acc_t sign) {
-    load_rows(acc_dtype<acc_t>(), matrix_of(from.m, task, transposed), shape.rows, shape.columns, before.data,
-              before.stride);
-    if (from.z) {
-      const MatrixPlace z = matrix_of(from.z, task, false);
-      load_rows(acc_dtype<acc_t>(), z, 1, shape.keys, vector_of(before), padded_columns(shape.keys));
-    }
+  // A state in memory comes before. Its vector is multiplied by a sign.
+  MEMCHECK_INLINE void load(const LinearAttentionState& from, acc_t sign) {
+    load_rows(acc_dtype<acc_t>(), matrix_of(from.m), shape.rows, shape.columns, before.data, before.stride);
+    if (from.z)
+      load_rows(acc_dtype<acc_t>(), rows_at(acc_dtype<acc_t>(), from.z, 0, 0, 0), 1, shape.keys, vector_of(before),
+                padded_columns(shape.keys));
     for (int64_t i = 0; i < shape.keys; ++i) vector_of(before)[i] *= sign;
     if (seen.data != before.data) set(seen, before.data);
   }
 
   // Ends the sequence, and writes its state as `load` reads it.
-  MEMCHECK_INLINE void store(const LinearAttentionState& to, const Task& task, bool transposed, acc_t sign) {
+  MEMCHECK_INLINE void store(const LinearAttentionState& to, acc_t sign) {
     end_segment();
-    if (to.m)
-      store_rows(acc_dtype<acc_t>(), matrix_of(to.m, task, transposed), shape.rows, shape.columns, before.data,
-                 before.stride);
+    if (to.m) store_rows(acc_dtype<acc_t>(), matrix_of(to.m), shape.rows, shape.columns, before.data, before.stride);
     for (int64_t i = 0; i < shape.keys; ++i) vector_of(before)[i] *= sign;
-    if (to.z) {
-      const MatrixPlace z = matrix_of(to.z, task, false);
-      store_rows(acc_dtype<acc_t>(), z, 1, shape.keys, vector_of(before), padded_columns(shape.keys));
-    }
+    if (to.z)
+      store_rows(acc_dtype<acc_t>(), rows_at(acc_dtype<acc_t>(), to.z, 0, 0, 0), 1, shape.keys, vector_of(before),
+                 padded_columns(shape.keys));
   }
 
   // What is held decays. Then chunks are added, and `refresh` makes them seen.
@@ -318,9 +353,9 @@ struct State {
   }
 
  private:
-  static MatrixPlace matrix_of(const Strided<4>& x, const Task& task, bool transposed) {
-    MatrixPlace place = rows_at(acc_dtype<acc_t>(), x, task.b, task.key_head, 0);
-    if (transposed) std::swap(place.row_stride, place.column_stride);
+  MatrixPlace matrix_of(const Strided<4>& x) const {
+    MatrixPlace place = rows_at(acc_dtype<acc_t>(), x, 0, 0, 0);
+    if (shape.transposed) std::swap(place.row_stride, place.column_stride);
     return place;
   }
 
@@ -340,34 +375,42 @@ struct State {
   }
 };
 
-// States in memory, (B Hkv,slots), of segments or their sums.
+// States of a head in memory, of segments or their sums.
 template <typename acc_t>
 struct Slots {
   acc_t* data;
-  int64_t heads, slots, size;
-  int64_t sum_size;  // without the product of decays, which is behind it
-
-  // Behind `before` slots of another kind.
-  Slots(void* states, const LinearAttentionShape& n, int64_t before, int64_t slots_of_head, const StateShape& state)
-      : data(static_cast<acc_t*>(states) + before * state.slot_size()),
-        heads(n.B * n.Hkv),
-        slots(slots_of_head),
-        size(state.slot_size()),
-        sum_size(state.size()) {}
+  int64_t count;
+  StateShape state;
 
   // Null where there is no such slot: nothing comes before the first segment, or after the last.
-  MEMCHECK_INLINE acc_t* at(const LinearAttentionShape& n, const Task& task, int64_t slot) const {
-    return slot < 0 || slot >= slots ? nullptr : data + ((task.b * n.Hkv + task.key_head) * slots + slot) * size;
+  MEMCHECK_INLINE acc_t* at(int64_t slot) const {
+    return slot < 0 || slot >= count ? nullptr : data + slot * state.slot_size();
   }
 };
 
-// Each slot becomes the sum of itself and all slots of its head before it (reversed: after it), decayed, and added one
+constexpr int64_t kScanPart = 512;  // elements of a state
+
+inline int64_t scan_parts(const StateShape& state) {
+  return ceil_div(state.size(), kScanPart);
+}
+
+// A part of each slot becomes the sum of itself and of all slots before it (reversed: after it), decayed, and added one
 // by one, as a task over all segments adds them.
 template <typename acc_t>
-void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t threads);
+void scan_slots(const Slots<acc_t>& slots, bool reversed, int64_t part);
 
 extern template void scan_slots(const Slots<float>&, bool, int64_t);
 extern template void scan_slots(const Slots<double>&, bool, int64_t);
+
+// Slots of keys, or backward of queries, which are behind those of keys; causal in their place, because the sums of
+// keys have been read when those of queries are written.
+template <typename acc_t, typename Params>
+MEMCHECK_INLINE Slots<acc_t> slots_of(const Params& p, bool of_queries) {
+  const LinearAttentionShape& n = p.shape;
+  const StateShape state = state_shape(n, std::is_same_v<Params, LinearAttentionBackward>);
+  const int64_t first = of_queries && !n.causal ? key_slots(n) : 0;
+  return {static_cast<acc_t*>(p.states) + first * state.slot_size(), of_queries ? query_slots(n) : key_slots(n), state};
+}
 
 // ---- decays
 
@@ -389,12 +432,12 @@ struct ChunkDecays {
         all(1) {}
 
   // Of `count` keys from t on. Nothing if decay is null.
-  MEMCHECK_INLINE void load(const Strided<3>& decay, const Task& task, int64_t t, int64_t count) {
+  MEMCHECK_INLINE void load(const Strided<3>& decay, int64_t t, int64_t count) {
     if (!decay) return;
     alignas(64) double line[kChunk] = {};
     all = 1;
     for (int64_t row = 0; row < count; ++row) {
-      at[row] = *decay.template at<const acc_t>(task.b, task.key_head, t + row);
+      at[row] = *decay.template at<const acc_t>(0, 0, t + row);
       const double a = at[row];
       for (int64_t i = 0; i < kChunk; ++i) line[i] *= a;
       line[row] = 1;
@@ -509,13 +552,22 @@ MEMCHECK_INLINE void sum_lanes(int64_t rows, const Matrix<acc_t>& partial, acc_t
   sum_pairs(rows, sixteenth, to);
 }
 
-// ---- passes
+// ---- one head
+
+// Adds keys to a state, chunk by chunk of so many, and leaves the last segment open.
+template <typename acc_t, typename OfHead>
+MEMCHECK_INLINE void sum_keys(OfHead& x, State<acc_t>& state, Range keys, int64_t chunk) {
+  for (int64_t t = keys.begin; t < keys.end; t += chunk) {
+    const int64_t count = std::min(chunk, keys.end - t);
+    if (t > keys.begin && state.begins_at(t)) state.end_segment();
+    x.load_keys(t, count);
+    x.add_keys(count, true);
+  }
+}
 
 int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);   // of one worker
 int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);  // of one worker
 void forward(const LinearAttentionForward& p, Dtype dtype);
 void backward(const LinearAttentionBackward& p, Dtype dtype);
-void step(const LinearAttentionStep& p, Dtype dtype);
-void sum_decays(const LinearAttentionDecaySum& p, Dtype dtype);
 
 }  // namespace memcheck::linear_cpu

@@ -1,36 +1,28 @@
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
-#include "common/parallel.h"
 #include "linear_attention/linear_attention_cpu.h"
 
-// Forward, and one step of decoding.
+// Forward, and one step of decoding, which is a forward that is not causal and goes on from a state.
 
 namespace memcheck::linear_cpu {
 
 template <typename acc_t>
-void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t threads) {
-  constexpr int64_t kPart = 512;  // elements of a state
-  const int64_t parts = ceil_div(x.sum_size, kPart);
-  parallel_tasks(x.heads * parts, threads, [&](int64_t begin, int64_t end, int) {
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t part = index % parts * kPart;
-      acc_t* head = x.data + index / parts * x.slots * x.size + part;
-      const int64_t count = std::min(kPart, x.sum_size - part);
-      const bool decayed = x.size > x.sum_size;
-      for (int64_t step = 1; step < x.slots; ++step) {
-        acc_t* __restrict slot = head + (reversed ? x.slots - 1 - step : step) * x.size;
-        const acc_t* __restrict last = reversed ? slot + x.size : slot - x.size;
-        if (!decayed) {
-          for (int64_t i = 0; i < count; ++i) slot[i] += last[i];
-          continue;
-        }
-        const acc_t kept = slot[x.sum_size - part];
-        alignas(64) acc_t faded[kPart];
-        for (int64_t i = 0; i < count; ++i) faded[i] = kept * last[i];
-        for (int64_t i = 0; i < count; ++i) slot[i] += faded[i];
-      }
+void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t part) {
+  const int64_t first = part * kScanPart;
+  const int64_t count = std::min(kScanPart, x.state.size() - first);
+  for (int64_t step = 1; step < x.count; ++step) {
+    const int64_t index = reversed ? x.count - 1 - step : step;
+    acc_t* __restrict slot = x.at(index) + first;
+    const acc_t* __restrict last = x.at(reversed ? index + 1 : index - 1) + first;
+    if (!x.state.decayed) {
+      for (int64_t i = 0; i < count; ++i) slot[i] += last[i];
+      continue;
     }
-  });
+    const acc_t kept = x.at(index)[x.state.size()];
+    alignas(64) acc_t faded[kScanPart];
+    for (int64_t i = 0; i < count; ++i) faded[i] = kept * last[i];
+    for (int64_t i = 0; i < count; ++i) slot[i] += faded[i];
+  }
 }
 
 template void scan_slots(const Slots<float>&, bool, int64_t);
@@ -38,9 +30,14 @@ template void scan_slots(const Slots<double>&, bool, int64_t);
 
 namespace {
 
-// The matrices of a chunk, a row for each position.
+using ForwardTask = Task<LinearAttentionForward>;
+
+// A task, and the matrices of a chunk, with a row for each position.
 template <typename acc_t>
-struct ForwardScratch {
+struct ForwardHead {
+  const LinearAttentionForward& p;
+  const LinearAttentionShape& n;
+  const Dtype dtype;
   State<acc_t> state;          // M, z
   Matrix<acc_t> q, k;          // phi(q), phi(k) (kChunk,D); k of a long chunk goes on over k_transposed
   Matrix<acc_t> k_transposed;  // (D,kChunk)
@@ -51,8 +48,11 @@ struct ForwardScratch {
   Matrix<acc_t> partial;       // sums along rows before their lanes are added (kChunk,kTileLanes)
   ChunkDecays<acc_t> decays;
 
-  ForwardScratch(Arena& arena, const LinearAttentionShape& n)
-      : state(forward_state(n), segment_step(n, n.T), n.causal ? Reading::Chunks : Reading::Ends, arena),
+  ForwardHead(Arena& arena, const ForwardTask& task)
+      : p(task.p),
+        n(p.shape),
+        dtype(task.dtype),
+        state(state_shape(n, false), segment_step(n, n.T), n.causal ? Reading::Chunks : Reading::Ends, arena),
         q(arena, kChunk, n.D),
         k(arena, kChunk, n.D),
         k_transposed(arena, padded_columns(n.D), kChunk),
@@ -62,237 +62,160 @@ struct ForwardScratch {
         scores(arena, kChunk, kChunk),
         partial(arena, kChunk, kTileLanes),
         decays(arena, n) {}
+
+  // ---- keys
+
+  // phi(k), v and decays of a chunk of keys, or phi(k) and v of a long one.
+  MEMCHECK_INLINE void load_keys(int64_t t, int64_t count) {
+    const MatrixPlace keys = rows_at(dtype, p.k, 0, 0, t);
+    const MatrixPlace v_place = rows_at(dtype, p.v, 0, 0, t);
+    const bool direct = lies_as_scratch<acc_t>(dtype, v_place, n.Dv);
+    values = direct ? in_memory<acc_t>(v_place) : v;
+    if (!direct) load_rows(dtype, v_place, count, n.Dv, v.data, v.stride);
+    load_features(n, dtype, keys, count, {}, {}, k);
+    next = {rows_after(dtype, keys, count, n.D), rows_after(dtype, v_place, count, n.Dv), count};
+    decays.load(p.decay, t, count);
+  }
+
+  // M += phi(k)^T v and z += phi(k), after what decays leave of both. Leaves phi(k) scaled.
+  MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only) {
+    if (n.decayed) scale_rows(k, {0, count}, decays.out);
+    state.fade(decays.all);
+    state.add_chunk(count, k.factor(0), values, nullptr, k.data, sums_only, &next);
+    if (!sums_only) state.refresh();
+  }
+
+  // ---- queries
+
+  // inverse = 1 / den of each row: phi(q).z of the keys before, in the state, and the scores of the keys at hand.
+  MEMCHECK_INLINE void inverse_denominators(Range rows, bool keys_at_hand, acc_t* inverse) const {
+    const acc_t* z = state.vector_of(state.seen);
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      alignas(64) acc_t sums[kTileLanes] = {};
+      if (keys_at_hand)
+        for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] = scores.row(row)[lane];
+      for (int64_t i = 0; i < q.stride; i += kTileLanes)
+        for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] += q.row(row)[i + lane] * z[i + lane];
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) partial.row(row)[lane] = sums[lane];
+    }
+    sum_lanes(rows.end, partial, inverse);
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(p.eps));
+  }
+
+  // y of rows of a chunk, from the state and, causal, from the keys of the chunk.
+  MEMCHECK_INLINE void attend(const ChunkQueries& queries) {
+    const Range rows = queries.rows;
+    const int64_t first = rows.begin;
+    const MatrixPlace q_place = queries.place(dtype, p.q);
+    const MatrixPlace y_place = queries.place(dtype, p.y);
+    const bool direct = lies_as_scratch<acc_t>(dtype, y_place, n.Dv);
+    const Matrix<acc_t> to = direct ? in_memory<acc_t>(y_place) : y;
+    load_features(n, dtype, q_place, rows.count(), {}, {}, q.rows_from(first));
+    NextPair next_queries{rows_after(dtype, q_place, kChunk, n.D), {}, rows.count()};
+    TileTerm<acc_t> seen{};
+    if (n.causal) {
+      multiply_visible(q, rows, n.D, k_transposed, scores);
+      mask_later_keys(scores, rows);
+      seen = term(first, scores.factor(first), values);
+    }
+    if (n.decayed) {
+      scale_scores(scores, rows, decays.between);
+      scale_rows(q, rows, decays.into);
+    }
+    alignas(64) acc_t inverse[kChunk];
+    if (n.normalize) inverse_denominators(rows, n.causal, inverse);
+    tile_rows<acc_t>(rows.count(), y.stride, term(n.D, q.factor(first), state.seen), seen,
+                     n.normalize ? inverse + first : nullptr, to.result(0), &next_queries);
+    if (!direct) store_rows(dtype, y_place, rows.count(), n.Dv, to.data, to.stride);
+  }
+
+  // Causal: queries and keys of the same positions. The state then has all keys if they are the last and it is wanted.
+  MEMCHECK_INLINE void attend_along(Range keys) {
+    for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
+      const int64_t count = std::min(kChunk, keys.end - t);
+      if (t > keys.begin && state.begins_at(t)) state.end_segment();
+      load_keys(t, count);
+      ChunkQueries queries = queries_along(n, t, count);
+      if (queries.rows.count() > 0) {
+        transpose_rows(k.data, k.stride, count, k.stride, k_transposed.data, kChunk);
+        for (; queries.head < n.H; ++queries.head) attend(queries);
+      }
+      if (t + kChunk < keys.end || (p.last && keys.end == n.T)) add_keys(count, false);
+    }
+  }
+
+  // Queries that all see what the state holds.
+  MEMCHECK_INLINE void attend_to_all(Range queries) {
+    for (int64_t head = 0; head < n.H; ++head)
+      for (int64_t s = queries.begin; s < queries.end; s += kChunk)
+        attend({head, s, {0, std::min(kChunk, queries.end - s)}});
+  }
+
+  // A step: the state from memory is added to the sum of the new keys.
+  MEMCHECK_INLINE void add_initial() {
+    add_rows(p.initial.m, n.D, n.Dv, y, state.seen.data);
+    add_rows(p.initial.z, 1, n.D, q, state.vector_of(state.seen));
+  }
+
+  // Adds rows of a matrix in memory to rows of the state. `rows` is scratch for a chunk of them.
+  MEMCHECK_INLINE void add_rows(const Strided<4>& from, int64_t count, int64_t columns, const Matrix<acc_t>& rows,
+                                acc_t* to) const {
+    for (int64_t first = 0; first < count; first += kChunk) {
+      const int64_t some = std::min(kChunk, count - first);
+      load_rows(acc_dtype<acc_t>(), rows_at(acc_dtype<acc_t>(), from, 0, 0, first), some, columns, rows.data,
+                rows.stride);
+      for (int64_t i = 0; i < some * rows.stride; ++i) to[first * rows.stride + i] += rows.data[i];
+    }
+  }
+
+  MEMCHECK_INLINE void run(const ForwardTask& task) {
+    const Slots<acc_t> slots = slots_of<acc_t>(p, false);
+    const bool whole = task.phase == Phase::Whole;
+    const Range keys = task.keys();
+    const bool continues = p.initial && keys.begin == 0 && n.causal;
+    state.start_from(task.phase == Phase::Queries ? slots.at(n.causal ? task.piece - 1 : slots.count - 1) : nullptr);
+    if (continues) state.load(p.initial, 1);
+    // Causal, in the chunks of attend_along.
+    if (task.phase == Phase::KeySums || (whole && !n.causal))
+      sum_keys(*this, state, keys, n.causal ? kChunk : kLongChunk);
+    if (task.phase == Phase::KeySums) return state.store_segment(slots.at(task.piece), continues);
+    if (n.causal) {
+      attend_along(keys);
+    } else {
+      if (whole) state.end_segment();
+      if (p.initial) add_initial();
+      attend_to_all(whole ? Range{0, n.S} : segment_range(n, n.S, task.piece));
+    }
+    if (p.last && keys.end == n.T) state.store(p.last, 1);
+  }
 };
 
-// ---- keys
-
-// phi(k), v and decays of a chunk of keys, or phi(k) and v of a long one.
 template <typename acc_t>
-MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, int64_t t, int64_t count,
-                               ForwardScratch<acc_t>& x) {
-  const LinearAttentionShape& n = p.shape;
-  const MatrixPlace keys = rows_at(dtype, p.k, task.b, task.key_head, t);
-  const MatrixPlace values = rows_at(dtype, p.v, task.b, task.key_head, t);
-  const bool direct = lies_as_scratch<acc_t>(dtype, values, n.Dv);
-  x.values = direct ? in_memory<acc_t>(values) : x.v;
-  if (!direct) load_rows(dtype, values, count, n.Dv, x.v.data, x.v.stride);
-  load_features(n, dtype, keys, count, {}, {}, x.k);
-  x.next = {rows_after(dtype, keys, count, n.D), rows_after(dtype, values, count, n.Dv), count};
-  x.decays.load(p.decay, task, t, count);
+MEMCHECK_INLINE void run_forward_body(const ForwardTask& task, Arena arena) {
+  if (task.phase == Phase::KeyScan) return scan_slots(slots_of<acc_t>(task.p, false), false, task.piece);
+  ForwardHead<acc_t>(arena, task).run(task);
 }
 
-// M += phi(k)^T v and z += phi(k), after what decays leave of both. Leaves phi(k) scaled.
-template <typename acc_t>
-MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only, ForwardScratch<acc_t>& x) {
-  if (x.state.shape.decayed) scale_rows(x.k, {0, count}, x.decays.out);
-  x.state.fade(x.decays.all);
-  x.state.add_chunk(count, x.k.factor(0), x.values, nullptr, x.k.data, sums_only, &x.next);
-  if (!sums_only) x.state.refresh();
-}
-
-// Leaves the last segment open. Causal, in the chunks of attend_along.
-template <typename acc_t>
-MEMCHECK_INLINE void sum_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range keys,
-                              ForwardScratch<acc_t>& x) {
-  const int64_t step = p.shape.causal ? kChunk : kLongChunk;
-  for (int64_t t = keys.begin; t < keys.end; t += step) {
-    if (t > keys.begin && x.state.begins_at(t)) x.state.end_segment();
-    const int64_t count = std::min(step, keys.end - t);
-    load_keys(p, dtype, task, t, count, x);
-    add_keys(count, true, x);
-  }
-}
-
-// ---- queries
-
-// inverse = 1 / den of each row: phi(q).z of the keys before, in the state, and the scores of the keys at hand.
-template <typename acc_t>
-MEMCHECK_INLINE void inverse_denominators(const ForwardScratch<acc_t>& x, Range rows, bool keys_at_hand, double eps,
-                                          acc_t* inverse) {
-  const acc_t* z = x.state.vector_of(x.state.seen);
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    alignas(64) acc_t sums[kTileLanes] = {};
-    if (keys_at_hand)
-      for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] = x.scores.row(row)[lane];
-    for (int64_t i = 0; i < x.q.stride; i += kTileLanes)
-      for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] += x.q.row(row)[i + lane] * z[i + lane];
-    for (int64_t lane = 0; lane < kTileLanes; ++lane) x.partial.row(row)[lane] = sums[lane];
-  }
-  sum_lanes(rows.end, x.partial, inverse);
-  for (int64_t row = rows.begin; row < rows.end; ++row)
-    inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(eps));
-}
-
-// y of rows of a chunk, from the state and from the `keys` keys at hand.
-template <typename acc_t>
-MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, const ChunkQueries& queries, int64_t keys,
-                            ForwardScratch<acc_t>& x) {
-  const LinearAttentionShape& n = p.shape;
-  const Range rows = queries.rows;
-  const int64_t first = rows.begin;
-  const MatrixPlace q_place = queries.place(dtype, p.q);
-  const MatrixPlace y_place = queries.place(dtype, p.y);
-  const bool direct = lies_as_scratch<acc_t>(dtype, y_place, n.Dv);
-  const Matrix<acc_t> y = direct ? in_memory<acc_t>(y_place) : x.y;
-  load_features(n, dtype, q_place, rows.count(), {}, {}, x.q.rows_from(first));
-  NextPair next{rows_after(dtype, q_place, kChunk, n.D), {}, rows.count()};
-  TileTerm<acc_t> seen{};
-  if (keys > 0) {
-    multiply_visible(x.q, rows, n.D, x.k_transposed, x.scores);
-    mask_later_keys(x.scores, rows);
-    seen = term(first, x.scores.factor(first), x.values);
-  }
-  if (n.decayed) {
-    scale_scores(x.scores, rows, x.decays.between);
-    scale_rows(x.q, rows, x.decays.into);
-  }
-  alignas(64) acc_t inverse[kChunk];
-  if (n.normalize) inverse_denominators(x, rows, keys > 0, p.eps, inverse);
-  tile_rows<acc_t>(rows.count(), x.y.stride, term(n.D, x.q.factor(first), x.state.seen), seen,
-                   n.normalize ? inverse + first : nullptr, y.result(0), &next);
-  if (!direct) store_rows(dtype, y_place, rows.count(), n.Dv, y.data, y.stride);
-}
-
-// Causal: queries and keys of the same positions. The state then has all keys if they are the last and it is wanted.
-template <typename acc_t>
-MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range keys,
-                                  ForwardScratch<acc_t>& x) {
-  const LinearAttentionShape& n = p.shape;
-  const Range heads = query_heads(n, task);
-  for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
-    const int64_t count = std::min(kChunk, keys.end - t);
-    const int64_t s = t - (n.T - n.S);
-    if (t > keys.begin && x.state.begins_at(t)) x.state.end_segment();
-    load_keys(p, dtype, task, t, count, x);
-    if (s + count > 0) {
-      transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
-      for (int64_t head = heads.begin; head < heads.end; ++head)
-        attend(p, dtype, {task.b, head, s, {std::max<int64_t>(-s, 0), count}}, count, x);
-    }
-    if (t + kChunk < keys.end || (p.last && keys.end == n.T)) add_keys(count, false, x);
-  }
-}
-
-// Queries that all see what the state holds.
-template <typename acc_t>
-MEMCHECK_INLINE void attend_to_all(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range queries,
-                                   ForwardScratch<acc_t>& x) {
-  const Range heads = query_heads(p.shape, task);
-  for (int64_t head = heads.begin; head < heads.end; ++head)
-    for (int64_t s = queries.begin; s < queries.end; s += kChunk)
-      attend(p, dtype, {task.b, head, s, {0, std::min(kChunk, queries.end - s)}}, 0, x);
-}
-
-// ---- tasks of the forward
-
-template <typename acc_t>
-MEMCHECK_INLINE void forward_task(const Pass<LinearAttentionForward>& pass, const Task& task,
-                                  ForwardScratch<acc_t>& x) {
-  const LinearAttentionForward& p = pass.p;
-  const LinearAttentionShape& n = p.shape;
-  const Slots<acc_t> slots(p.states, n, 0, key_slots(n), x.state.shape);
-  const bool whole = pass.phase == Phase::Whole;
-  const Range keys = whole ? Range{0, n.T} : segment_range(n, n.T, task.segment);
-  const int64_t seen = n.causal ? task.segment - 1 : slots.slots - 1;
-  x.state.start_from(pass.phase == Phase::Queries ? slots.at(n, task, seen) : nullptr);
-  const bool continues = p.initial && keys.begin == 0;
-  if (continues) x.state.load(p.initial, task, false, 1);
-  if (pass.phase == Phase::KeySums || (whole && !n.causal)) sum_keys(p, pass.dtype, task, keys, x);
-  if (pass.phase == Phase::KeySums) return x.state.store_segment(slots.at(n, task, task.segment), continues);
-  if (n.causal) {
-    attend_along(p, pass.dtype, task, keys, x);
-    if (p.last && keys.end == n.T) x.state.store(p.last, task, false, 1);
-    return;
-  }
-  if (whole) x.state.end_segment();
-  attend_to_all(p, pass.dtype, task, whole ? Range{0, n.S} : segment_range(n, n.S, task.segment), x);
-}
-
-template <typename acc_t>
-MEMCHECK_INLINE void forward_tasks_body(const Pass<LinearAttentionForward>& pass, int64_t begin, int64_t end,
-                                        int worker) {
-  Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
-  ForwardScratch<acc_t> x(arena, pass.p.shape);
-  for (int64_t index = begin; index < end; ++index) forward_task(pass, pass.task(index), x);
-}
-
-MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks,
-                       (const Pass<LinearAttentionForward>& pass, int64_t begin, int64_t end, int worker),
-                       (pass, begin, end, worker))
-
-template <typename acc_t>
-void run_forward(const LinearAttentionForward& p, Dtype dtype, Phase phase, int64_t pieces) {
-  const Pass<LinearAttentionForward> pass{p, dtype, phase, pieces, 0, scratch_bytes<ForwardScratch<acc_t>>(p.shape)};
-  parallel_tasks(p.shape.B * p.shape.Hkv * pieces, useful_threads(p.shape, p.threads),
-                 [&](int64_t begin, int64_t end, int worker) { forward_tasks<acc_t>(pass, begin, end, worker); });
-}
-
-// ---- one step
-
-// Adds rows of a matrix in memory to rows of the state. `rows` is scratch for a chunk of them.
-template <typename acc_t>
-MEMCHECK_INLINE void add_rows(Dtype acc, const Strided<4>& from, const Task& task, int64_t count, int64_t columns,
-                              const Matrix<acc_t>& rows, acc_t* to) {
-  for (int64_t first = 0; first < count; first += kChunk) {
-    const int64_t some = std::min(kChunk, count - first);
-    load_rows(acc, rows_at(acc, from, task.b, task.key_head, first), some, columns, rows.data, rows.stride);
-    for (int64_t i = 0; i < some * rows.stride; ++i) to[first * rows.stride + i] += rows.data[i];
-  }
-}
-
-// The new keys are summed, the state from memory is added, the queries of the group read it, and it goes back.
-template <typename acc_t>
-MEMCHECK_INLINE void step_task(const LinearAttentionStep& p, Dtype dtype, const Task& task, ForwardScratch<acc_t>& x) {
-  const LinearAttentionShape& n = p.shape;
-  const Dtype acc = dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32;
-  const LinearAttentionForward forward{n, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr, p.threads};
-  State<acc_t>& state = x.state;
-  const auto place = [&](const Strided<4>& whole) { return rows_at(acc, whole, task.b, task.key_head, 0); };
-  state.clear();
-  sum_keys(forward, dtype, task, {0, n.T}, x);
-  state.end_segment();
-  add_rows(acc, p.m, task, n.D, n.Dv, x.y, state.seen.data);
-  add_rows(acc, p.z, task, 1, n.D, x.q, state.vector_of(state.seen));
-  attend_to_all(forward, dtype, task, {0, 1}, x);
-  store_rows(acc, place(p.new_m), n.D, n.Dv, state.seen.data, state.seen.stride);
-  store_rows(acc, place(p.new_z), 1, n.D, state.vector_of(state.seen), padded_columns(n.D));
-}
-
-template <typename acc_t>
-MEMCHECK_INLINE void step_tasks_body(const Pass<LinearAttentionStep>& pass, int64_t begin, int64_t end, int worker) {
-  Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
-  ForwardScratch<acc_t> x(arena, pass.p.shape);
-  for (int64_t index = begin; index < end; ++index) step_task(pass.p, pass.dtype, pass.task(index), x);
-}
-
-MEMCHECK_PER_CPU_LEVEL(acc_t, step_tasks,
-                       (const Pass<LinearAttentionStep>& pass, int64_t begin, int64_t end, int worker),
-                       (pass, begin, end, worker))
+MEMCHECK_PER_CPU_LEVEL(acc_t, run_forward, (const ForwardTask& task, Arena arena), (task, arena))
 
 }  // namespace
 
 int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
-  return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<ForwardScratch<decltype(acc)>>(n); });
+  ForwardTask task{{}, dtype, Phase::Whole, 0};
+  task.p.shape = n;
+  return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<ForwardHead<decltype(acc)>>(task); });
 }
 
 void forward(const LinearAttentionForward& p, Dtype dtype) {
-  with_acc_type(dtype, [&](auto acc) {
-    using acc_t = decltype(acc);
-    const LinearAttentionShape& n = p.shape;
-    if (!splits(n, p.threads)) return run_forward<acc_t>(p, dtype, Phase::Whole, 1);
-    run_forward<acc_t>(p, dtype, Phase::KeySums, key_slots(n));
-    scan_slots(Slots<acc_t>(p.states, n, 0, key_slots(n), forward_state(n)), false, useful_threads(n, p.threads));
-    run_forward<acc_t>(p, dtype, Phase::Queries, query_segments(n));
-  });
-}
-
-void step(const LinearAttentionStep& p, Dtype dtype) {
-  with_acc_type(dtype, [&](auto acc) {
-    using acc_t = decltype(acc);
-    const Pass<LinearAttentionStep> pass{p, dtype, Phase::Whole, 1, 0, scratch_bytes<ForwardScratch<acc_t>>(p.shape)};
-    parallel_tasks(p.shape.B * p.shape.Hkv, useful_threads(p.shape, p.threads),
-                   [&](int64_t begin, int64_t end, int worker) { step_tasks<acc_t>(pass, begin, end, worker); });
-  });
+  Deal deal(p.shape, p.threads);
+  // A step has no memory for states of segments.
+  if (p.initial && !p.shape.causal) deal.keep_whole();
+  const int64_t bytes = forward_scratch_bytes(deal.longest, dtype);
+  for (const Phase phase : {Phase::Whole, Phase::KeySums, Phase::KeyScan, Phase::Queries})
+    run_pass(p, dtype, deal, phase, [&](const ForwardTask& task, int worker) {
+      with_acc_type(dtype, [&](auto acc) { run_forward<decltype(acc)>(task, arena_of(p.scratch, bytes, worker)); });
+    });
 }
 
 }  // namespace memcheck::linear_cpu
