@@ -9,6 +9,7 @@
 
 #include "common/arena.h"
 #include "common/formulas.h"
+#include "common/half.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/sequence_tasks.h"
@@ -465,38 +466,47 @@ MEMCHECK_INLINE void scale_scores(const Matrix<acc_t>& scores, Range rows, const
 
 // ---- features
 
-template <typename acc_t>
-MEMCHECK_INLINE void map_lanes(const acc_t* __restrict from, acc_t* __restrict to) {
-  for (int64_t lane = 0; lane < kTileLanes; ++lane) to[lane] = elu_plus_one(from[lane], exp_minus_abs(from[lane]));
-}
-
-// phi of a line, into another line or in place, with zeros in the columns that pad it.
-template <typename acc_t>
-MEMCHECK_INLINE void map_line(const acc_t* from, int64_t columns, int64_t padded, acc_t* to) {
-  for (int64_t column = 0; column < padded; column += kTileLanes) {
-    if (from == to) {
-      alignas(64) acc_t x[kTileLanes];
-      for (int64_t lane = 0; lane < kTileLanes; ++lane) x[lane] = from[column + lane];
-      map_lanes(x, to + column);
-    } else {
-      map_lanes(from + column, to + column);
-    }
+template <typename from_t, typename acc_t>
+MEMCHECK_INLINE void map_lanes(const from_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+    const acc_t x = from[lane];
+    to[lane] = elu_plus_one(x, exp_minus_abs(x));
   }
-  for (int64_t i = columns; i < padded; ++i) to[i] = acc_t(0);
 }
 
-// phi(x) of some rows (rows,D). Prefetches the rows of two matrices meanwhile.
+// phi of a line in place, with zeros in the columns that pad it.
+template <typename acc_t>
+MEMCHECK_INLINE void map_in_place(int64_t columns, int64_t padded, acc_t* line) {
+  for (int64_t column = 0; column < padded; column += kTileLanes) {
+    alignas(64) acc_t x[kTileLanes];
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) x[lane] = line[column + lane];
+    map_lanes(x, line + column);
+  }
+  for (int64_t i = columns; i < padded; ++i) line[i] = acc_t(0);
+}
+
+// phi(x) of some rows (rows,D). Prefetches the rows of two matrices meanwhile. Full lines are read where they lie.
 template <typename acc_t>
 MEMCHECK_INLINE void load_features(const LinearAttentionShape& n, Dtype dtype, const MatrixPlace& x, int64_t rows,
                                    const NextRows& next, const NextRows& other_next, const Matrix<acc_t>& to) {
   const bool identity = n.feature_map == FeatureMap::Identity;
-  const bool direct = !identity && lies_as_scratch<acc_t>(dtype, x, n.D);
-  if (!direct) load_rows(dtype, x, rows, n.D, to.data, to.stride);
-  const Matrix<acc_t> from = direct ? in_memory<acc_t>(x) : to;
+  const bool full = !identity && x.column_stride == 1 && n.D == to.stride;
+  const bool direct = full && dtype == acc_dtype<acc_t>(), direct_half = full && dtype == Dtype::BFloat16;
+  const auto map_row = [&](const auto* from, acc_t* line) MEMCHECK_INLINE_LAMBDA {
+    for (int64_t column = 0; column < n.D; column += kTileLanes) map_lanes(from + column, line + column);
+  };
+  if (!direct && !direct_half) load_rows(dtype, x, rows, n.D, to.data, to.stride);
   for (int64_t row = 0; row < rows; ++row) {
     next.prefetch(row);
     other_next.prefetch(row);
-    if (!identity) map_line(from.row(row), n.D, to.stride, to.row(row));
+    const int64_t first = row * x.row_stride;
+    if (direct) {
+      map_row(static_cast<const acc_t*>(x.data) + first, to.row(row));
+    } else if (direct_half) {
+      map_row(static_cast<const BFloat16*>(x.data) + first, to.row(row));
+    } else if (!identity) {
+      map_in_place(n.D, to.stride, to.row(row));
+    }
   }
 }
 
