@@ -80,8 +80,9 @@ struct LinearAttentionBackward {
   Strided<4> grad_q;  // (B,H,S,D), null if not wanted, as the next two
   Strided<4> grad_k;  // (B,Hkv,T,D)
   Strided<4> grad_v;  // (B,Hkv,T,Dv)
-  // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den. CUDA (1+parts,B,H,S): 1 / den, then grad_y.y; behind them,
-  // if it decays, phi(k).(grad phi(k)) of each key (parts,B,Hkv,T), and sums of the gradients of decays.
+  // CPU (2,H/Hkv,S) of each key head: 1 / den, then delta = (grad_y.y) / den. CUDA (1+parts,B,H,S): 1 / den,
+  // then grad_y.y; behind them, if it decays, phi(k).(grad phi(k)) of each key (parts,B,Hkv,T), and sums of the
+  // gradients of decays.
   void* rows;
   void* states;           // the plan's backward_states_bytes
   void* scratch;          // the plan's backward_scratch_bytes

@@ -147,9 +147,7 @@ int64_t Deal::tasks(Phase phase) const {
 }
 
 int64_t Deal::workers() const {
-  int64_t most = 0;
-  for (int phase = 0; phase < kPhases; ++phase) most = std::max(most, tasks(static_cast<Phase>(phase)));
-  return parallel_workers(most, threads);
+  return parallel_workers(std::max({tasks(Phase::Whole), tasks(Phase::Queries), tasks(Phase::Keys)}), threads);
 }
 
 double Deal::work_of(Phase phase, int64_t task) const {
@@ -169,6 +167,7 @@ int64_t Deal::row_bytes(Dtype dtype) const {
 }
 
 int64_t Deal::heads_with_rows() const {
+  if (!n.sequences) return heads;
   const int64_t whole = tasks(Phase::Whole) == 0 ? 0 : parallel_workers(tasks(Phase::Whole), threads);
   return std::max(whole, static_cast<int64_t>(cut.size()));
 }

@@ -134,13 +134,13 @@ struct Deal {
   void keep_whole();
   bool is_cut(const LinearAttentionShape& head) const;
   int64_t tasks(Phase phase) const;
-  int64_t workers() const;
+  int64_t workers() const;  // that need scratch, the most of any pass
   double work_of(Phase phase, int64_t task) const;
 
   // Bytes of one head: states if it is cut, and 1 / den and delta of its queries.
   int64_t state_bytes(Dtype dtype, bool backward) const;
   int64_t row_bytes(Dtype dtype) const;
-  int64_t heads_with_rows() const;  // at the same time
+  int64_t heads_with_rows() const;  // at the same time: all of a dense batch
 };
 
 int64_t pieces_of(Phase phase, const LinearAttentionShape& head);
@@ -159,7 +159,8 @@ void run_pass(const Params& batch, Dtype dtype, const Deal& deal, Phase phase, c
     // No key needs the sum of the first segment's queries: there is none before them.
     Task<Params> task{part_of(batch, head, dtype), dtype, phase, piece + (phase == Phase::QuerySums ? 1 : 0)};
     task.p.states = static_cast<char*>(batch.states) + place * state_bytes;
-    if constexpr (kBackward) task.p.rows = static_cast<char*>(batch.rows) + (whole ? worker : place) * row_bytes;
+    if constexpr (kBackward)
+      task.p.rows = static_cast<char*>(batch.rows) + (whole && deal.n.sequences ? worker : place) * row_bytes;
     run(task, worker);
   };
   const auto work_of = [&](int64_t index) { return deal.work_of(phase, index); };
