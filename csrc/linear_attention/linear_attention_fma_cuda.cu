@@ -429,10 +429,12 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const Chunk& chunk,
 // ---- a block
 
 // Calls move(k, column, number) for the numbers of the block's state, and move_sum(i, number) for those of its vector.
+// Unrolled, these loops take registers that the scan then spills.
 template <typename acc_t, typename Move, typename MoveSum>
 __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state,
                                           const Move& move, const MoveSum& move_sum) {
   constexpr int kSize = kTileSize<acc_t>;
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < scan.depth * kSize; i += kThreads<acc_t>) {
     const int64_t column = work.part * kSize + i % kSize;
     if (column < scan.width) move(i / kSize, column, state.row(i / kSize)[i % kSize]);
@@ -440,6 +442,7 @@ __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work
   acc_t* vector = scan.forms_output() ? state.sums : state.vector;
   const int64_t first = scan.forms_output() ? 0 : work.part * kSize;
   const int64_t count = scan.forms_output() ? scan.depth : min(scan.width - first, int64_t{kSize});
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < count; i += kThreads<acc_t>) move_sum(first + i, vector[i]);
   __syncthreads();
 }
@@ -456,6 +459,7 @@ __device__ __forceinline__ void run_work(const Scan& scan, ScanShared<acc_t, kLi
   const int sums = s.ranges.column_chunks(kLines);
   const int steps = sums + s.ranges.row_chunks(kLines);
   const auto each = [&](const auto& move, const auto& move_sum) { for_state(scan, work, state, move, move_sum); };
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < numbers; i += kThreads<acc_t>) memory[i] = 0;
   if (threadIdx.x < kSize) s.vector[threadIdx.x] = 0;
   __syncthreads();
