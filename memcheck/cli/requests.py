@@ -257,7 +257,6 @@ class Predict(PredictedModel, OfTwoLengths):
 class Published(Printed):
     """Sets our figures beside published tables: those of result folders, or by formula without a run.
 
-    memcheck published
     memcheck published results/ --plot ratios.png
     memcheck published --predict
     memcheck published mlp --predict --limit 50

@@ -176,7 +176,10 @@ def state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> C
     check_int(op, f"{name}.factor", state.factor)
     if factor != state.factor:
         raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    check_int(op, f"{name}.positions", state.positions, 0, factor - 1)
+    check_int(op, f"{name}.positions", state.positions)
+    if not 0 <= state.positions < factor:
+        rule = f"from 0 to factor - 1 = {factor - 1}"
+        raise ValueError(f"{op}: {name}.positions must be {rule}, got {state.positions}")
     check_rank(op, f"{name}.kc", state.kc, "(B,Hkv,C,D)", 4)
     B, Hkv, _, D = k.shape
     blocks, sums = (B, Hkv, state.kc.shape[2], D), (B, Hkv, D)
