@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memcheck.report.plots.style import distinct_styles, in_house_style, look_of, new_panels, written
 from memcheck.studies.field import UNITS, Result
@@ -28,14 +28,22 @@ def field_figure(results: Mapping[str, Sequence[Result]]) -> Figure:
         pairs = [(row.published * UNITS[row.unit] / GIB, (row.predicted or 0) * UNITS[row.unit] / GIB) for row in rows]
         look = look_of(styles[name], ms=4)
         sizes.plot(*zip(*pairs, strict=True), alpha=0.6, mec="none", label=f"{name}: {len(rows):,}", **look)
-        off = sorted(max(100 * abs(row.error or 0), SMALLEST_PERCENT) for row in rows)
-        shares = [100 * number / len(off) for number in range(1, len(off) + 1)]
-        errors.plot(off, shares, color=styles[name].colour, drawstyle="steps-post", label=name)
+        draw_shares(errors, [row.error or 0 for row in rows], name, color=styles[name].colour)
+        for tool in sorted({tool for row in rows for tool in row.others}):
+            theirs = [row.others[tool] for row in rows if tool in row.others]
+            draw_shares(errors, theirs, f"{name} by {tool}", color=styles[name].colour, ls="--")
     finish(sizes, errors)
     return figure
 
 
 plot_field = written(field_figure)
+
+
+def draw_shares(ax: Axes, errors: Sequence[float], label: str, **look: Any) -> None:
+    """For each size of an error, the share of rows whose error is at most that."""
+    percent = sorted(max(100 * abs(error), SMALLEST_PERCENT) for error in errors)
+    shares = [100 * number / len(percent) for number in range(1, len(percent) + 1)]
+    ax.plot(percent, shares, drawstyle="steps-post", label=label, **look)
 
 
 def finish(sizes: Axes, errors: Axes) -> None:
@@ -47,6 +55,7 @@ def finish(sizes: Axes, errors: Axes) -> None:
     sizes.set_xlabel("measured, GiB")
     sizes.set_ylabel("predicted, GiB")
     sizes.legend(frameon=False)
+    errors.legend(frameon=False, loc=(0.03, 0.3))
     errors.set_xscale("log")
     errors.set_xlabel("error at most, %")
     errors.set_ylabel("rows, %")

@@ -15,6 +15,7 @@ from memcheck.core.errors import UsageError
 from memcheck.report.tables import data_rows
 from memcheck.studies.field import (
     ALLOCATED,
+    FOLDER,
     NVIDIA_SMI,
     NotPredicted,
     Published,
@@ -28,6 +29,8 @@ from memcheck.studies.field import (
     write_results,
 )
 from memcheck.studies.field_plot import plot_field
+
+in_a_checkout = pytest.mark.skipif(not FOLDER.is_dir(), reason="an installed package has no studies of GPUs")
 
 
 def row(name: str = "one", figure: str = "2.00", **fields: object) -> Published:
@@ -86,6 +89,7 @@ def test_the_summary_names_what_is_off() -> None:
     assert "without a doubt: r2 (-2.0 %), r1 (+1.0 %)." in " ".join(table.notes)
 
 
+@in_a_checkout
 def test_an_unknown_study_is_refused() -> None:
     with pytest.raises(UsageError, match=r"nonsense is unknown; known: .*mlp"):
         study_named("nonsense")
@@ -101,6 +105,7 @@ def test_a_sample_of_a_study_from_the_command_line(tmp_path: Path, capsys) -> No
     assert "--limit is for the predictions of a study" in capsys.readouterr().err
 
 
+@in_a_checkout
 def test_runs_of_timm_that_failed_are_left_out() -> None:
     rows = study_named("timm").rows(None)
     assert len(rows) == 2595
