@@ -596,7 +596,7 @@ def test_autocast() -> None:
         ({"q": torch.ones(2, 4, 20, 20)}, ValueError, "q must be .* S <= T, got S = 20 and T = 12"),
         ({"k_sum": torch.ones(2, 2, 3)}, ValueError, r"initial_state.k_sum must be .* = \[2, 2, 20\] to match k"),
         ({"kc": torch.ones(2, 2, 1, 20).double()}, TypeError, "initial_state.kc must be float32 to match k"),
-        ({"positions": 7}, ValueError, "initial_state.positions must be from 0 to 6, got 7"),
+        ({"positions": 7}, ValueError, "initial_state.positions must be from 0 to factor - 1 = 6, got 7"),
     ],
 )
 def test_a_wrong_state(changed: dict[str, Any], kind: type[Exception], message: str) -> None:
