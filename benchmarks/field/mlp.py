@@ -22,6 +22,7 @@ SAMPLES = 4096
 FAILED = "the script fails in the loss of a single output"
 EPOCHS, MOST_STEPS = 20, 10  # That are replayed, and steps of each: segments do not grow any more by then.
 SOURCE = "GPUMemNet, random MLPs"
+TORCH = "2.7"  # The oldest release with rules; the scripts are from 2024.
 
 
 def published(path: Path | None) -> list[Published]:
@@ -62,17 +63,22 @@ def layers_of(inputs: int, text: str) -> nn.Sequential:
 
 
 class Training(nn.Module):
-    """The layers with their loss."""
+    """The layers, which hand on the labels to the loss. Without labels it is torchsummary's pass, which has a graph."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
         self.layers = layers
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        y = self.layers(x)
-        if labels is None:
-            return y
-        return y, nn.functional.cross_entropy(y, labels)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        if labels is not None:
+            return self.layers(x), labels
+        with torch.enable_grad():
+            self.layers(x)
+        return None
+
+
+def loss_of(returned: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(*returned)
 
 
 def predict(row: Published) -> memcheck.Prediction:
@@ -84,8 +90,8 @@ def predict(row: Published) -> memcheck.Prediction:
         sizes = [batch, batch, *last, batch]
         given = [(torch.empty(size, inputs), torch.empty(size, dtype=torch.int64)) for size in sizes]
         summary = memcheck.Step(model, torch.empty(2, 1, inputs), backward=False)
-    program = memcheck.Program(model, [summary, *given], optimizer="adam")
-    place = memcheck.Place(row.gpu, drop_workspaces=False).resolved()
+    program = memcheck.Program(model, [summary, *given], loss=loss_of, optimizer="adam")
+    place = memcheck.Place(row.gpu, torch_version=TORCH, drop_workspaces=False).resolved()
     prediction = predict_last(program, place)
     assert prediction.trace is not None
     # The trace: the summary, the first step, another two, the last of an epoch, and the first of the next one.

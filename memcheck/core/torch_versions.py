@@ -40,6 +40,16 @@ FUSED_RMS_NORM = TorchChange(
     "On CUDA rms_norm is one kernel, which keeps its input and a number for each row.",
     "aten/src/ATen/native/cuda/layer_norm_kernel.cu",
 )
+LT_WORKSPACE_KEPT = TorchChange(
+    (2, 9),
+    "cublasLt's workspace of 1 MiB is kept for each thread and stream; before, each call allocated it.",
+    "aten/src/ATen/cuda/CUDABlas.cpp, CublasHandlePool.cpp; pytorch/pytorch#156495",
+)
+LT_WORKSPACE_SHARED = TorchChange(
+    (2, 12),
+    "cublasLt uses cuBLAS's workspace.",
+    "getCUDABlasLtWorkspace in aten/src/ATen/cuda/CublasHandlePool.cpp; pytorch/pytorch#175879",
+)
 WORKSPACES_ON_BLACKWELL = TorchChange(
     (2, 12),
     "cuBLAS's workspace has 32 MiB on compute capability 10 and 12 too, not on 9 alone.",

@@ -110,7 +110,7 @@ class AllocationMode(TorchDispatchMode):
         self.operators: dict[str, None] = {}
         self.works: list[Done] = []
         self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
-        self._workspaces: dict[bool, Allocation] = {}  # Whether it is that of autograd's thread -> cuBLAS's workspace.
+        self._workspaces: dict[tuple[str, bool], Allocation] = {}  # Name, and whether it is that of autograd's thread.
         self._searched: set[str] = set()  # Algorithms that cuDNN has searched for.
         self._keeps_integers = False
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
@@ -201,8 +201,14 @@ class AllocationMode(TorchDispatchMode):
         if not call.is_view:
             self.contents.note_call(func, args, kwargs, call.outputs)
         self._name_buffers(call)
-        taken += [self._take(part) for part in scratch if not part.first]
-        self._use_library(facts.uses_cublas)
+        taken += [self._take(part) for part in scratch if not part.first and not part.kept]
+        for part in scratch:
+            if part.kept:
+                self._use_library(part.name, part.bytes)
+        if facts.uses_cublas and self.target.kind == "cuda" and self.target.has_workspaces:
+            self._use_library(WORKSPACE, self.target.cublas_workspace_bytes)
+            if self.target.has(WORKSPACE_OF_A_CALL):
+                self.drop_library_workspaces()
         for allocation in reversed(taken):
             self.log.free(allocation)
         if numbers and self.target.kind == "cpu" and torch.is_grad_enabled():
@@ -405,18 +411,14 @@ class AllocationMode(TorchDispatchMode):
         if node.startswith(DEPENDS_ON_ZEROS):
             self.note_unknown(Unlisted(f"whether {node} meets a zero"), self.phase)
 
-    def _use_library(self, used: bool) -> None:
-        """Allocates the workspace once per thread and stream, or, in newer releases, for the call alone.
+    def _use_library(self, name: str, size: int) -> None:
+        """Allocates a workspace of a library once per thread.
 
-        Autograd's thread, which runs a backward, has its own cuBLAS handle and therefore its own workspace.
+        Autograd's thread, which runs a backward, has its own cuBLAS handle and therefore its own workspaces.
         """
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not used or self.target.kind != "cuda" or not self.target.has_workspaces or in_backward in self._workspaces:
-            return
-        workspace = self.log.allocate(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
-        self._workspaces[in_backward] = workspace
-        if self.target.has(WORKSPACE_OF_A_CALL):
-            self.drop_library_workspaces()
+        key = name, torch._C._current_graph_task_id() != -1
+        if key not in self._workspaces:
+            self._workspaces[key] = self.log.allocate(name, size, is_library=True)
 
 
 @functools.cache

@@ -71,12 +71,14 @@ class Scratch:
     first: it is allocated before the outputs.
     search: names the search for the fastest algorithm that comes before it, the first time that this is wanted. After
         a search the allocator's cache is emptied.
+    kept: a library keeps it for the later calls of the thread.
     """
 
     name: str
     bytes: int
     first: bool = False
     search: str = ""
+    kept: bool = False
 
 
 class Unknown(str):

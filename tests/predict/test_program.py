@@ -14,6 +14,8 @@ from memcheck.core.checkpointing import arranged
 from memcheck.core.errors import UsageError
 from memcheck.core.optimizers import optimizer_factory
 from memcheck.core.tensors import gradients_for
+from memcheck.predict.allocator import MIB
+from memcheck.predict.operators.products import LT_WORKSPACE
 
 pytestmark = pytest.mark.cpu
 PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
@@ -257,3 +259,17 @@ def test_a_retained_graph_is_measured() -> None:
     step = Step(net(), WHOLE, optimizer="adam", loss=square, retain_graph=True)
     predicted, measured = memcheck.predict_memory(step).record, memcheck.measure_memory(step)
     assert [getattr(predicted, name) for name in PEAKS] == [getattr(measured, name) for name in PEAKS]
+
+
+@pytest.mark.parametrize(("version", "many", "kept"), [("2.8", 3, 0), ("2.11", 1, 1), ("2.13", 0, 0)])
+def test_a_product_with_a_bias_has_cublas_lts_workspace(version: str, many: int, kept: int) -> None:
+    """Of each call, then of the thread; newer releases share cuBLAS's. A product with one column has none."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 1))
+        x = torch.empty(4, 8)
+    place = Place("A100-40GB", torch_version=version, drop_workspaces=False)
+    found = memcheck.predict_memory(Step(model, x), place)
+    assert found.trace is not None
+    made = [allocation for allocation in found.trace.log.allocations if allocation.name == LT_WORKSPACE]
+    assert [allocation.bytes for allocation in made] == [MIB] * many
+    assert sum(allocation.died is None for allocation in made) == kept

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from memcheck.core.tensors import dtype_name
+from memcheck.core.torch_versions import LT_WORKSPACE_KEPT, LT_WORKSPACE_SHARED
 from memcheck.predict.operators.creation import block_copying
 from memcheck.predict.operators.facts import Facts, add, unlisted
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 ONEDNN = "what oneDNN takes in products of 16-bit matrices"
+LT_WORKSPACE, LT_WORKSPACE_BYTES = "cublasLt workspace", 2**20  # The default of CUBLASLT_WORKSPACE_SIZE.
 SMALL_PRODUCT = 400  # Matrix products with fewer multiplications use a loop instead of BLAS.
 
 
@@ -35,6 +37,15 @@ def copies_for_cublas(call: OperatorCall) -> Iterator[Scratch]:
     for operand in operands_of(call):
         if not fits_blas(operand) and not (operand.dim() == 3 and operand.is_contiguous()):
             yield Scratch("operand laid out for cuBLAS", operand.nbytes)
+    if call.name == "aten::addmm" and uses_cublas_lt(call) and not call.target.has(LT_WORKSPACE_SHARED):
+        yield Scratch(LT_WORKSPACE, LT_WORKSPACE_BYTES, kept=call.target.has(LT_WORKSPACE_KEPT))
+
+
+def uses_cublas_lt(call: OperatorCall) -> bool:
+    """Whether the product adds a bias as cublasLt's epilogue: addmm_out_cuda_impl."""
+    bias, matrix = call.self, call.mat2
+    is_bias = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == matrix.shape[1]
+    return is_bias and call.beta == 1 and min(matrix.shape) > 1 and call.target.has_workspaces
 
 
 def copies_for_blas(call: OperatorCall) -> Iterator[Scratch | Unknown]:
