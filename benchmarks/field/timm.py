@@ -164,7 +164,7 @@ def predict(row: Published) -> memcheck.Prediction:
             return prediction
         on_the_loaders_stream(prediction.trace, batch, x[0].numel())
         record = blank_record(Record, place, target_at(place))
-    return Replay(prediction.trace, step, prediction.place, record, basis=prediction.basis).prediction()
+    return Replay(prediction.trace, step, prediction.place, record).prediction()
 
 
 STUDY = Study(

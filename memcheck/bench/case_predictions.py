@@ -20,7 +20,7 @@ from memcheck.core.torch_versions import Version
 from memcheck.core.workload import Workload
 from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict.allocation_log import Trace
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
+from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target
 
 
@@ -68,7 +68,7 @@ def predict_case(
         record.backend = contender.backend(dataclasses.replace(case, device=place.for_device.kind))
     else:
         record.backend = next(filter(None, map(fused_backend, trace.operators)), contender.unfused)
-    return Replay(trace, case, place, record, basis=basis_of(trace, case.dtype, place, target)).prediction()
+    return Replay(trace, case, place, record, certainty=certainty_of(trace, case.dtype, place, target)).prediction()
 
 
 def predicted_or_skipped(case: Case, place: Place | Device | str, *, dense_grad: bool = False) -> Prediction:

@@ -1,7 +1,7 @@
 """Published measurements of GPUs like the predicted one, whose programs run the operators of a prediction.
 
-`memcheck/data/evidence_NAME.json` is written with the results of the study NAME: for each source, GPU and set of
-operators, how far off the predictions of its rows were.
+`memcheck/data/evidence_NAME.json` has, for each source, GPU and set of operators of the study NAME, how far off the
+predictions of its rows were.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,11 @@ class Evidence:
     largest: float | None
     missing: tuple[str, ...]
 
+    @property
+    def covers(self) -> bool:
+        """Whether programs like it ran, and all its operators did on such a GPU."""
+        return self.rows > 0 and not self.missing
+
     def __str__(self) -> str:
         if self.median is None or self.most is None:
             return "like no measured run"
@@ -70,11 +75,30 @@ def measured() -> tuple[Measured, ...]:
     )
 
 
+def write_evidence(name: str, found: Iterable[tuple[str, str, Sequence[str], float]]) -> None:
+    """Writes the evidence of a study. found: source, GPU, operators and error of each row."""
+    groups: dict[tuple[str, str, frozenset[str]], list[float]] = {}
+    for source, gpu, operators, error in found:
+        groups.setdefault((source, gpu, frozenset(operators)), []).append(round(error, 5))
+    entries = [
+        {"source": source, "gpu": gpu, "operators": sorted(operators), "errors": errors}
+        for (source, gpu, operators), errors in groups.items()
+    ]
+    lines = ",\n".join(map(json.dumps, entries))
+    (DATA / f"evidence_{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def operators_of_equal_rows(architecture: tuple[int, int] | None) -> frozenset[str]:
+    """Operators of programs whose every row on a GPU of the architecture was predicted as printed."""
+    here = (it for it in measured() if DEVICES[it.gpu].architecture == architecture)
+    return frozenset[str]().union(*(it.operators for it in here if not any(it.errors)))
+
+
 def evidence_of(operators: Iterable[str], architecture: tuple[int, int] | None) -> Evidence:
     """What was measured of programs like one with these operators, on GPUs of the architecture."""
     wanted = frozenset(operators)
     here = [it for it in measured() if architecture is not None and DEVICES[it.gpu].architecture == architecture]
-    like = [it for it in here if len(it.operators & wanted) >= SHARE * len(wanted)]
+    like = [it for it in here if wanted and len(it.operators & wanted) >= SHARE * len(wanted)]
     errors = sorted(abs(error) for it in like for error in it.errors)
     gpus, sources = Counter[str](), Counter[str]()
     for it in like:

@@ -31,7 +31,7 @@ from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
+from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
 
@@ -104,7 +104,8 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
             if not is_for_lack_of_data(error) and not is_of_the_target(program, place.ranks, target, left):
                 raise
             return stopped(step, place, record, error, run)
-    return Replay(trace, step, place, record, basis=basis_of(trace, record.dtype or "", place, target)).prediction()
+    certainty = certainty_of(trace, record.dtype or "", place, target)
+    return Replay(trace, step, place, record, certainty=certainty).prediction()
 
 
 def traced(program: Program, ranks: Ranks | None, target: Target, run: TraceRunner, left: LeftBehind) -> Trace:

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
-from memcheck.predict.evidence import Evidence, evidence_of
+from memcheck.predict.evidence import Evidence, evidence_of, operators_of_equal_rows
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 
@@ -68,12 +68,12 @@ class Prediction:
     """The record that a measurement would give, and how its figures are known.
 
     terms: field of the record -> its summands: name -> bytes.
-    basis: "verified": the rules were compared with measurements on this kind of device, the CPU or, for published
-        rows, an A100. "derived": the rules were only read in sources.
+    basis: "verified": the rules were compared with measurements on this kind of device: on the CPU by tests, on a GPU
+        because published runs have all these operators. "derived": the rules were only read in sources.
     unknown: descriptions of unknown allocations.
     bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
         number of concurrent threads is unknown; estimates if sizes or branches that depend on values are assumed.
-    exact: the basis is "verified" and nothing is unknown, so every figure equals the measured one.
+    exact: nothing is unknown and such predictions were equal to the byte, so every figure equals the measured one.
     steps: the predictions of a Program's steps, up to the first that does not fit.
     """
 
@@ -173,28 +173,34 @@ def timeline_of(events: list[tuple[Allocation, bool]], phases: list[tuple[int, s
         yield phases[index][1] if phases else "", alive
 
 
-# The torch version of the published A100 rows.
+class Certainty(NamedTuple):
+    """How figures are known. basis: as of Prediction. to_the_byte: they are exact, as far as nothing is unknown."""
+
+    basis: str
+    to_the_byte: bool
+
+
+DERIVED = Certainty("derived", False)
+# The torch version of the published A100 rows of which every figure is predicted.
 PUBLISHED_TORCH = (2, 7)
 
 
-def basis_of(trace: Trace, dtype: str, place: Place, target: Target) -> str:
-    """ "verified" if the rules were compared with measurements on such a device, else "derived"."""
-    from memcheck.predict.operators import facts_of  # Loaded with the first prediction.
-
+def certainty_of(trace: Trace, dtype: str, place: Place, target: Target) -> Certainty:
+    """How the figures of the trace's replay are known."""
     device = place.for_device
     if device.kind == "cpu":
         tried = target.torch_version >= OLDEST_TRIED and untried(target.torch_version) is None
-        return "verified" if tried else "derived"
-    like_published = (
+        return Certainty("verified" if tried else "derived", tried)
+    if not evidence_of(trace.operators, device.architecture).covers:
+        return DERIVED
+    like_equal_rows = (
         "A100" in device.name
-        and device.architecture == (8, 0)
         and target.torch_version == PUBLISHED_TORCH
         and dtype == "float32"
         and not place.expandable_segments
-        and trace.operators
-        and all(facts_of(name).on_a100 for name in trace.operators)
+        and operators_of_equal_rows(device.architecture).issuperset(trace.operators)
     )
-    return "verified" if like_published else "derived"
+    return Certainty("verified", like_equal_rows)
 
 
 def target_at(place: Place) -> Target:
@@ -264,7 +270,7 @@ class Replay:
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
-    basis: str = "derived"
+    certainty: Certainty = DERIVED
     refused: Allocation | None = None
 
     def __post_init__(self) -> None:
@@ -289,11 +295,12 @@ class Replay:
                 self.record.max_allocated_bytes = max(measured)
         self.record.backward_from = self.trace.backward_from
         unknown, bounds = self._unknown()
-        exact = self.basis == "verified" and not unknown
-        self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis
+        basis, to_the_byte = self.certainty
+        exact = to_the_byte and not unknown
+        self.record.terms, self.record.exact, self.record.basis = self.terms, exact, basis
         self.record.bounds = tuple(sorted(bounds))
         self.record.doubts = (*unknown, *self._doubtful_verdict())
-        found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, self.basis)
+        found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, basis)
         return Prediction(*found, self.trace, self.refused)
 
     def _doubtful_verdict(self) -> Iterator[str]:

@@ -13,7 +13,7 @@ from memcheck.core.options import named
 from memcheck.core.ranks import RESERVED_MORE
 from memcheck.core.record import Record
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.predictions import BASES, UNCOMPARED
+from memcheck.report.predictions import BASES, TO_THE_BYTE, UNCOMPARED
 from memcheck.report.script_tables import by_size, size_cells, unit_of
 from memcheck.report.tables import Cell, Column, Table
 
@@ -117,7 +117,9 @@ def certainty(prediction: Prediction) -> str:
     doubts = len(prediction.record.doubts)
     words = f"{prediction.basis}: {BASES[prediction.basis]}"
     if doubts:
-        words = f"{words.partition(';')[0]}, but for {counted(doubts, 'doubt')} (--doubts)"
+        words += f", but for {counted(doubts, 'doubt')} (--doubts)"
+    elif prediction.exact:
+        words += TO_THE_BYTE
     evidence = prediction.evidence
     return f"{words.replace(UNCOMPARED, '')}; {evidence}" if evidence is not None and evidence.rows else words
 

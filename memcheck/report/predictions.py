@@ -42,8 +42,9 @@ FIGURES = {
     "reserved_bytes": "reserved: segments of the caching allocator",
 }
 UNCOMPARED = ", which were not compared with a measurement on this kind of device"
+TO_THE_BYTE = "; figures are to the byte"
 BASES = {
-    "verified": "by rules that were compared with measurements on this kind of device; figures are to the byte",
+    "verified": "by rules that were compared with measurements on this kind of device",
     "derived": f"by rules read in sources{UNCOMPARED}",
 }
 
@@ -141,7 +142,7 @@ def verdict_lines(prediction: Prediction, need_bytes: int | None) -> Iterator[st
     if device.usable_bytes is not None:
         yield f"{device.name}: {format_bytes(device.usable_bytes)} for torch's allocator ({device.source})"
     if prediction.terms:
-        but = ", except for what is not known" if prediction.unknown else ""
+        but = ", except for what is not known" if prediction.unknown else TO_THE_BYTE if prediction.exact else ""
         yield f"{prediction.basis}: {BASES[prediction.basis]}{but}"
     for words in record.doubts:
         yield f"not known: {words}" if words in prediction.unknown else words

@@ -18,7 +18,7 @@ from memcheck.core.devices import Device
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, Trace
-from memcheck.predict.replay import Prediction, Replay, blank_record
+from memcheck.predict.replay import Certainty, Prediction, Replay, blank_record
 from memcheck.predict.scratch import Target
 
 # The GPU and the torch version that produced the table.
@@ -40,7 +40,7 @@ def predict_published(row: Mapping[str, Any], device: Device | None = None) -> P
         return predict_case(case, place)
     target = Target(place.for_device.kind, 1, place.for_device.architecture, TORCH)
     record = dataclasses.replace(blank_record(Record, place, target), **case.fields())
-    return Replay(module_trace(case, target), case, place, record, basis="verified").prediction()
+    return Replay(module_trace(case, target), case, place, record, certainty=Certainty("verified", True)).prediction()
 
 
 def published_case(row: Mapping[str, Any]) -> Case:

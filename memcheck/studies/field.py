@@ -12,7 +12,6 @@ import gc
 import gzip
 import importlib.util
 import io
-import json
 import math
 import random
 import statistics
@@ -25,7 +24,6 @@ from typing import Any
 from memcheck.core.devices import catalog_name
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
-from memcheck.predict.evidence import DATA
 from memcheck.predict.replay import Prediction
 from memcheck.report.rows import MIB
 from memcheck.report.tables import Cell, Column, Table
@@ -214,19 +212,12 @@ def write_results(results: Sequence[Result], path: Path) -> None:
             writer.writerow([*cells.values(), *(in_short(result.others.get(tool)) for tool in tools)])
 
 
-def write_evidence(study: Study, results: Sequence[Result]) -> None:
-    """Writes how far off the results are, by the operators that their programs run, for memcheck.predict.evidence."""
-    groups: dict[tuple[str, str, frozenset[str]], list[float]] = {}
+def evidence_in(results: Iterable[Result]) -> Iterator[tuple[str, str, Sequence[str], float]]:
+    """Source, GPU, operators and error of the results, for memcheck.predict.evidence."""
     for result in results:
         gpu = catalog_name(result.gpu)
         if result.error is not None and result.operators and gpu is not None:
-            groups.setdefault((result.source, gpu, frozenset(result.operators)), []).append(round(result.error, 5))
-    found = [
-        {"source": source, "gpu": gpu, "operators": sorted(operators), "errors": errors}
-        for (source, gpu, operators), errors in groups.items()
-    ]
-    lines = ",\n".join(map(json.dumps, found))
-    (DATA / f"evidence_{study.name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+            yield result.source, gpu, result.operators, result.error
 
 
 def in_short(error: float | None) -> str:

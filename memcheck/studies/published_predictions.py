@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from memcheck.bench.case_predictions import predict_case
@@ -14,7 +14,7 @@ from memcheck.predict.allocation_log import WORKSPACE
 from memcheck.predict.replay import Prediction
 from memcheck.report.rows import MIB
 from memcheck.report.tables import Cell, Column, Table, Verdict
-from memcheck.studies.bluewalm_module import predict_published
+from memcheck.studies.bluewalm_module import DEVICE, predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, SHAPE, Row, published_table, read_published
 
 # The cs336 table names neither its GPU nor its torch. This is a GPU of the same kind with enough memory, and a torch
@@ -50,6 +50,18 @@ def memcheck_pyt_predictions(watch: Callable[[Sequence[Row]], Iterable[Row]] = i
     )
     title = f"memcheck_pyt's table, predicted: {same} of {len(rows)} rows to the MiB, with their verdicts"
     return Table.of("published predicted", title, columns, rows, NOTES)
+
+
+def memcheck_pyt_evidence() -> Iterator[tuple[str, str, Sequence[str], float]]:
+    """Source, GPU, operators and error of each published row of torch's operators, for memcheck.predict.evidence."""
+    for row in published_table():
+        prediction = predict_published(row)
+        if prediction.trace is None or not prediction.trace.operators or row["forward_bytes"] is None:
+            continue
+        phase = "forward" if row["backward_bytes"] is None else "backward"
+        predicted = getattr(prediction.record, f"{phase}_max_allocated_bytes")
+        error = math.ceil(predicted / MIB) * MIB / row[f"{phase}_bytes"] - 1
+        yield "bluewalm/memcheck_pyt", DEVICE, prediction.trace.operators, error
 
 
 def predicted_row(row: Row, prediction: Prediction) -> dict[str, Cell]:

@@ -29,6 +29,18 @@ def test_runs_with_half_of_the_operators_on_gpus_of_the_kind_count() -> None:
     assert str(found) == words
 
 
+def test_figures_are_verified_where_measured_runs_share_the_operators() -> None:
+    x = torch.empty(4, device="meta")
+    for model, device, basis in (
+        (torch.exp, "RTX-4090", "verified"),
+        (torch.exp, "A100-40GB", "derived"),
+        (lambda x: torch.exp(x).sin(), "RTX-4090", "derived"),
+    ):
+        found = memcheck.predict_memory(model, x, device=device, backward=False)
+        assert (found.basis, found.exact) == (basis, False)
+    assert not evidence_of([], (8, 0)).covers
+
+
 def test_there_may_be_no_evidence() -> None:
     for operators, architecture in ((["aten::sin"], (8, 0)), (["aten::mm"], None), (["aten::mm"], (9, 0))):
         found = evidence_of(operators, architecture)

@@ -25,13 +25,14 @@ from memcheck.core.torch_versions import NEWEST_TRIED, running
 from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
+from memcheck.predict import evidence
 from memcheck.predict.allocator import MIB
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace_runner import TraceRunner
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, published_table, read_published
-from memcheck.studies.published_predictions import predict_cs336
+from memcheck.studies.published_predictions import memcheck_pyt_evidence, predict_cs336
 
 scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -452,6 +453,14 @@ def test_published_rows_are_predicted_to_the_mib(operator: str) -> None:
             assert predicted == in_whole_mib(row[f"{name}_bytes"]), row
 
 
+def test_the_published_rows_are_evidence() -> None:
+    """As `write_evidence("memcheck_pyt", memcheck_pyt_evidence())` wrote it: every row is predicted as printed."""
+    of_rows = {frozenset(operators) for _, _, operators, error in memcheck_pyt_evidence() if error == 0}
+    stored = [it for it in evidence.measured() if it.source == "bluewalm/memcheck_pyt"]
+    assert {it.operators for it in stored} == of_rows
+    assert not any(itertools.chain.from_iterable(it.errors for it in stored))
+
+
 def test_the_a100s_room_is_between_the_fullest_row_that_ran_and_the_smallest_that_failed() -> None:
     """Limits apply to segments. Only memory sizes between the two rows give the published statuses."""
     device = device_named("A100-40GB")
@@ -628,7 +637,7 @@ def test_the_attention_backend_of_a_gpu(fields: dict, architecture: tuple[int, i
 def test_flash_attention_on_a_gpu_keeps_no_scores() -> None:
     prediction = predict_memory(half("softmax", bsz=8, query_len=4096, kv_len=4096, heads=2, dim=128), GPU)
     U = 8 * 4096 * 128 * 2
-    assert (prediction.basis, prediction.exact, prediction.unknown) == ("derived", False, ())
+    assert (prediction.basis, prediction.exact, prediction.unknown) == ("verified", False, ())
     assert prediction.record.saved_bytes == 8 * 2 * 4096 * 4 + 16 + 8
     terms = prediction.terms["backward_peak_bytes"]
     assert (terms["dq in float32"], terms["y, laid out"]) == (2 * U, U)

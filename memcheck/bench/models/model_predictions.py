@@ -24,7 +24,7 @@ from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import autocast_followed
 from memcheck.predict.device_functions import DeviceFunctions
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_at
+from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace_runner import TraceRunner
 
@@ -55,8 +55,8 @@ def predict_model(case: ModelCase, place: Place | Device | str = "cpu") -> Predi
     except UnsupportedError as error:
         record.status, record.reason, record.basis = "unsupported", str(error), None
         return Prediction(case, place, record, {}, False, ())
-    basis = basis_of(model.trace, case.dtype, place, target)
-    prediction = Replay(model.trace, case, place, record, basis=basis).prediction()
+    certainty = certainty_of(model.trace, case.dtype, place, target)
+    prediction = Replay(model.trace, case, place, record, certainty=certainty).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
     record.terms = {field: by_kind(terms) for field, terms in prediction.terms.items()}

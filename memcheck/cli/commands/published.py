@@ -18,18 +18,19 @@ from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Published
 from memcheck.core.errors import ExtensionError, MemcheckError, UsageError
 from memcheck.core.record import Record
+from memcheck.predict.evidence import write_evidence
 from memcheck.report.tables import Table, render
 from memcheck.studies.field import (
     RESULTS,
     Result,
     Study,
+    evidence_in,
     read_results,
     results_of,
     rows_table,
     sampled,
     study_named,
     summary_of,
-    write_evidence,
     write_results,
 )
 from memcheck.studies.field_plot import plot_field
@@ -78,7 +79,7 @@ def run_studies(request: Published, studies: Sequence[Study]) -> int:
             make_room("output", path)
             write_results(results, path)
             if request.predict and path.resolve() == (RESULTS / path.name).resolve():
-                write_evidence(study, results)
+                write_evidence(study.name, evidence_in(results))
     if request.plot:
         make_room("plot", request.plot)
         plot_field(found, request.plot)

@@ -33,16 +33,16 @@ def block_copying(x: Tensor, y: Tensor | None = None) -> Iterator[Scratch]:
 PLAIN: Facts = {"everywhere": nothing, "source": "TensorFactories.cpp"}
 add("arange", "torch.arange(3)", **PLAIN)
 add("empty", "torch.empty(3)", **PLAIN)
-add("full", "torch.full((3,), 2.0)", on_a100="full", **PLAIN)
-add("ones", "torch.ones(3)", on_a100="ones", **PLAIN)
+add("full", "torch.full((3,), 2.0)", **PLAIN)
+add("ones", "torch.ones(3)", **PLAIN)
 add("zeros", "torch.zeros(3)", **PLAIN)
-add("scalar_tensor", "torch.scalar_tensor(3.0)", on_a100="scalar_tensor", **PLAIN)
+add("scalar_tensor", "torch.scalar_tensor(3.0)", **PLAIN)
 add("empty_strided", "torch.empty_strided((3,), (1,))", **PLAIN)
 add("empty_like ones_like rand_like zeros_like", "torch.{name}(x)", **PLAIN)
 add("full_like", "torch.full_like(x, 2)", **PLAIN)
 add("new_empty new_ones new_zeros", "x.{name}(x.shape)", **PLAIN)
 add("new_full", "x.new_full(x.shape, 2)", **PLAIN)
-add("new_empty_strided", "ops.new_empty_strided(x, (3,), (1,))", on_a100="new_empty_strided", **PLAIN)
+add("new_empty_strided", "ops.new_empty_strided(x, (3,), (1,))", **PLAIN)
 add("randn", "torch.randn(3)", cuda=nothing, source="TensorFactories.cpp cuda/DistributionNormal.cu")
 add("randn_like", "torch.randn_like(x)", cuda=nothing, source="TensorFactories.cpp cuda/DistributionNormal.cu")
 add("fill_", "(x * 1).fill_(1)", **PLAIN)
@@ -55,12 +55,12 @@ add("_local_scalar_dense", "real.sum().item()", **PLAIN)
 add("promote_types", "torch.promote_types(x.dtype, torch.float32)", **PLAIN)
 
 COPIES: Facts = {"cpu": copied, "cuda": nothing, "source": "Copy.cpp cuda/Copy.cu"}
-add("clone", "x.clone()", on_a100="clone", sparse="nothing", **COPIES)
-add("copy_", "(x * 1).copy_(x), x.new_empty(x.shape, dtype=torch.float64).copy_(x)", on_a100="copy_", **COPIES)
+add("clone", "x.clone()", sparse="nothing", **COPIES)
+add("copy_", "(x * 1).copy_(x), x.new_empty(x.shape, dtype=torch.float64).copy_(x)", **COPIES)
 add("_to_copy", "x.double(), x.bfloat16()", **COPIES)
 
 PARTS: Facts = {**PLAIN, "source": "TensorShape.cpp cuda/Shape.cu"}
-add("_unsafe_view", "torch.matmul(x, x.new_ones(x.shape[-1], 3))", on_a100="_unsafe_view", **PARTS)
+add("_unsafe_view", "torch.matmul(x, x.new_ones(x.shape[-1], 3))", **PARTS)
 add("constant_pad_nd", "F.pad(x, (1, 2))", **PARTS)
 add("flip", "x.flip(-1)", **PARTS)
 add("select_backward", "x.select(-1, 1)", **PARTS)
@@ -70,9 +70,9 @@ add("stack", "torch.stack([x, x * 2])", **PARTS, operands="one dtype")
 add("repeat", "x.repeat((2,) * x.dim())", cuda=nothing, source="TensorShape.cpp")
 triangle = doubt(Unknown("whether {} copies what is not contiguous"), lambda call: not call.self.is_contiguous())
 TRIANGLES: Facts = {"cpu": triangle, "cuda": nothing, "source": "TriangularOps.cpp cuda/TriangularOps.cu"}
-add("tril triu", "rows.{name}()", on_a100="tril triu", **TRIANGLES)
+add("tril triu", "rows.{name}()", **TRIANGLES)
 # Views, of the published rows.
-VIEWS: Facts = {"on_a100": "detach expand t transpose view", "source": "TensorShape.cpp", **PLAIN}
+VIEWS: Facts = {"source": "TensorShape.cpp", **PLAIN}
 add("detach", "x.detach()", sparse="on meta", **VIEWS)
 add("expand t transpose view", "x.reshape(-1, 1).t().transpose(0, 1).expand(-1, 3)", **VIEWS)
 

@@ -54,11 +54,11 @@ ARITHMETIC: Facts = {
     "cuda": nothing,
     "source": "aten/src/ATen/TensorIterator.cpp cuda/Loops.cuh",
 }
-add("add sub mul div", "torch.{name}(x, 2), torch.{name}(x, x.double())", on_a100="add div mul", **ARITHMETIC)
+add("add sub mul div", "torch.{name}(x, 2), torch.{name}(x, x.double())", **ARITHMETIC)
 add("gt lt ge le eq ne", "torch.{name}(x, 0.5), torch.{name}(x, x.double())", **ARITHMETIC)
 add("rsub", "torch.rsub(x, 2)", **ARITHMETIC)
 IN_PLACE = "(x * 1).{name}(2.5).{name}(x.double())"
-add("add_ sub_", IN_PLACE, on_a100="add_", **ARITHMETIC)
+add("add_ sub_", IN_PLACE, **ARITHMETIC)
 add("mul_ div_", IN_PLACE, keeps_number_of_a_view=True, **ARITHMETIC)
 
 PLAIN: Facts = {"everywhere": nothing, "operands": "one dtype", "source": "cuda/Loops.cuh"}
@@ -75,7 +75,7 @@ add("lerp lerp_", "(x * 1).{name}(x * 2, 0.3)", **PLAIN)
 add("clamp", "x.clamp(0.2, 0.4)", **PLAIN)
 add("clamp_min", "x.clamp_min(0.3)", **PLAIN)
 add("maximum minimum", "torch.{name}(x, x * 2)", **PLAIN)
-add("where", "torch.where(x > 0.3, x, x * 2)", on_a100="where", **PLAIN)
+add("where", "torch.where(x > 0.3, x, x * 2)", **PLAIN)
 add("masked_fill_", "(x * 1).masked_fill_(x > 0.3, 0.0)", **PLAIN)
 OTHERS: Facts = {"cuda": nothing, "operands": "one dtype", "source": "cuda/Loops.cuh"}
 add("masked_fill", "x.masked_fill(x > 0.3, 0.0)", cpu=filled_copy, **OTHERS)

@@ -29,8 +29,6 @@ class OperatorFacts:
     source: the files that have the kernels, in torch's aten/src/ATen/native, or from the root of torch or memcheck.
     measured_in: the test that compares the rule for the CPU with measurements.
     versions: the oldest and the newest release of torch that tests of predictions ran with.
-    on_a100: published float32 rows, measured on an A100, have it; tests/predict/test_replay.py predicts all their
-        figures.
     sparse: "nothing": it takes nothing besides its outputs if operands are sparse; "on meta": such a kernel exists for
         meta tensors, too.
     shapes: computes the results if their shapes depend on values.
@@ -48,7 +46,6 @@ class OperatorFacts:
     source: str = ""
     measured_in: str = "tests/predict/test_operator_facts.py"
     versions: tuple[Version, Version] = (OLDEST_TRIED, NEWEST_TRIED)
-    on_a100: bool = False
     sparse: str = ""
     shapes: Callable[..., None] | None = None
     on_host: tuple[int, ...] = ()
@@ -71,11 +68,10 @@ class OperatorFacts:
 TABLE: dict[str, OperatorFacts] = {}
 
 
-def add(names: str, example: str, *, on_a100: str = "", everywhere: Rule | None = None, **facts: Any) -> None:
+def add(names: str, example: str, *, everywhere: Rule | None = None, **facts: Any) -> None:
     """Adds operators of which the same is known.
 
     example: {name} stands for an operator's name, {forward} for that without "_backward".
-    on_a100: those that the published rows have.
     everywhere: the rule for cpu and cuda.
     """
     if everywhere is not None:
@@ -83,7 +79,7 @@ def add(names: str, example: str, *, on_a100: str = "", everywhere: Rule | None 
     for name in names.split():
         assert name not in TABLE, name
         text = example.replace("{name}", name).replace("{forward}", name.removesuffix("_backward"))
-        TABLE[name] = OperatorFacts(name, text, on_a100=name in on_a100.split(), **facts)
+        TABLE[name] = OperatorFacts(name, text, **facts)
 
 
 def facts_of(name: str) -> OperatorFacts:

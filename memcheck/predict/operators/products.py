@@ -93,8 +93,8 @@ def in_rows_or_columns(operand: Tensor) -> bool:
 
 PRODUCTS: Facts = {"cpu": copies_for_blas, "cuda": copies_for_cublas, "uses_cublas": True}
 PRODUCTS["source"] = "LinearAlgebra.cpp cuda/Blas.cpp"
-add("mm", "rows @ square[:, :5]", on_a100="mm", **PRODUCTS)
+add("mm", "rows @ square[:, :5]", **PRODUCTS)
 add("addmm", "torch.addmm(x.new_ones(5), rows, square[:, :5])", **PRODUCTS)
-add("bmm", "batch @ batch.mT", on_a100="bmm", **PRODUCTS)
+add("bmm", "batch @ batch.mT", **PRODUCTS)
 add("baddbmm", "torch.baddbmm(x.new_ones(1), batch, batch.mT)", **PRODUCTS)
 add("addbmm", "torch.addbmm(x.new_ones(1), batch, batch.mT)", uses_cublas=True, source="LinearAlgebra.cpp")

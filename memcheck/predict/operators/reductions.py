@@ -125,9 +125,9 @@ LOGSUMEXP: Facts = {"everywhere": logsumexp_scratch, "source": "ReduceOps.cpp"}
 add("logsumexp", "x.logsumexp(0), torch.stack([x, x]).logsumexp(0).logsumexp(0)", **LOGSUMEXP)
 
 SOFTMAX: Facts = {"cpu": rows_laid_out, "source": "SoftMax.cpp cuda/SoftMax.cu"}
-add("_softmax", "x.softmax(-1), x.softmax(0)", cuda=nothing, on_a100="_softmax", **SOFTMAX)
-BACKWARD: Facts = {**SOFTMAX, "cuda": softmax_backward, "on_a100": "_softmax_backward_data"}
+add("_softmax", "x.softmax(-1), x.softmax(0)", cuda=nothing, **SOFTMAX)
+BACKWARD: Facts = {**SOFTMAX, "cuda": softmax_backward}
 add("_softmax_backward_data", "x.softmax(-1), x.softmax(0)", **BACKWARD)
 add("_log_softmax _log_softmax_backward_data", "x.log_softmax(-1)", cuda=nothing, **SOFTMAX)
 SAFE: Facts = {"everywhere": safe_softmax_scratch, "source": "transformers/attention.cpp"}
-add("_safe_softmax", "ops._safe_softmax(x, -1), ops._safe_softmax(x, 0)", on_a100="_safe_softmax", **SAFE)
+add("_safe_softmax", "ops._safe_softmax(x, -1), ops._safe_softmax(x, 0)", **SAFE)
