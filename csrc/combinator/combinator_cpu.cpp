@@ -113,7 +113,8 @@ MEMCHECK_PER_CPU_LEVEL(scalar_t, backward_rows, (const CombinatorBackward& p, in
 template <typename Run>
 void parallel_rows(int64_t rows, int64_t E, const Run& run) {
   const int64_t rows_each = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(E, 1));
-  parallel_tasks(ceil_div(rows, rows_each),
+  const int64_t tasks = ceil_div(rows, rows_each);
+  parallel_tasks(tasks, tasks,
                  [&](int64_t begin, int64_t end, int) { run(begin * rows_each, std::min(rows, end * rows_each)); });
 }
 

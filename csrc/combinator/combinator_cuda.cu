@@ -32,9 +32,9 @@ template <typename scalar_t, int kCount>
 __device__ __forceinline__ Pack<scalar_t, kCount> forward_pack(const Pack<scalar_t, kCount>& a,
                                                                const Pack<scalar_t, kCount>& b) {
   Pack<scalar_t, kCount> y;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
+  unroll<kCount>([&](int i) {
     y.values[i] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(a.values[i])) * to_acc(b.values[i]));
+  });
   return y;
 }
 
@@ -42,14 +42,13 @@ __device__ __forceinline__ Pack<scalar_t, kCount> forward_pack(const Pack<scalar
 template <typename scalar_t, int kCount>
 __device__ __forceinline__ void backward_pack(const Pack<scalar_t, kCount>& g, Pack<scalar_t, kCount>& a,
                                               Pack<scalar_t, kCount>& b) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  unroll<kCount>([&](int i) {
     const auto grad = to_acc(g.values[i]);
     const auto both = softplus_and_sigmoid_on_device<scalar_t>(to_acc(a.values[i]));
     const auto gradients = combinator_gradients(grad, both, to_acc(b.values[i]));
     a.values[i] = from_acc<scalar_t>(gradients.grad_a);
     b.values[i] = from_acc<scalar_t>(gradients.grad_b);
-  }
+  });
 }
 
 template <typename scalar_t, int kCount>
@@ -58,19 +57,17 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(CombinatorForward p, 
   const int64_t block = gridDim.x - 1 - blockIdx.x;
   for (int64_t column = tiling.column() * kCount; column < p.E; column += tiling.across() * kCount) {
     Pack<scalar_t, kCount> a[kThreadRows], b[kThreadRows];
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
+    unroll<kThreadRows>([&](int i) {
       const int64_t row = tiling.row(block, i);
-      if (row >= p.rows) continue;
+      if (row >= p.rows) return;
       const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E + column;
       a[i] = load_pack<kCount>(pair);
       b[i] = load_pack<kCount>(pair + p.E);
-    }
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
+    });
+    unroll<kThreadRows>([&](int i) {
       const int64_t row = tiling.row(block, i);
       if (row < p.rows) store_pack(forward_pack(a[i], b[i]), static_cast<scalar_t*>(p.y) + row * p.E + column);
-    }
+    });
   }
 }
 
@@ -83,28 +80,25 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t column = tiling.column() * kCount; column < p.E; column += tiling.across() * kCount) {
     // The addresses come before all loads, because many leading dimensions take many divisions.
     const scalar_t* grad_y[kThreadRows];
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i)
-      grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride;
+    unroll<kThreadRows>(
+        [&](int i) { grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride; });
     Pack<scalar_t, kCount> a[kThreadRows], b[kThreadRows], g[kThreadRows];
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
+    unroll<kThreadRows>([&](int i) {
       const int64_t row = tiling.row(block, i);
-      if (row >= p.rows) continue;
+      if (row >= p.rows) return;
       const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E + column;
       a[i] = load_pack<kCount>(pair);
       b[i] = load_pack<kCount>(pair + p.E);
       g[i] = grad_packed ? load_pack<kCount>(grad_y[i]) : gather_pack<kCount>(grad_y[i], stride, kCount);
-    }
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
+    });
+    unroll<kThreadRows>([&](int i) {
       const int64_t row = tiling.row(block, i);
-      if (row >= p.rows) continue;
+      if (row >= p.rows) return;
       scalar_t* grad_pair = static_cast<scalar_t*>(p.grad_preactivations) + row * 2 * p.E + column;
       backward_pack(g[i], a[i], b[i]);
       store_pack(a[i], grad_pair);
       store_pack(b[i], grad_pair + p.E);
-    }
+    });
   }
 }
 

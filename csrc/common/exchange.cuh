@@ -91,10 +91,8 @@ __device__ __forceinline__ void await_numbers(const acc_t* const (&from)[kCount]
   bool all_passed;
   do {
     all_passed = true;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) words[i] = load_relaxed(reinterpret_cast<const word_t*>(from[i]));
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) all_passed = all_passed && words[i] != kNotPassed;
+    unroll<kCount>([&](int i) { words[i] = load_relaxed(reinterpret_cast<const word_t*>(from[i])); });
+    unroll<kCount>([&](int i) { all_passed = all_passed && words[i] != kNotPassed; });
 #if defined(MEMCHECK_HOST_CUDA)
     if (!all_passed && host_cuda::sampled_blocks() == 0)
       throw std::logic_error("a block waits for a block that has not run");

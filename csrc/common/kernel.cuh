@@ -17,17 +17,9 @@
 
 namespace memcheck {
 
-// The blocks of a launch, along the grid's x: y and z end at 65,535.
-struct Blocks {
-  int64_t count;
-
-  Blocks(int64_t count) : count(count) {}
-  Blocks(dim3 grid) : count(grid.x) {}
-};
-
 struct Launch {
   const char* kernel;  // its name in errors
-  Blocks blocks;
+  int64_t blocks;      // along the grid's x: y and z end at 65,535
   dim3 block;
   size_t shared_bytes;
   cudaStream_t stream;
@@ -57,7 +49,7 @@ inline bool fits_in_a_block(size_t shared_bytes) {
 constexpr int64_t kMostBlocks = 0x7FFFFFFF;
 
 inline dim3 grid_of(const Launch& with) {
-  return dim3(static_cast<unsigned>(with.blocks.count));
+  return dim3(static_cast<unsigned>(with.blocks));
 }
 
 #if defined(MEMCHECK_HOST_CUDA)
@@ -115,8 +107,8 @@ inline std::string launch_failure(const Launch& with, cudaError_t status) {
     return std::string(with.kernel) + ": memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got " +
            std::to_string(major) + "." + std::to_string(gpu_attribute(cudaDevAttrComputeCapabilityMinor));
   return std::string(with.kernel) + ": CUDA could not launch the kernel: " + cudaGetErrorString(status) + "; " +
-         std::to_string(with.blocks.count) + " blocks of " +
-         std::to_string(with.block.x * with.block.y * with.block.z) + " threads, " + std::to_string(with.shared_bytes) +
+         std::to_string(with.blocks) + " blocks of " + std::to_string(with.block.x * with.block.y * with.block.z) +
+         " threads, " + std::to_string(with.shared_bytes) +
          " bytes of shared memory for a block, of which this GPU gives " +
          std::to_string(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) + " at most";
 }
@@ -133,11 +125,26 @@ inline void check_launch(const Launch& with, cudaError_t status) {
 // Queues the kernel on the stream, or does nothing if there are no blocks. Throws if CUDA refuses the launch.
 template <typename... Params, typename... Args>
 void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
-  if (with.blocks.count == 0) return;
-  if (with.blocks.count > kMostBlocks)
+  if (with.blocks == 0) return;
+  if (with.blocks > kMostBlocks)
     throw std::runtime_error(std::string(with.kernel) + ": CUDA launches at most " + std::to_string(kMostBlocks) +
-                             " blocks, and this call needs " + std::to_string(with.blocks.count));
+                             " blocks, and this call needs " + std::to_string(with.blocks));
   check_launch(with, queue(with, kernel, args...));
+}
+
+// ---- loops over registers
+
+// Calls run(i, j, ...) for all indices below the counts, the last one fastest: unrolled, as registers have no
+// addresses.
+template <int kCount, int... kInner, typename Run, typename... Outer>
+__device__ __forceinline__ void unroll(const Run& run, Outer... outer) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (sizeof...(kInner) == 0)
+      run(outer..., i);
+    else
+      unroll<kInner...>(run, outer..., i);
+  }
 }
 
 // ---- number types

@@ -84,23 +84,15 @@ using WarpFactor = uint32_t[kTall][kWide / 2][4];
 
 template <int kTall, int kWide>
 __device__ __forceinline__ void set_zero(WarpTile<kTall, kWide>& c) {
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) c[m][n][i] = 0;
+  unroll<kTall, kWide, 4>([&](int m, int n, int i) { c[m][n][i] = 0; });
 }
 
 template <typename scalar_t, int kTall, int kWide>
 __device__ __forceinline__ void round_factor(const WarpTile<kTall, kWide>& c, WarpFactor<kTall, kWide>& a) {
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int n = 0; n < kWide; ++n) {
-      a[m][n / 2][n % 2 * 2] = rounded_pair(scalar_t(), c[m][n][0], c[m][n][1]);
-      a[m][n / 2][n % 2 * 2 + 1] = rounded_pair(scalar_t(), c[m][n][2], c[m][n][3]);
-    }
+  unroll<kTall, kWide>([&](int m, int n) {
+    a[m][n / 2][n % 2 * 2] = rounded_pair(scalar_t(), c[m][n][0], c[m][n][1]);
+    a[m][n / 2][n % 2 * 2 + 1] = rounded_pair(scalar_t(), c[m][n][2], c[m][n][3]);
+  });
 }
 
 // c[0] and c[1] += a times the two operands in b.
@@ -116,8 +108,7 @@ __device__ __forceinline__ void multiply_two(const uint32_t (&a)[4], const uint3
 template <typename scalar_t, int kTall, int kWide>
 __device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], const uint32_t (&b)[4], int n,
                                               WarpTile<kTall, kWide>& c) {
-#pragma unroll
-  for (int m = 0; m < kTall; ++m) multiply_two<scalar_t>(a[m], b, &c[m][n]);
+  unroll<kTall>([&](int m) { multiply_two<scalar_t>(a[m], b, &c[m][n]); });
 }
 
 // kTall tiles of 16 rows, as the first factor of products over their columns: read from shared memory by every product,
@@ -128,8 +119,7 @@ struct RowsInTile {
   __device__ __forceinline__ RowsInTile(const Tile& tile, int row) : first(Operand<Tile>::down(tile, row)) {}
   // Of 16 columns.
   __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
-#pragma unroll
-    for (int m = 0; m < kTall; ++m) ldmatrix_x4(to[m], first.row(16 * m, step));
+    unroll<kTall>([&](int m) { ldmatrix_x4(to[m], first.row(16 * m, step)); });
   }
 };
 
@@ -141,22 +131,17 @@ struct RowsInRegisters {
   RowsInRegisters() = default;
   template <typename Tile>
   __device__ __forceinline__ RowsInRegisters(const Tile& tile, int row) {
-#pragma unroll
-    for (int m = 0; m < kTall; ++m) load(m, tile, row + 16 * m);
+    unroll<kTall>([&](int m) { load(m, tile, row + 16 * m); });
   }
   // Reads tile m of 16 rows.
   template <typename Tile>
   __device__ __forceinline__ void load(int m, const Tile& tile, int row) {
     static_assert(Tile::kColumns == kColumns);
     const auto from = Operand<Tile>::down(tile, row);
-#pragma unroll
-    for (int step = 0; step < kColumns / 16; ++step) ldmatrix_x4(x[step][m], from.row(0, step));
+    unroll<kColumns / 16>([&](int step) { ldmatrix_x4(x[step][m], from.row(0, step)); });
   }
   __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[m][i] = x[step][m][i];
+    unroll<kTall, 4>([&](int m, int i) { to[m][i] = x[step][m][i]; });
   }
 };
 
@@ -165,17 +150,15 @@ template <typename scalar_t, int kTall, int kWide, typename Rows, typename Tile>
 __device__ __forceinline__ void multiply_rows(const Rows& a, const Tile& b, int row, WarpTile<kTall, kWide>& c) {
   const auto second = Operand<Tile>::across(b, row);
   set_zero<kTall, kWide>(c);
-#pragma unroll
-  for (int step = 0; step < Tile::kColumns / 16; ++step) {
+  unroll<Tile::kColumns / 16>([&](int step) {
     uint32_t of_a[kTall][4];
     a.read(step, of_a);
-#pragma unroll
-    for (int pair = 0; pair < kWide / 2; ++pair) {
+    unroll<kWide / 2>([&](int pair) {
       uint32_t of_b[4];
       ldmatrix_x4(of_b, second.row(16 * pair, step));
       multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, 2 * pair, c);
-    }
-  }
+    });
+  });
 }
 
 // c += a b for the rows of b from `row` on. Tensor cores cut a sum towards zero at every step, and the errors of equal
@@ -185,28 +168,18 @@ __device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, c
                                             WarpTile<kTall, kWide>& c) {
   static_assert(8 * kWide == Tile::kColumns && 8 * kDeep <= Tile::kRows);
   const auto second = Operand<Tile>::down(b, row);
-#pragma unroll
-  for (int pair = 0; pair < kWide / 2; ++pair) {
+  unroll<kWide / 2>([&](int pair) {
     float product[kTall][2][4];
     set_zero<kTall, 2>(product);
-#pragma unroll
-    for (int step = 0; step < kDeep / 2; ++step) {
+    unroll<kDeep / 2>([&](int step) {
       uint32_t of_a[kTall][4];
-#pragma unroll
-      for (int m = 0; m < kTall; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+      unroll<kTall, 4>([&](int m, int i) { of_a[m][i] = a[m][step][i]; });
       uint32_t of_b[4];
       ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
       multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
-    }
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c[m][2 * pair + n][i] += product[m][n][i];
-  }
+    });
+    unroll<kTall, 2, 4>([&](int m, int n, int i) { c[m][2 * pair + n][i] += product[m][n][i]; });
+  });
 }
 
 // ---- numbers that are not finite
@@ -234,8 +207,7 @@ struct HalfBits {
 // Replaces both 16-bit values of each register.
 template <int kCount, typename Of>
 __device__ __forceinline__ void replace_halves(uint32_t (&x)[kCount], const Of& of) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] = of(x[i] & 0xffff) | of(x[i] >> 16) << 16;
+  unroll<kCount>([&](int i) { x[i] = of(x[i] & 0xffff) | of(x[i] >> 16) << 16; });
 }
 
 // The sum of infinities and NaNs that were counted by their kinds.
@@ -263,21 +235,15 @@ __device__ __forceinline__ void add_careful_product(const WarpFactor<kTall, kDee
         uint32_t of_a[kTall][4], of_b[4];
         ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
         replace_halves(of_b, [&](uint32_t x) { return counts ? Bits::kind(x) : Bits::finite_or_zero(x); });
-#pragma unroll
-        for (int m = 0; m < kTall; ++m) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+        unroll<kTall>([&](int m) {
+          unroll<4>([&](int i) { of_a[m][i] = a[m][step][i]; });
           if (counts) replace_halves(of_a[m], Bits::one_or_zero);
-        }
+        });
         multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
       }
-#pragma unroll
-      for (int m = 0; m < kTall; ++m)
-#pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            c[m][2 * pair + n][i] += counts ? sum_of_kinds(product[m][n][i]) : product[m][n][i];
+      unroll<kTall, 2, 4>([&](int m, int n, int i) {
+        c[m][2 * pair + n][i] += counts ? sum_of_kinds(product[m][n][i]) : product[m][n][i];
+      });
     }
   }
 }
@@ -297,13 +263,9 @@ template <typename scalar_t, int kTall, int kWide>
 __device__ __forceinline__ void keep_small_weights(WarpTile<kTall, kWide>& weights) {
   constexpr float kSmallest = 0x1p-24f;  // of float16; bfloat16 has the exponents of float32
   if constexpr (std::is_same_v<scalar_t, __half>) {
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (weights[m][n][i] > 0 && weights[m][n][i] < kSmallest) weights[m][n][i] = kSmallest;
+    unroll<kTall, kWide, 4>([&](int m, int n, int i) {
+      if (weights[m][n][i] > 0 && weights[m][n][i] < kSmallest) weights[m][n][i] = kSmallest;
+    });
   }
 }
 
@@ -311,12 +273,7 @@ __device__ __forceinline__ void keep_small_weights(WarpTile<kTall, kWide>& weigh
 template <int kTall, int kWide>
 __device__ __forceinline__ bool any_not_finite(const WarpTile<kTall, kWide>& c) {
   float zero = 0;
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) zero += 0 * c[m][n][i];
+  unroll<kTall, kWide, 4>([&](int m, int n, int i) { zero += 0 * c[m][n][i]; });
   return !(zero == 0);
 }
 
@@ -333,14 +290,10 @@ __device__ __forceinline__ int fragment_column(int n, int lane = memcheck::lane(
 // Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.
 template <int kTall, int kWide, typename Tile, typename PairOf>
 __device__ __forceinline__ void keep_pairs(const WarpTile<kTall, kWide>& c, int row, Tile& to, const PairOf& pair) {
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-        *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
-            pair(c[m][n][2 * half], c[m][n][2 * half + 1]);
+  unroll<kTall, 2, kWide>([&](int m, int half, int n) {
+    *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
+        pair(c[m][n][2 * half], c[m][n][2 * half + 1]);
+  });
   __syncwarp();
 }
 
@@ -348,17 +301,6 @@ __device__ __forceinline__ void keep_pairs(const WarpTile<kTall, kWide>& c, int 
 template <typename scalar_t, int kTall, int kWide, typename Tile>
 __device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {
   keep_pairs<kTall, kWide>(c, row, to, [](float x, float y) { return rounded_pair(scalar_t(), x, y); });
-}
-
-// to *= factor
-template <int kTall, int kWide>
-__device__ __forceinline__ void scale_all(float factor, WarpTile<kTall, kWide>& to) {
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[m][n][i] *= factor;
 }
 
 __device__ __forceinline__ float largest_of_row(float x) {

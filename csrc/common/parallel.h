@@ -24,19 +24,13 @@ inline int64_t parallel_range(int64_t tasks, int64_t threads) {
 }
 
 // Calls body(begin, end, worker) on ranges that make up [0, tasks), with worker < parallel_workers(tasks, threads).
-// Every task writes what no other task writes, so results do not depend on how the tasks are dealt out. By default on
-// all threads of the framework.
+// Every task writes what no other task writes, so results do not depend on how the tasks are dealt out.
 template <typename Body>
 void parallel_tasks(int64_t tasks, int64_t threads, const Body& body) {
   const auto run = [](const void* body, int64_t begin, int64_t end, int worker) {
     (*static_cast<const Body*>(body))(begin, end, worker);
   };
   parallel_ranges(tasks, threads, run, &body);
-}
-
-template <typename Body>
-void parallel_tasks(int64_t tasks, const Body& body) {
-  parallel_tasks(tasks, tasks, body);
 }
 
 // To wake a thread takes as long as about this many multiplications.

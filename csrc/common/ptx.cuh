@@ -129,18 +129,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 #endif
 }
 
-// 1 / x, with an error of 1 unit in the last place.
-__device__ __forceinline__ float reciprocal_approximate(float x) {
-#if defined(MEMCHECK_HOST_CUDA)
-  return 1.0f / x;
-#else
-  float y;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-#endif
-}
-
-// The same functions in one instruction each: arguments and results below 2^-126 are taken as 0.
+// The same in one instruction: arguments and results below 2^-126 are taken as 0.
 __device__ __forceinline__ float exp2_flushed(float x) {
 #if defined(MEMCHECK_HOST_CUDA)
   return flushed(exp2f(flushed(x)));
@@ -151,6 +140,7 @@ __device__ __forceinline__ float exp2_flushed(float x) {
 #endif
 }
 
+// 1 / x, with an error of 1 unit in the last place, in one instruction too.
 __device__ __forceinline__ float reciprocal_flushed(float x) {
 #if defined(MEMCHECK_HOST_CUDA)
   return flushed(1.0f / flushed(x));

@@ -22,11 +22,6 @@ template <typename acc_t>
 void row_product(int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const TileFactor<acc_t>& b, acc_t* lanes,
                  acc_t* to, int64_t to_stride);
 
-extern template void row_product(int64_t, int64_t, int64_t, const TileFactor<float>&, const TileFactor<float>&, float*,
-                                 float*, int64_t);
-extern template void row_product(int64_t, int64_t, int64_t, const TileFactor<double>&, const TileFactor<double>&,
-                                 double*, double*, int64_t);
-
 #if MEMCHECK_CPU_HAS_LEVELS
 
 // Rows of 16 numbers of 32 bits in registers become columns. Squares of four are transposed first, and then squares of

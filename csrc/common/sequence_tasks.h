@@ -77,16 +77,22 @@ class SequenceTasks {
     return std::max(most, workers_ * worker_bytes(bytes_of));
   }
 
-  // Calls run(index, sequence, threads, memory) for every sequence, with its part of the scratch. Calls for sequences
-  // of one thread run on several threads.
-  template <typename BytesOf, typename Run>
-  void each(const BytesOf& bytes_of, void* scratch, const Run& run) const {
-    for (const int64_t i : alone_) run(i, table_.sequences[i], threads_, scratch);
+  // Calls run(parameters) for every sequence, as for a batch of its own. parameters_of(index, sequence): its threads
+  // and its part of the scratch are set here. Calls for sequences of one thread run on several threads.
+  template <typename BytesOf, typename ParametersOf, typename Run>
+  void each(const BytesOf& bytes_of, void* scratch, const ParametersOf& parameters_of, const Run& run) const {
+    const auto run_one = [&](int64_t i, int64_t threads, void* memory) {
+      auto one = parameters_of(i, table_.sequences[i]);
+      one.threads = threads;
+      one.scratch = memory;
+      run(one);
+    };
+    for (const int64_t i : alone_) run_one(i, threads_, scratch);
     const int64_t bytes = worker_bytes(bytes_of);
     std::atomic<size_t> next{0};
     parallel_tasks(workers_, workers_, [&](int64_t, int64_t, int worker) {
       for (size_t i = next++; i < together_.size(); i = next++)
-        run(together_[i], table_.sequences[together_[i]], int64_t{1}, static_cast<char*>(scratch) + worker * bytes);
+        run_one(together_[i], 1, static_cast<char*>(scratch) + worker * bytes);
     });
   }
 

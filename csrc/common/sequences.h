@@ -110,10 +110,6 @@ MEMCHECK_INLINE int64_t key_tile_places(const Shape& n, int64_t size) {
   return tile_places(n, n.T, size);
 }
 template <typename Shape>
-MEMCHECK_INLINE SequenceTile query_tile_at(const Shape& n, int64_t place, int64_t size) {
-  return tile_at(n, place, n.S, size, FirstQuery());
-}
-template <typename Shape>
 MEMCHECK_INLINE SequenceTile key_tile_at(const Shape& n, int64_t place, int64_t size) {
   return tile_at(n, place, n.T, size, FirstKey());
 }

@@ -45,8 +45,7 @@ __device__ __forceinline__ void store_pack(const Pack<scalar_t, kCount>& pack, s
 template <typename scalar_t, int kCount>
 __device__ __forceinline__ Pack<scalar_t, kCount> rounded_pack(const acc_type<scalar_t> (&values)[kCount]) {
   Pack<scalar_t, kCount> pack;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) pack.values[i] = from_acc<scalar_t>(values[i]);
+  unroll<kCount>([&](int i) { pack.values[i] = from_acc<scalar_t>(values[i]); });
   return pack;
 }
 
@@ -67,11 +66,10 @@ __device__ __forceinline__ Pack<scalar_t, kCount> gather_pack(const scalar_t* fr
   // The gradient of a sum is one number, with a stride of 0.
   const bool all_equal = stride == 0;
   const scalar_t first = from[0];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  unroll<kCount>([&](int i) {
     pack.values[i] = from_acc<scalar_t>(0);
     if (i < count) pack.values[i] = all_equal || i == 0 ? first : from[i * stride];
-  }
+  });
   return pack;
 }
 
@@ -102,9 +100,9 @@ __device__ __forceinline__ void write_pack(const Pack<scalar_t, kCount>& pack, s
     if (column < layout.columns) store_pack(pack, to);
     return;
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
+  unroll<kCount>([&](int i) {
     if (column + i < layout.columns) to[i * layout.stride] = pack.values[i];
+  });
 }
 
 // ---- tiles

@@ -99,13 +99,4 @@ template <typename acc_t>
 void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
                const TileResult<acc_t>& to, NextPair* next = nullptr);
 
-extern template void tile_product(TileProduct, int64_t, int64_t, const TileTerm<float>&, const TileResult<float>&,
-                                  NextPair*);
-extern template void tile_product(TileProduct, int64_t, int64_t, const TileTerm<double>&, const TileResult<double>&,
-                                  NextPair*);
-extern template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*,
-                               const TileResult<float>&, NextPair*);
-extern template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*,
-                               const TileResult<double>&, NextPair*);
-
 }  // namespace memcheck

@@ -47,14 +47,6 @@ Op::Results forward_meta(const Op::Arguments& in) {
           empty_compressed(n, in.q, in.keep)};
 }
 
-// The sequences of a call, which the shape gets.
-Sequences sequences_of(const char* op, const CompressedAttentionKernels& kernels, const SequenceArguments& arguments,
-                       const at::Tensor& q, CompressedAttentionShape& shape, const DeviceScope& device) {
-  Sequences sequences(op, arguments, *kernels.sequences, q, shape.S, shape.T, shape.causal, device.stream);
-  shape.sequences = sequences.table();
-  return sequences;
-}
-
 void zero_all(std::initializer_list<at::Tensor> tensors) {
   for (const at::Tensor& x : tensors)
     if (x.defined()) x.zero_();
@@ -91,10 +83,10 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
   const auto [n, arguments] = check_forward(in);
   const at::Tensor& q = in.q;
   const Options options = options_of(in);
-  const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
+  const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
-  const Sequences sequences = sequences_of(kForward, kernels, arguments, q, shape, device);
+  const Sequences sequences = sequences_of(kForward, arguments, *kernels.sequences, q, device, shape);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
@@ -127,10 +119,10 @@ Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::
   const auto [n, arguments] = check_pooled(in);
   const at::Tensor& q = in.q;
   const Options options = options_of(in);
-  const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
+  const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
-  const Sequences sequences = sequences_of(kPooled, kernels, arguments, q, shape, device);
+  const Sequences sequences = sequences_of(kPooled, arguments, *kernels.sequences, q, device, shape);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
@@ -297,10 +289,10 @@ Gradients extend_backward(const CompressedAttentionKernels& kernels, const Exten
   p.v = writes<4>(grad_v);
   p.k_sum = with_dimension(writes<3>(grad_k_sum), 2);
   p.v_sum = with_dimension(writes<3>(grad_v_sum), 2);
-  p.new_k_sum = with_dimension(reads<3>(defined_or_not(in.grad_k_sum)), 2);
-  p.new_v_sum = with_dimension(reads<3>(defined_or_not(in.grad_v_sum)), 2);
-  p.kc = reads<4>(defined_or_not(in.grad_kc));
-  p.vc = reads<4>(defined_or_not(in.grad_vc));
+  p.new_k_sum = with_dimension(reads<3>(in.grad_k_sum), 2);
+  p.new_v_sum = with_dimension(reads<3>(in.grad_v_sum), 2);
+  p.kc = reads<4>(in.grad_kc);
+  p.vc = reads<4>(in.grad_vc);
   kernels.extend_backward(p, dtype_of(in.like), device.stream);
   return gradients;
 }
@@ -323,7 +315,7 @@ using StepResult = StepOp::Results;
 Sizes check_step(const char* op, const StepInputs& in, const std::optional<c10::SymInt>& blocks) {
   Sizes n = check_new_keys(op, in.k, in.v, in.options.factor);
   TORCH_CHECK_VALUE(n.T == 1, op, ": k must be one position, (B,Hkv,1,D), got ", in.k.sym_sizes());
-  check_state(op, "", n, in.state, in.k, in.options.factor);
+  check_state(op, n, in.state, in.k, in.options.factor);
   const c10::SymInt places = in.state.kc.sym_size(2);
   TORCH_CHECK_VALUE(blocks || in.state.positions + 1 < in.options.factor, op,
                     ": positions must be less than factor - 1, so that no block is complete, got positions = ",
@@ -405,10 +397,10 @@ template <typename Arguments>
 void run_backward(const CompressedAttentionKernels& kernels, const char* op, const Sizes& n, const Arguments& in,
                   bool pooled, const Gradients& gradients) {
   const auto& [grad_q, grad_k, grad_v, grad_sink] = gradients;
-  const at::Tensor sink = contiguous_or_not(defined_or_not(in.sink));
+  const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(in.q);
   CompressedAttentionShape shape = n.shape(options_of(in));
-  const Sequences sequences = sequences_of(op, kernels, sequence_arguments(op, in), in.q, shape, device);
+  const Sequences sequences = sequences_of(op, sequence_arguments(op, in), *kernels.sequences, in.q, device, shape);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const bool keeps_delta = grad_k.defined() || grad_sink.defined();
   const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
@@ -421,11 +413,11 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
   const CompressedAttentionBackward p{shape,
                                       scale_of(shape, options_of(in)),
                                       reads<4>(in.grad_y),
-                                      reads<3>(defined_or_not(in.grad_lse)),
+                                      reads<3>(in.grad_lse),
                                       reads<4>(in.q),
                                       reads<4>(in.kc),
-                                      reads<4>(defined_or_not(in.vc)),
-                                      reads<4>(is_exact(in.q) ? defined_or_not(in.y) : at::Tensor()),
+                                      reads<4>(in.vc),
+                                      is_exact(in.q) ? reads<4>(in.y) : Strided<4>(),
                                       reads<3>(in.lse),
                                       data_of(sink),
                                       pooled,
@@ -446,7 +438,7 @@ Gradients empty_gradients(const Sizes& n, const BackwardOp::Arguments& in) {
     return empty_of_strides(kBackward, is_wanted, name, sizes, stride, in.q.options());
   };
   return {empty_gradient(wanted[0], in.q), of_keys(wanted[1], "grad_k_stride", in.grad_k_stride),
-          of_keys(wanted[2], "grad_v_stride", in.grad_v_stride), empty_gradient(wanted[3], defined_or_not(in.sink))};
+          of_keys(wanted[2], "grad_v_stride", in.grad_v_stride), empty_gradient(wanted[3], tensor_or_none(in.sink))};
 }
 
 Gradients backward_meta(const BackwardOp::Arguments& in) {
@@ -463,8 +455,8 @@ Gradients backward(const CompressedAttentionKernels& kernels, const BackwardOp::
 Gradients empty_pooled_gradients(const PooledBackwardOp::Arguments& in) {
   const auto& wanted = in.output_mask;
   return {empty_gradient(wanted[0], in.q), empty_gradient(wanted[1], in.kc),
-          empty_gradient(wanted[2], defined_or_not(in.vc), in.kc.sym_sizes(), in.kc.options()),
-          empty_gradient(wanted[3], defined_or_not(in.sink))};
+          empty_gradient(wanted[2], tensor_or_none(in.vc), in.kc.sym_sizes(), in.kc.options()),
+          empty_gradient(wanted[3], tensor_or_none(in.sink))};
 }
 
 Gradients pooled_backward_meta(const PooledBackwardOp::Arguments& in) {

@@ -47,15 +47,6 @@ variable_list saved_tensors(const Arguments& in, const Tensor& kc, const Tensor&
                        in.cu_seqlens_k, in.lengths);
 }
 
-// The outputs of a forward, of which y has a gradient, and lse if it was asked for.
-variable_list returned(AutogradContext* ctx, const variable_list& outputs, bool keep, bool return_lse) {
-  const Tensor lse = kept_output(outputs[1], keep || return_lse, /*dimension=*/2);
-  const Tensor kc = kept_output(outputs[2], keep, /*dimension=*/2);
-  const Tensor vc = kept_output(outputs[3], keep, /*dimension=*/2);
-  ctx->mark_non_differentiable(return_lse ? variable_list{kc, vc} : variable_list{lse, kc, vc});
-  return {outputs[0], lse, kc, vc};
-}
-
 // For each position its block among those that the forward kept, and how many positions that has, 0 for padding:
 // (1,1,T,1), or (B,1,T,1) if padded.
 struct BlocksOfPositions {
@@ -146,7 +137,11 @@ struct CompressedAttention : Differentiable<CompressedAttention, Op> {
     ctx->saved_data["kv_len"] = in.k.sym_size(2);
     ctx->saved_data["grad_k_stride"] = gradient_stride(in.k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(in.v);
-    return returned(ctx, {y, lse, kc, vc}, keep, in.return_lse);
+    // y has a gradient, and lse if it was asked for.
+    const variable_list results{y, kept_output(lse, keep || in.return_lse, /*dimension=*/2),
+                                kept_output(kc, keep, /*dimension=*/2), kept_output(vc, keep, /*dimension=*/2)};
+    ctx->mark_non_differentiable({results.begin() + (in.return_lse ? 2 : 1), results.end()});
+    return results;
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {

@@ -22,24 +22,11 @@ struct QueryGradientShared {
   SharedTile<acc_t> kc;
   SharedTile<acc_t> vc;  // then the gradients of scores
   Totals<acc_t> grad_q;
-  int64_t limit[TileSize<acc_t>::kSize];
-  acc_t shift[TileSize<acc_t>::kSize];
+  int64_t limit[TileSize<acc_t>::kSize];  // how many blocks each row sees
+  acc_t shift[TileSize<acc_t>::kSize];    // of its scores, from its lse
   acc_t delta[TileSize<acc_t>::kSize];
   int absent[TileSize<acc_t>::kSize];
 };
-
-// Stores how many blocks each row of the tile sees, and the shift of its scores, from its lse.
-template <typename acc_t>
-__device__ __forceinline__ void describe_rows(const CompressedAttentionBackward& p, const QueryWork& work,
-                                              QueryGradientShared<acc_t>& memory) {
-  if (threadIdx.x < TileSize<acc_t>::kSize) {
-    const int64_t row = work.row + threadIdx.x;
-    const bool exists = row < work.of.rows();
-    memory.limit[threadIdx.x] = exists ? work.of.visible(p.shape, row) : 0;
-    memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, row)) : acc_t(0);
-  }
-  __syncthreads();
-}
 
 template <typename scalar_t>
 struct Matrices {
@@ -65,17 +52,15 @@ __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p,
   multiply_rows(of.q, work.row, queries_are_loaded, of.kc, key, memory.q, memory.kc, weights);
   multiply_rows(of.grad_y, work.row, queries_are_loaded, of.vc, key, memory.grad_y, memory.vc, grad_weights);
   if (careful) find_absent(of.kc, key, memory.absent);
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+  unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
     const acc_t shift = memory.shift[row_of(i)];
     const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+    unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
       const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
       const acc_t score = scaled(weights[i][j], scale);
       weights[i][j] = sees ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
-    }
-  }
+    });
+  });
 }
 
 // delta = grad_y . y, in one chain of products over D like the gradient of a weight. If a query sees one block, both
@@ -96,8 +81,7 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
       for (int d = 0; d < kSize; d += kPackSize<acc_t>) {
         const auto of_y = load_pack(&memory.q.at[row][d]);
         const auto of_grad_y = load_pack(&memory.grad_y.at[row][d]);
-#pragma unroll
-        for (int i = 0; i < kPackSize<acc_t>; ++i) delta += of_y.values[i] * of_grad_y.values[i];
+        unroll<kPackSize<acc_t>>([&](int i) { delta += of_y.values[i] * of_grad_y.values[i]; });
       }
   }
   if (row < kSize) memory.delta[row] = delta;
@@ -113,20 +97,17 @@ __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBack
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
     weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
-#pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+    unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
       acc_t sum = acc_t(0);
-#pragma unroll
-      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) sum += weighted(weights[i][j], grad_weights[i][j]);
+      unroll<TileSize<acc_t>::kThreadColumns>([&](int j) { sum += weighted(weights[i][j], grad_weights[i][j]); });
       delta[i] += sum;
-    }
+    });
   }
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+  unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
 #pragma unroll
     for (int bits = kColumnLanes / 2; bits > 0; bits /= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], bits);
     if (column_lane() == 0) memory.delta[row_of(i)] = delta[i];
-  }
+  });
   __syncthreads();
 }
 
@@ -144,13 +125,11 @@ __device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward
     ThreadTile<acc_t> weights, grad_weights;
     const int64_t key = tile * Size::kSize;
     weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
-#pragma unroll
-    for (int i = 0; i < Size::kThreadRows; ++i) {
+    unroll<Size::kThreadRows>([&](int i) {
       const acc_t delta = memory.delta[row_of(i)];
-#pragma unroll
-      for (int j = 0; j < Size::kThreadColumns; ++j)
-        weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], delta);
-    }
+      unroll<Size::kThreadColumns>(
+          [&](int j) { weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], delta); });
+    });
     __syncthreads();
     keep_tile(weights, memory.vc);
     if (!all_columns) load_tile(of.kc, key, work.column, memory.kc);
@@ -160,15 +139,13 @@ __device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward
   }
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
   const auto scale = static_cast<acc_t>(p.scale);
-#pragma unroll
-  for (int i = 0; i < Size::kThreadRows; ++i) {
+  unroll<Size::kThreadRows>([&](int i) {
     acc_t of_row[Size::kThreadColumns];
-#pragma unroll
-    for (int j = 0; j < Size::kThreadColumns; ++j) of_row[j] = scale * memory.grad_q.of(i, j);
+    unroll<Size::kThreadColumns>([&](int j) { of_row[j] = scale * memory.grad_q.of(i, j); });
     if (work.row + row_of(i) < to.count)
       store_columns<scalar_t, Size::kThreadColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0),
                                                     of_row);
-  }
+  });
   return any_not_finite(memory.grad_q);
 }
 
@@ -181,7 +158,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
   if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
-  describe_rows(p, work, memory);
+  if (threadIdx.x < kSize) {
+    const int64_t row = work.row + threadIdx.x;
+    const bool exists = row < work.of.rows();
+    memory.limit[threadIdx.x] = exists ? work.of.visible(p.shape, row) : 0;
+    memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, row)) : acc_t(0);
+  }
+  __syncthreads();
 #pragma unroll 1
   for (bool careful = false, again = true; again; careful = true) {
     if (p.y) {
@@ -222,7 +205,7 @@ struct KeyGradientShared {
   SharedTile<acc_t> q;       // then the weights, for grad_v
   SharedTile<acc_t> grad_y;  // then the gradients of scores, for grad_k
   Totals<acc_t> gradient;
-  int64_t first_row[TileSize<acc_t>::kSize];
+  int64_t first_row[TileSize<acc_t>::kSize];  // that sees each key
 };
 
 // The shift and delta of a thread's queries, which are columns of a tile.
@@ -235,24 +218,14 @@ struct QueryColumns {
   __device__ __forceinline__ QueryColumns(const CompressedAttentionBackward& p, const KeyHead& of, int64_t first,
                                           bool reads_delta)
       : count(static_cast<int>(smaller<int64_t>(of.rows() - first, TileSize<acc_t>::kSize))) {
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+    unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
       const bool exists = spread_column(j) < count;
       const int64_t row = first + spread_column(j);
       shift[j] = exists ? softmax_shift(number_of<acc_t>(p.lse, of, row)) : acc_t(0);
       delta[j] = exists && reads_delta ? number_of<acc_t>(p.delta, of, row) : acc_t(0);
-    }
+    });
   }
 };
-
-// Stores the first row that sees each key of the tile.
-template <typename acc_t>
-__device__ __forceinline__ void describe_keys(const CompressedAttentionShape& shape, const KeyWork& work,
-                                              KeyGradientShared<acc_t>& memory) {
-  if (threadIdx.x < TileSize<acc_t>::kSize)
-    memory.first_row[threadIdx.x] = work.of.first_row(shape, work.key + threadIdx.x);
-  __syncthreads();
-}
 
 // Stores the gradient of block j, divided by its length, at each of its positions.
 template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
@@ -260,8 +233,7 @@ __device__ __forceinline__ void store_at_positions(const CompressedAttentionBack
                                                    const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
   const auto to = gradient_of<scalar_t>(p, gradient, of);
   const BlockPositions positions = positions_of(p, of, j);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] /= static_cast<acc_t>(positions.length);
+  unroll<kCount>([&](int i) { x[i] /= static_cast<acc_t>(positions.length); });
   for (int64_t t = 0; t < positions.length; ++t) store_columns<scalar_t, kCount>(to, positions.begin + t, column, x);
 }
 
@@ -271,30 +243,18 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   using Size = TileSize<acc_t>;
   const int64_t column = work.column + joint_column<acc_t>(0);
   const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
-#pragma unroll
-  for (int i = 0; i < Size::kThreadRows; ++i) {
+  unroll<Size::kThreadRows>([&](int i) {
     const int64_t j = work.key + row_of(i);
-    if (j >= work.of.blocks) continue;
+    if (j >= work.of.blocks) return;
     acc_t of_row[Size::kThreadColumns];
-#pragma unroll
-    for (int x = 0; x < Size::kThreadColumns; ++x) of_row[x] = scale * total.of(i, x);
+    unroll<Size::kThreadColumns>([&](int x) { of_row[x] = scale * total.of(i, x); });
     if (parts.count == 1) {
       store_at_positions<scalar_t, Size::kThreadColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column,
                                                          of_row);
-      continue;
+      return;
     }
     parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, of_row);
-  }
-}
-
-// No query sees an absent block.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void hide_absent(const KeyWork& work, const KeyMatrix<scalar_t>& kc,
-                                            KeyGradientShared<acc_t>& memory) {
-  const int64_t j = work.key + threadIdx.x;
-  if (threadIdx.x < TileSize<acc_t>::kSize && j < kc.count && is_absent(kc, j))
-    memory.first_row[threadIdx.x] = work.of.rows();
-  __syncthreads();
+  });
 }
 
 // The gradient of keys or of values. If both are wanted, the thread blocks alternate.
@@ -310,7 +270,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const KeyWork work = key_work(p.shape, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
   if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
-  describe_keys(p.shape, work, memory);
+  if (threadIdx.x < Size::kSize) memory.first_row[threadIdx.x] = work.of.first_row(p.shape, work.key + threadIdx.x);
+  __syncthreads();
   const bool all_columns = stays<acc_t>(p.shape.D);
   const auto scale = static_cast<acc_t>(p.scale);
 #pragma unroll 1
@@ -324,24 +285,20 @@ __global__ void __launch_bounds__(kThreads, 2)
       const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
       ThreadTile<acc_t> weights;
       multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
-#pragma unroll
-      for (int i = 0; i < Size::kThreadRows; ++i) {
+      unroll<Size::kThreadRows>([&](int i) {
         const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
-#pragma unroll
-        for (int j = 0; j < Size::kThreadColumns; ++j) {
+        unroll<Size::kThreadColumns>([&](int j) {
           const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
           const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
           weights[i][j] = seen ? weight : acc_t(0);
-        }
-      }
+        });
+      });
       if (!of_values) {
         ThreadTile<acc_t> grad_weights;
         multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
-#pragma unroll
-        for (int i = 0; i < Size::kThreadRows; ++i)
-#pragma unroll
-          for (int j = 0; j < Size::kThreadColumns; ++j)
-            weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], queries.delta[j]);
+        unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) {
+          weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], queries.delta[j]);
+        });
       }
       auto& kept = of_values ? memory.q : memory.grad_y;
       auto& factor = of_values ? memory.grad_y : memory.q;
@@ -357,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
     }
     again = __syncthreads_or(!careful && any_not_finite(memory.gradient)) != 0;
-    if (again) hide_absent(work, of.kc, memory);
+    if (again) hide_absent<scalar_t>(p, work, memory.first_row);
   }
   finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);
 }

@@ -59,11 +59,6 @@ inline c10::SymInt block_places(const Sizes& n, int64_t factor, const SequenceAr
   return compressed_attention_blocks(n.T, factor, sequences.packed(), sequences.count(n.B));
 }
 
-inline void check_group(const char* op, const Sizes& n, const char* k_name) {
-  TORCH_CHECK_VALUE(n.Hkv == 0 ? n.H == 0 : n.H % n.Hkv == 0, op, ": H, the heads of q, must be a multiple of Hkv, ",
-                    "the heads of ", k_name, ", got H = ", n.H, " and Hkv = ", n.Hkv);
-}
-
 // q, and keys k or kc of any length. The caller sets T and C.
 inline Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name, const char* k_letters,
                          const at::Tensor& k) {
@@ -71,15 +66,10 @@ inline Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name
   check_rank(op, k_name, k, 4, k_letters);
   Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(1), q.sym_size(2), 0, q.sym_size(3), 0};
   check_shape(op, k_name, k, k_letters, {n.B, n.Hkv, k.sym_size(2), n.D}, "q");
-  check_group(op, n, k_name);
+  check_groups(op, n.H, n.Hkv, k_name);
   check_floating(op, "q", q);
   check_like(op, k_name, k, q, "q");
   return n;
-}
-
-inline void check_lengths(const char* op, const Sizes& n, const char* T_name, bool causal) {
-  TORCH_CHECK_VALUE(!causal || n.S <= n.T, op, ": causal needs no more queries than keys, S <= ", T_name,
-                    ", got S = ", n.S, " and ", T_name, " = ", n.T);
 }
 
 // Of the arguments of an operator.
@@ -101,7 +91,7 @@ inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor&
   check_shape(op, "v", v, "(B,Hkv,T,D)", {n.B, n.Hkv, n.T, n.D}, "k");
   check_like(op, "v", v, q, "q");
   check_options(op, options, q);
-  check_lengths(op, n, "T", options.causal);
+  check_causal(op, options.causal, n.S, n.T);
   return n;
 }
 
@@ -114,7 +104,7 @@ inline Sizes check_blocks(const char* op, const at::Tensor& q, const at::Tensor&
                     ", got ", kv_len);
   n.T = kv_len;
   n.C = kc.sym_size(2);
-  check_lengths(op, n, "kv_len", options.causal);
+  check_causal(op, options.causal, n.S, n.T, "kv_len");
   if (!vc.defined() && !needs_vc) return n;
   check_rank(op, "vc", vc, 4, "(B,Hkv,C,D)");
   check_shape(op, "vc", vc, "(B,Hkv,C,D)", {n.B, n.Hkv, n.C, n.D}, "kc");
@@ -139,14 +129,11 @@ inline void check_block_count(const char* op, const Sizes& n, const Options& opt
 }
 
 // The sink logits of the heads, if there are any.
-inline at::Tensor check_sink(const char* op, const Sizes& n, const at::Tensor& q,
-                             const std::optional<at::Tensor>& sink) {
-  if (!sink) return {};
+inline void check_sink(const char* op, const Sizes& n, const at::Tensor& q, const std::optional<at::Tensor>& sink) {
+  if (!sink) return;
   check_rank(op, "sink", *sink, 1, "(H,)");
   check_shape(op, "sink", *sink, "(H,)", {n.H}, "q");
-  check_dtype(op, "sink", *sink, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-  check_device(op, "sink", *sink, q, "q");
-  return *sink;
+  check_acc(op, "sink", *sink, q);
 }
 
 // ---- a state and new positions
@@ -173,26 +160,23 @@ inline Sizes check_new_keys(const char* op, const at::Tensor& k, const at::Tenso
   return n;
 }
 
-// `prefix`: what messages put before the names of tensors.
-inline void check_state(const char* op, const std::string& prefix, const Sizes& n, const State& state,
-                        const at::Tensor& k, int64_t factor) {
-  const auto check = [&](const char* field, const at::Tensor& x, const char* letters,
+inline void check_state(const char* op, const Sizes& n, const State& state, const at::Tensor& k, int64_t factor) {
+  const auto check = [&](const char* name, const at::Tensor& x, const char* letters,
                          std::initializer_list<c10::SymInt> shape, at::ScalarType type) {
-    const std::string name = prefix + field;
-    check_tensor(op, name.c_str(), x);
-    check_shape(op, name.c_str(), x, letters, shape, "k");
-    check_dtype(op, name.c_str(), x, type, "k");
-    check_device(op, name.c_str(), x, k, "k");
+    check_tensor(op, name, x);
+    check_shape(op, name, x, letters, shape, "k");
+    check_dtype(op, name, x, type, "k");
+    check_device(op, name, x, k, "k");
   };
-  check_rank(op, (prefix + "kc").c_str(), state.kc, 4, "(B,Hkv,C,D)");
+  check_rank(op, "kc", state.kc, 4, "(B,Hkv,C,D)");
   const c10::SymInt C = state.kc.sym_size(2);
   const at::ScalarType type = k.scalar_type();
   check("kc", state.kc, "(B,Hkv,C,D)", {n.B, n.Hkv, C, n.D}, type);
   check("vc", state.vc, "(B,Hkv,C,D)", {n.B, n.Hkv, C, n.D}, type);
   check("k_sum", state.k_sum, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, acc_scalar_type(type));
   check("v_sum", state.v_sum, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, acc_scalar_type(type));
-  TORCH_CHECK_VALUE(state.positions >= 0 && state.positions < factor, op, ": ", prefix,
-                    "positions must be from 0 to factor - 1 = ", factor - 1, ", got ", state.positions);
+  TORCH_CHECK_VALUE(state.positions >= 0 && state.positions < factor, op,
+                    ": positions must be from 0 to factor - 1 = ", factor - 1, ", got ", state.positions);
 }
 
 // The newest of T positions so far. Sets H and S.
@@ -202,7 +186,7 @@ inline void check_new_queries(const char* op, Sizes& n, const at::Tensor& q, con
   n.H = q.sym_size(1);
   n.S = q.sym_size(2);
   check_shape(op, "q", q, "(B,H,S,D)", {n.B, n.H, n.S, n.D}, "k");
-  check_group(op, n, "k");
+  check_groups(op, n.H, n.Hkv);
   check_like(op, "q", q, k, "k");
   TORCH_CHECK_VALUE(n.S <= n.T, op, ": q must be of no more positions than k so far, S <= T, got S = ", n.S,
                     " and T = ", n.T);
@@ -233,10 +217,6 @@ inline at::Tensor contiguous_or_not(const at::Tensor& x) {
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-inline at::Tensor defined_or_not(const std::optional<at::Tensor>& x) {
-  return x.value_or(at::Tensor());
-}
-
 inline bool is_exact(const at::Tensor& x) {
   return acc_scalar_type(x.scalar_type()) == x.scalar_type();
 }
@@ -250,12 +230,11 @@ void check_results(const char* op, const Sizes& n, const Arguments& in, bool nee
     check_like(op, name, x, in.q, "q");
   };
   check_like_q("grad_y", in.grad_y);
-  if (in.y || (needs_y && is_exact(in.q))) check_like_q("y", defined_or_not(in.y));
+  if (in.y || (needs_y && is_exact(in.q))) check_like_q("y", tensor_or_none(in.y));
   const auto check_numbers = [&](const char* name, const at::Tensor& x) {
     check_tensor(op, name, x);
     check_shape(op, name, x, "(B,H,S)", {n.B, n.H, n.S}, "q");
-    check_dtype(op, name, x, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
-    check_device(op, name, x, in.q, "q");
+    check_acc(op, name, x, in.q);
   };
   check_numbers("lse", in.lse);
   if (in.grad_lse) check_numbers("grad_lse", *in.grad_lse);
@@ -266,9 +245,9 @@ template <typename Arguments>
 Sizes check_backward(const char* op, const Arguments& in) {
   const auto& wanted = in.output_mask;
   const bool needs_all = wanted[0] || wanted[1] || wanted[3];
-  const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, options_of(in), needs_all);
+  const Sizes n = check_blocks(op, in.q, in.kc, tensor_or_none(in.vc), in.kv_len, options_of(in), needs_all);
   check_results(op, n, in, needs_all);
-  if (in.sink || wanted[3]) check_sink(op, n, in.q, defined_or_not(in.sink));
+  if (in.sink || wanted[3]) check_sink(op, n, in.q, tensor_or_none(in.sink));
   check_block_count(op, n, options_of(in), sequence_arguments(op, in));
   return n;
 }

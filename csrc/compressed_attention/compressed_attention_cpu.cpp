@@ -98,13 +98,10 @@ void each_sequence(const Parameters& p, Dtype dtype, int64_t CompressedAttention
                    void (*run)(const Parameters&, Dtype)) {
   if (!p.shape.sequences) return run(p, dtype);
   tasks_of(p.shape, p.threads)
-      .each(bytes_of(p.shape, dtype, scratch), p.scratch,
-            [&](int64_t i, const Sequence& x, int64_t threads, void* memory) {
-              Parameters one = parameters_of(p, dtype, i, x);
-              one.scratch = memory;
-              one.threads = threads;
-              run(one, dtype);
-            });
+      .each(
+          bytes_of(p.shape, dtype, scratch), p.scratch,
+          [&](int64_t i, const Sequence& x) { return parameters_of(p, dtype, i, x); },
+          [&](const Parameters& one) { run(one, dtype); });
 }
 
 // All but those of sinks.

@@ -32,20 +32,17 @@ struct Softmax {
   acc_t before_max[kRows];  // the maximum at the end of the last chunk
 
   __device__ __forceinline__ Softmax() {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    unroll<kRows>([&](int i) {
       max[i] = before_max[i] = minus_infinity<acc_t>();
       sum[i] = before[i] = acc_t(0);
-    }
+    });
   }
 
   // Replaces scores by exponentials. `rescale` gets the factors of sums that are relative to the maximum before.
   __device__ __forceinline__ void add(ThreadTile<acc_t>& scores, acc_t (&rescale)[kRows]) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    unroll<kRows>([&](int i) {
       acc_t highest = max[i];
-#pragma unroll
-      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) highest = larger(highest, scores[i][j]);
+      unroll<TileSize<acc_t>::kThreadColumns>([&](int j) { highest = larger(highest, scores[i][j]); });
 #pragma unroll
       for (int bits = kColumnLanes / 2; bits > 0; bits /= 2)
         highest = larger(highest, __shfl_xor_sync(~0u, highest, bits));
@@ -53,55 +50,25 @@ struct Softmax {
       rescale[i] = softmax_weight<CudaMaths<acc_t>>(max[i], shift);
       max[i] = highest;
       acc_t tile_sum = acc_t(0);
-#pragma unroll
-      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+      unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
         scores[i][j] = softmax_weight<CudaMaths<acc_t>>(scores[i][j], shift);
         tile_sum += scores[i][j];
-      }
+      });
 #pragma unroll
       for (int bits = kColumnLanes / 2; bits > 0; bits /= 2) tile_sum += __shfl_xor_sync(~0u, tile_sum, bits);
       sum[i] = softmax_sum(sum[i], rescale[i], tile_sum);
-    }
+    });
   }
 
   __device__ __forceinline__ void end_chunk(acc_t (&rescale)[kRows]) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    unroll<kRows>([&](int i) {
       rescale[i] = softmax_weight<CudaMaths<acc_t>>(before_max[i], softmax_shift(max[i]));
       before[i] = softmax_sum(before[i], rescale[i], sum[i]);
       before_max[i] = max[i];
       sum[i] = acc_t(0);
-    }
+    });
   }
 };
-
-// to = to factor[row]
-template <typename acc_t>
-__device__ __forceinline__ void rescale_tile(const acc_t (&factor)[TileSize<acc_t>::kThreadRows],
-                                             ThreadTile<acc_t>& to) {
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) to[i][j] *= factor[i];
-}
-
-template <typename acc_t>
-__device__ __forceinline__ void rescale_totals(const acc_t (&factor)[TileSize<acc_t>::kThreadRows], Totals<acc_t>& to) {
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) to.of(i, j) *= factor[i];
-}
-
-template <typename acc_t>
-__device__ __forceinline__ void describe_rows(const CompressedAttentionShape& shape, const QueryWork& work,
-                                              ForwardShared<acc_t>& memory) {
-  if (threadIdx.x < TileSize<acc_t>::kSize) {
-    const int64_t row = work.row + threadIdx.x;
-    memory.limit[threadIdx.x] = row < work.of.rows() ? work.of.visible(shape, row) : 0;
-  }
-  __syncthreads();
-}
 
 // y = sum of weighted values / sum of weights, and 0 for a query that sees no block, or only scores of -inf.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
@@ -112,43 +79,46 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   const CompressedAttentionShape& shape = p.shape;
   const auto y = queries_of<scalar_t>(shape, p.y, work.of);
   const int64_t column = work.column + joint_column<acc_t>(0);
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+  unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
     const int64_t row = work.row + row_of(i);
-    if (row >= y.count) continue;
+    if (row >= y.count) return;
     const bool sees = softmax.before[i] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[i] : acc_t(1);
     acc_t lse = sees ? softmax.max[i] + log(divisor) : minus_infinity<acc_t>();
     const acc_t share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : acc_t(1);
     acc_t of_row[kColumns];
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) of_row[j] = memory.y.of(i, j) / divisor * share;
+    unroll<kColumns>([&](int j) { of_row[j] = memory.y.of(i, j) / divisor * share; });
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
       store_columns<scalar_t, kColumns>(y, row, column, of_row);
       if (writes_lse && p.lse) number_of<acc_t>(p.lse, work.of, row) = lse;
-      continue;
+      return;
     }
     const int64_t of_part = work.part * shape.B * shape.H * shape.S + query_index(shape, work.of, row);
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j)
+    unroll<kColumns>([&](int j) {
       if (column + j < shape.D) parts.y[of_part * shape.D + column + j] = of_row[j];
+    });
     if (writes_lse) parts.lse[of_part] = lse;
-  }
+  });
 }
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(CompressedAttentionForward p, ForwardParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kSize = TileSize<acc_t>::kSize;
+  using Size = TileSize<acc_t>;
+  constexpr int kSize = Size::kSize;
   auto& memory = shared<ForwardShared<acc_t>>();
   const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, parts.count);
   if (!work.exists()) return;
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   const auto kc = blocks_of<scalar_t>(p.shape, p.kc, work.of);
   const auto vc = blocks_of<scalar_t>(p.shape, p.vc, work.of);
-  describe_rows(p.shape, work, memory);
+  if (threadIdx.x < kSize) {
+    const int64_t row = work.row + threadIdx.x;
+    memory.limit[threadIdx.x] = row < q.count ? work.of.visible(p.shape, row) : 0;
+  }
+  __syncthreads();
   const auto scale = static_cast<acc_t>(p.scale);
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
@@ -156,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     ThreadTile<acc_t> chunk;
     set_zero<acc_t>(chunk);
     start(memory.y);
-    acc_t rescale[TileSize<acc_t>::kThreadRows];
+    acc_t rescale[Size::kThreadRows];
     for (int64_t tile = work.begin; tile < work.end; ++tile) {
       const int64_t key = tile * kSize;
       ThreadTile<acc_t> scores;
@@ -166,23 +136,21 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (p.shape.D == 0) __syncthreads();
       load_tile(vc, key, work.column, memory.vc);
       if (careful) find_absent(kc, key, memory.absent);
-#pragma unroll
-      for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+      unroll<Size::kThreadRows>([&](int i) {
         const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
-#pragma unroll
-        for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+        unroll<Size::kThreadColumns>([&](int j) {
           const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
           scores[i][j] = sees ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
-        }
-      }
+        });
+      });
       softmax.add(scores, rescale);
       keep_tile(scores, memory.weights);
       __syncthreads();
-      rescale_tile(rescale, chunk);
+      unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { chunk[i][j] *= rescale[i]; });
       add_product_of_tile(careful, memory.weights, memory.vc, chunk);
       if ((tile - work.begin + 1) % kChunkTiles != 0 && tile + 1 < work.end) continue;
       softmax.end_chunk(rescale);
-      rescale_totals(rescale, memory.y);
+      unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { memory.y.of(i, j) *= rescale[i]; });
       add_chunk(chunk, memory.y);
     }
     if (__syncthreads_or(!careful && any_not_finite(memory.y)) != 0) continue;

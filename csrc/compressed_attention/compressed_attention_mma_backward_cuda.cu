@@ -102,15 +102,12 @@ struct MmaQueries {
   template <typename RowOf>
   __device__ __forceinline__ void find(const CompressedAttentionBackward& p, const QueryWork& work,
                                        const RowOf& row_of) {
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t row = work.row + row_of(m, half);
-        const bool exists = row < work.of.rows();
-        limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
-        shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
-      }
+    unroll<kTall, 2>([&](int m, int half) {
+      const int64_t row = work.row + row_of(m, half);
+      const bool exists = row < work.of.rows();
+      limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
+      shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
+    });
   }
 
   // Forms the weights of keys from row `first` of a tile on, of which the first is `key`, and the gradients of weights.
@@ -121,28 +118,18 @@ struct MmaQueries {
                                         WarpTile<kTall, kWide>& grad_weights) const {
     multiply_rows<scalar_t, kTall, kWide>(q, kc, first, weights);
     multiply_rows<scalar_t, kTall, kWide>(grad_y, vc, first, grad_weights);
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int seen = half_tile_before(limit[m][half], key);
-#pragma unroll
-        for (int n = 0; n < kWide; ++n)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& weight = weights[m][n][2 * half + i];
-            const bool sees = fragment_column(n) + i < seen;
-            weight = sees ? exp2_approximate(weight * scale - shift[m][half]) : 0;
-          }
-      }
+    unroll<kTall, 2>([&](int m, int half) {
+      const int seen = half_tile_before(limit[m][half], key);
+      unroll<kWide, 2>([&](int n, int i) {
+        float& weight = weights[m][n][2 * half + i];
+        const bool sees = fragment_column(n) + i < seen;
+        weight = sees ? exp2_approximate(weight * scale - shift[m][half]) : 0;
+      });
+    });
     if (absent == nullptr) return;
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (absent[first + fragment_column(n) + i % 2]) weights[m][n][i] = 0;
+    unroll<kTall, kWide, 4>([&](int m, int n, int i) {
+      if (absent[first + fragment_column(n) + i % 2]) weights[m][n][i] = 0;
+    });
   }
 };
 
@@ -187,14 +174,13 @@ __device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p,
   constexpr int kWide = Shared::kWide;
   MmaQueries<RowsInRegisters<kTall, kD>, kTall> rows;
   rows.find(p, memory.work, Shared::row_of);
-#pragma unroll
-  for (int m = 0; m < kTall; ++m) {
+  unroll<kTall>([&](int m) {
     const int of_slab = m % Shared::kSlabTall;
     if (m > 0 && of_slab == 0) __syncthreads();
     if (of_slab == 0) load_slab(p, m / Shared::kSlabTall, memory);
     rows.q.load(m, memory.tiles.queries.q, Shared::first_of_warp() + 16 * of_slab);
     rows.grad_y.load(m, memory.tiles.queries.grad_y, Shared::first_of_warp() + 16 * of_slab);
-  }
+  });
   const float scale = static_cast<float>(p.scale) * kLog2e;
   const int* const absent = memory.careful ? memory.absent : nullptr;
   float delta[kTall][2] = {};
@@ -203,28 +189,21 @@ __device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p,
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
     rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale, absent,
                                          weights, grad_weights);
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) delta[m][i / 2] += weighted(weights[m][n][i], grad_weights[m][n][i]);
+    unroll<kTall, kWide, 4>(
+        [&](int m, int n, int i) { delta[m][i / 2] += weighted(weights[m][n][i], grad_weights[m][n][i]); });
   });
   bool not_finite = false;
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float of_row = sum_of_row(delta[m][half]);
-      not_finite |= !is_finite(of_row);
-      const int64_t row = memory.work.row + Shared::row_of(m, half);
-      if (lane() % 4 != 0) continue;
-      if (row < memory.work.of.rows()) {
-        if (p.grad_lse) of_row -= number_of<float>(p.grad_lse, memory.work.of, row);
-        if (p.delta) number_of<float>(p.delta, memory.work.of, row) = of_row;
-      }
-      memory.delta[Shared::row_of(m, half)] = of_row;
+  unroll<kTall, 2>([&](int m, int half) {
+    float of_row = sum_of_row(delta[m][half]);
+    not_finite |= !is_finite(of_row);
+    const int64_t row = memory.work.row + Shared::row_of(m, half);
+    if (lane() % 4 != 0) return;
+    if (row < memory.work.of.rows()) {
+      if (p.grad_lse) of_row -= number_of<float>(p.grad_lse, memory.work.of, row);
+      if (p.delta) number_of<float>(p.delta, memory.work.of, row) = of_row;
     }
+    memory.delta[Shared::row_of(m, half)] = of_row;
+  });
   __syncwarp();
   return not_finite;
 }
@@ -245,10 +224,8 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
   MmaQueries<Rows, kTall> rows{Rows(tiles.queries.q, first), Rows(tiles.queries.grad_y, first)};
   rows.find(p, memory.work, [&](int m, int half) { return slab * Shared::kSlab + Shared::row_of(m, half); });
   float delta[kTall][2];
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) delta[m][half] = memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)];
+  unroll<kTall, 2>(
+      [&](int m, int half) { delta[m][half] = memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)]; });
   float grad_q[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(grad_q);
   const float scale = static_cast<float>(p.scale);
@@ -258,13 +235,9 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
     rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e, absent,
                                          weights, grad_weights);
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
+    unroll<kTall, kWide, 4>([&](int m, int n, int i) {
+      weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
+    });
     uint32_t grad_scores[kTall][kWide / 2][4];
     round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
     add_product_or_careful<scalar_t, kTall, kWide, kD / 8>(absent != nullptr, grad_scores, tiles.keys.kc[now], row,
@@ -304,25 +277,15 @@ __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Compres
   }
 }
 
-template <typename scalar_t, int kD>
-void query_gradients_of_width(const CompressedAttentionBackward& p, cudaStream_t stream) {
-  using Shared = MmaQueryShared<scalar_t, kD>;
-  const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries);
-  launch({"compressed_attention_backward_queries_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
-         mma_query_gradient_kernel<scalar_t, kD>, p);
-}
-
 template <typename scalar_t>
 bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream) {
-  if (p.shape.D > 256 || p.y) return false;
-  if (p.shape.D <= 64) {
-    query_gradients_of_width<scalar_t, 64>(p, stream);
-  } else if (p.shape.D <= 128) {
-    query_gradients_of_width<scalar_t, 128>(p, stream);
-  } else {
-    query_gradients_of_width<scalar_t, 256>(p, stream);
-  }
-  return true;
+  if (p.y) return false;
+  return with_tile_columns(p.shape.D, [&](auto columns) {
+    using Shared = MmaQueryShared<scalar_t, columns>;
+    const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries);
+    launch({"compressed_attention_backward_queries_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
+           mma_query_gradient_kernel<scalar_t, columns>, p);
+  });
 }
 
 template bool query_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, cudaStream_t);
@@ -403,15 +366,13 @@ __device__ __forceinline__ void add_warps(Tile* tiles, float (&gradient)[1][kCol
   constexpr int kNumbers = 4 * kColumns * 32;  // of a warp
   float* const sums = reinterpret_cast<float*>(tiles) + lane();
   if (warp() >= kKeyWarps) {
-#pragma unroll
-    for (int i = 0; i < 4 * kColumns; ++i) sums[(warp() - kKeyWarps) * kNumbers + 32 * i] = gradient[0][i / 4][i % 4];
+    unroll<4 * kColumns>([&](int i) { sums[(warp() - kKeyWarps) * kNumbers + 32 * i] = gradient[0][i / 4][i % 4]; });
   }
   __syncthreads();
   if (warp() >= kKeyWarps) return;
   for (int other = 0; other < kOthers; ++other)
-#pragma unroll
-    for (int i = 0; i < 4 * kColumns; ++i)
-      gradient[0][i / 4][i % 4] += sums[(other * kKeyWarps + warp()) * kNumbers + 32 * i];
+    unroll<4 * kColumns>(
+        [&](int i) { gradient[0][i / 4][i % 4] += sums[(other * kKeyWarps + warp()) * kNumbers + 32 * i]; });
 }
 
 // Stores the gradients in `tile`, one for each block, at all positions of the block.
@@ -455,34 +416,19 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
                                             const KeyParts<scalar_t>& parts, bool of_values,
                                             float (&gradient)[1][kColumns][4], Tile& tile) {
   const int first = warp() * 16;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  unroll<2>([&](int half) {
     const int64_t j = work.key + first + fragment_row(0, half);
     const float unit = of_values ? kWeightUnit<scalar_t> : 1;
     const bool whole = j < work.of.blocks && parts.count == 1;
     const float share = whole ? unit / static_cast<float>(positions_of(p, work.of, j).length) : unit;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-      for (int i = 2 * half; i < 2 * half + 2; ++i) gradient[0][n][i] *= share;
-  }
+    unroll<kColumns, 2>([&](int n, int i) { gradient[0][n][2 * half + i] *= share; });
+  });
   if (parts.count == 1) {
     keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
     store_at_positions<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
   } else {
     store_part<scalar_t, kColumns>(p, work, parts, of_values, gradient, tile);
   }
-}
-
-// No query sees an absent block.
-template <typename scalar_t, int kD, int kKeys>
-__device__ __forceinline__ void hide_absent(const CompressedAttentionBackward& p,
-                                            MmaKeyShared<scalar_t, kD, kKeys>& memory) {
-  const int64_t j = memory.work.key + threadIdx.x;
-  if (threadIdx.x < kKeys && j < memory.work.of.blocks &&
-      is_absent(blocks_of<scalar_t>(p.shape, p.kc, memory.work.of), j))
-    memory.first_row[threadIdx.x] = memory.queries.count;
-  __syncthreads();
 }
 
 // kOfKeys, kOfValues: which gradients have registers. One without is not formed.
@@ -537,14 +483,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         float weights[1][kWide][4];
         uint32_t factor[1][kWide / 2][4];
         multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
-#pragma unroll
-        for (int n = 0; n < kWide; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int column = query + fragment_column(n) + i % 2;
-            const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
-            weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
-          }
+        unroll<kWide, 4>([&](int n, int i) {
+          const int column = query + fragment_column(n) + i % 2;
+          const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
+          weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
+        });
         if (of_values) {
           if (careful) keep_small_weights<scalar_t, 1, kWide>(weights);
           round_factor<scalar_t, 1, kWide>(weights, factor);
@@ -553,14 +496,11 @@ __global__ void __launch_bounds__(kThreads, 2)
         if (!of_keys) continue;
         float grad_weights[1][kWide][4];
         multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
-#pragma unroll
-        for (int n = 0; n < kWide; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int column = query + fragment_column(n) + i % 2;
-            const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
-            weights[0][n][i] = softmax_gradient(weight, grad_weights[0][n][i], memory.delta[now][column]);
-          }
+        unroll<kWide, 4>([&](int n, int i) {
+          const int column = query + fragment_column(n) + i % 2;
+          const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
+          weights[0][n][i] = softmax_gradient(weight, grad_weights[0][n][i], memory.delta[now][column]);
+        });
         round_factor<scalar_t, 1, kWide>(weights, factor);
         add_product_or_careful<scalar_t, 1, kWide, kD / 8>(careful, factor, queries.q[now], query, grad_k);
       }
@@ -572,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool not_finite =
         (of_keys && any_not_finite<1, kD / 8>(grad_k)) || (of_values && any_not_finite<1, kD / 8>(grad_v));
     again = __syncthreads_or(!careful && not_finite) != 0;
-    if (again) hide_absent(p, memory);
+    if (again) hide_absent<scalar_t>(p, memory.work, memory.first_row);
   }
   if (of_keys) add_warps<Shared::kKeyWarps>(queries.q, grad_k);
   if (of_values) add_warps<Shared::kKeyWarps>(queries.grad_y, grad_v);
@@ -594,20 +534,16 @@ void key_gradients_of_width(const CompressedAttentionBackward& p, const KeyParts
 template <typename scalar_t>
 bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
                                    int64_t key_tile, cudaStream_t stream) {
-  if (p.shape.D > 256) return false;
-  const bool small = key_tile == 32;
-  if (p.shape.D <= 64) {
-    small ? key_gradients_of_width<scalar_t, 64, 32>(p, parts, stream)
-          : key_gradients_of_width<scalar_t, 64, 64>(p, parts, stream);
-  } else if (p.shape.D <= 128) {
-    small ? key_gradients_of_width<scalar_t, 128, 32>(p, parts, stream)
-          : key_gradients_of_width<scalar_t, 128, 64>(p, parts, stream);
-  } else {
-    // Registers hold one gradient of 16 keys.
-    if (p.grad_k) key_gradients_of_width<scalar_t, 256, 64, true, false>(p, parts, stream);
-    if (p.grad_v) key_gradients_of_width<scalar_t, 256, 64, false, true>(p, parts, stream);
-  }
-  return true;
+  return with_tile_columns(p.shape.D, [&](auto columns) {
+    if constexpr (columns == 256) {
+      // Registers hold one gradient of 16 keys.
+      if (p.grad_k) key_gradients_of_width<scalar_t, 256, 64, true, false>(p, parts, stream);
+      if (p.grad_v) key_gradients_of_width<scalar_t, 256, 64, false, true>(p, parts, stream);
+    } else {
+      key_tile == 32 ? key_gradients_of_width<scalar_t, columns, 32>(p, parts, stream)
+                     : key_gradients_of_width<scalar_t, columns, 64>(p, parts, stream);
+    }
+  });
 }
 
 template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, const KeyParts<__half>&,

@@ -18,6 +18,19 @@ constexpr int kWarps = kThreads / 32;
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
 
+// Calls run(columns) with the columns of a tile, a constant, for heads of D. Returns false if they are too wide.
+template <typename Run>
+bool with_tile_columns(int64_t D, const Run& run) {
+  if (D > 256) return false;
+  if (D <= 64)
+    run(std::integral_constant<int, 64>());
+  else if (D <= 128)
+    run(std::integral_constant<int, 128>());
+  else
+    run(std::integral_constant<int, 256>());
+  return true;
+}
+
 // Begins to load rows from `row` on; zeros where none exist. They have arrived after cp_async_wait and a barrier.
 template <typename scalar_t, bool kGrouped, int kRows, int kColumns>
 __device__ __forceinline__ void request_rows(const HeadMatrix<scalar_t, kGrouped>& all, int64_t row,
@@ -33,12 +46,11 @@ __device__ __forceinline__ void request_rows(const HeadMatrix<scalar_t, kGrouped
     const bool column_exists = mine.column < from.columns;
     const scalar_t* source = from.data + mine.row * from.position_stride + mine.column;
     const int64_t step = Packs::kStep * from.position_stride;
-#pragma unroll
-    for (int i = 0; i < Packs::kCount; ++i) {
+    unroll<Packs::kCount>([&](int i) {
       const int tile_row = mine.row + i * Packs::kStep;
       cp_async_16(place(tile_row), source, column_exists && exists(tile_row));
       source += step;
-    }
+    });
     return;
   }
   // Not unrolled: addresses that the compiler keeps from tile to tile take registers that sums need.

@@ -35,13 +35,10 @@ struct MmaSoftmax {
   float sum[kTall][2];
 
   __device__ __forceinline__ MmaSoftmax() {
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        max[m][half] = minus_infinity<float>();
-        sum[m][half] = 0;
-      }
+    unroll<kTall, 2>([&](int m, int half) {
+      max[m][half] = minus_infinity<float>();
+      sum[m][half] = 0;
+    });
   }
 
   // Replaces products by weights; the scores are `scale`, above 0, times the products. Makes y and the sums relative to
@@ -50,68 +47,46 @@ struct MmaSoftmax {
   __device__ __forceinline__ void add(float scale, WarpTile<kTall, kWide>& scores, WarpTile<kTall, kColumns>& y) {
     float rescale[kTall][2];
     bool rises = false;
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float highest = scores[m][0][2 * half];
-#pragma unroll
-        for (int n = 0; n < kWide; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) highest = fmaxf(highest, scores[m][n][i]);
-        highest = fmaxf(max[m][half], scale * largest_of_row(highest));
-        const float shift = softmax_shift(highest);
-        rescale[m][half] = exp2_approximate(max[m][half] - shift);
-        rises = rises || !(rescale[m][half] == 1);
-        max[m][half] = highest;
-        float total = 0;
-#pragma unroll
-        for (int n = 0; n < kWide; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            scores[m][n][i] = exp2_approximate(scores[m][n][i] * scale - shift);
-            total += scores[m][n][i];
-          }
-        sum[m][half] = softmax_sum(sum[m][half], rescale[m][half], total);
-      }
+    unroll<kTall, 2>([&](int m, int half) {
+      float highest = scores[m][0][2 * half];
+      unroll<kWide, 2>([&](int n, int i) { highest = fmaxf(highest, scores[m][n][2 * half + i]); });
+      highest = fmaxf(max[m][half], scale * largest_of_row(highest));
+      const float shift = softmax_shift(highest);
+      rescale[m][half] = exp2_approximate(max[m][half] - shift);
+      rises = rises || !(rescale[m][half] == 1);
+      max[m][half] = highest;
+      float total = 0;
+      unroll<kWide, 2>([&](int n, int i) {
+        float& score = scores[m][n][2 * half + i];
+        score = exp2_approximate(score * scale - shift);
+        total += score;
+      });
+      sum[m][half] = softmax_sum(sum[m][half], rescale[m][half], total);
+    });
     // After the first tiles a maximum seldom rises.
     if (!__any_sync(~0u, rises)) return;
-#pragma unroll
-    for (int m = 0; m < kTall; ++m)
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) y[m][n][i] *= rescale[m][i / 2];
+    unroll<kTall, kColumns, 4>([&](int m, int n, int i) { y[m][n][i] *= rescale[m][i / 2]; });
   }
 };
 
 // Sets scores of absent blocks to -inf.
 template <int kTall, int kWide>
 __device__ __forceinline__ void hide_absent(const int* absent, WarpTile<kTall, kWide>& scores) {
-#pragma unroll
-  for (int n = 0; n < kWide; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (absent[fragment_column(n) + i % 2])
-#pragma unroll
-        for (int m = 0; m < kTall; ++m) scores[m][n][i] = minus_infinity<float>();
+  unroll<kWide, 4>([&](int n, int i) {
+    if (absent[fragment_column(n) + i % 2]) unroll<kTall>([&](int m) { scores[m][n][i] = minus_infinity<float>(); });
+  });
 }
 
 // Sets scores to -inf where a query does not see the block. `limit` points to that of the warp's first row.
 template <int kTall, int kWide>
 __device__ __forceinline__ void hide_keys(const int64_t* limit, int64_t key, WarpTile<kTall, kWide>& scores) {
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t left = limit[fragment_row(m, half)] - key;
-      const int seen = static_cast<int>(larger<int64_t>(0, smaller<int64_t>(left, 8 * kWide)));
-#pragma unroll
-      for (int n = 0; n < kWide; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (fragment_column(n) + i >= seen) scores[m][n][2 * half + i] = minus_infinity<float>();
-    }
+  unroll<kTall, 2>([&](int m, int half) {
+    const int64_t left = limit[fragment_row(m, half)] - key;
+    const int seen = static_cast<int>(larger<int64_t>(0, smaller<int64_t>(left, 8 * kWide)));
+    unroll<kWide, 2>([&](int n, int i) {
+      if (fragment_column(n) + i >= seen) scores[m][n][2 * half + i] = minus_infinity<float>();
+    });
+  });
 }
 
 // y = sum of weighted values / sum of weights, and 0 for a query that sees no block, or only scores of -inf.
@@ -123,36 +98,27 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   const CompressedAttentionShape& shape = p.shape;
   const int64_t rows = work.of.rows();
   const int first = warp() * 16 * kTall;
-#pragma unroll
-  for (int m = 0; m < kTall; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = sum_of_row(softmax.sum[m][half]);
-      const int row_of_tile = first + fragment_row(m, half);
-      const int64_t row = work.row + row_of_tile;
-      const bool sees = sum != 0;
-      float lse = sees ? (softmax_shift(softmax.max[m][half]) + log2f(sum)) * kLn2 : minus_infinity<float>();
-      const float share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : 1;
-      const float inverse = sees ? share / sum : 0;
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) y[m][n][i] *= inverse;
-      if (row >= rows) continue;
-      const bool writes_lse = lane() % 4 == 0;
-      if (parts.count == 1) {
-        if (writes_lse && p.lse) number_of<float>(p.lse, work.of, row) = lse;
-        continue;
-      }
-      const int64_t of_part = work.part * shape.B * shape.H * shape.S + query_index(shape, work.of, row);
-      if (writes_lse) parts.lse[of_part] = lse;
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (fragment_column(n) + i < shape.D)
-            parts.y[of_part * shape.D + fragment_column(n) + i] = y[m][n][2 * half + i];
+  unroll<kTall, 2>([&](int m, int half) {
+    const float sum = sum_of_row(softmax.sum[m][half]);
+    const int row_of_tile = first + fragment_row(m, half);
+    const int64_t row = work.row + row_of_tile;
+    const bool sees = sum != 0;
+    float lse = sees ? (softmax_shift(softmax.max[m][half]) + log2f(sum)) * kLn2 : minus_infinity<float>();
+    const float share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : 1;
+    const float inverse = sees ? share / sum : 0;
+    unroll<kColumns, 2>([&](int n, int i) { y[m][n][2 * half + i] *= inverse; });
+    if (row >= rows) return;
+    const bool writes_lse = lane() % 4 == 0;
+    if (parts.count == 1) {
+      if (writes_lse && p.lse) number_of<float>(p.lse, work.of, row) = lse;
+      return;
     }
+    const int64_t of_part = work.part * shape.B * shape.H * shape.S + query_index(shape, work.of, row);
+    if (writes_lse) parts.lse[of_part] = lse;
+    unroll<kColumns, 2>([&](int n, int i) {
+      if (fragment_column(n) + i < shape.D) parts.y[of_part * shape.D + fragment_column(n) + i] = y[m][n][2 * half + i];
+    });
+  });
   if (parts.count > 1) return;
   const auto to = queries_of<scalar_t>(shape, p.y, work.of);
   keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
@@ -207,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       float scores[kTall][kKeys / 8][4];
       const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
       multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
-      if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
+      if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
       // The first row sees fewest blocks.
       if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
       if (careful) {
@@ -241,17 +207,12 @@ void forward_of_width(const CompressedAttentionForward& p, const ForwardParts<fl
 template <typename scalar_t>
 bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
                              cudaStream_t stream) {
-  if (p.shape.D > 256) return false;
-  if (p.shape.D <= 64) {
-    forward_of_width<scalar_t, 64>(p, parts, stream);
-  } else if (p.shape.D <= 128) {
-    forward_of_width<scalar_t, 128>(p, parts, stream);
-  } else if (fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256>))) {
-    forward_of_width<scalar_t, 256>(p, parts, stream);
-  } else {
-    forward_of_width<scalar_t, 256, 1>(p, parts, stream);
-  }
-  return true;
+  return with_tile_columns(p.shape.D, [&](auto columns) {
+    if constexpr (columns == 256)
+      if (!fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256>)))
+        return forward_of_width<scalar_t, 256, 1>(p, parts, stream);
+    forward_of_width<scalar_t, columns>(p, parts, stream);
+  });
 }
 
 template bool forward_on_tensor_cores<__half>(const CompressedAttentionForward&, const ForwardParts<float>&,

@@ -87,31 +87,26 @@ __device__ __forceinline__ void sum_positions(const KeyMatrix<scalar_t>& from, i
     acc_t chain[kColumns] = {};
     for (int64_t t = first; t < end && t < first + int64_t{kPoolChain} * lanes; t += int64_t{kPoolLoads} * lanes) {
       Pack<scalar_t> packs[kPoolLoads];
-#pragma unroll
-      for (int n = 0; n < kPoolLoads; ++n) packs[n] = from.read(from.at(t + n * lanes), t + n * lanes < end, column);
-#pragma unroll
-      for (int n = 0; n < kPoolLoads; ++n)
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) chain[i] += to_acc(packs[n].values[i]);
+      unroll<kPoolLoads>([&](int n) { packs[n] = from.read(from.at(t + n * lanes), t + n * lanes < end, column); });
+      unroll<kPoolLoads, kColumns>([&](int n, int i) { chain[i] += to_acc(packs[n].values[i]); });
     }
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) total[i] += chain[i];
+    unroll<kColumns>([&](int i) { total[i] += chain[i]; });
   }
 }
 
 // The columns of a row from `column` on, as far as they exist: x += row, or row = x.
 template <typename acc_t, int kColumns>
 __device__ __forceinline__ void add_row(const Strided<1>& row, int64_t column, int64_t D, acc_t (&x)[kColumns]) {
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i)
+  unroll<kColumns>([&](int i) {
     if (column + i < D) x[i] += *row.at<acc_t>(column + i);
+  });
 }
 template <typename acc_t, int kColumns>
 __device__ __forceinline__ void store_row(const Strided<1>& row, int64_t column, int64_t D,
                                           const acc_t (&x)[kColumns]) {
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i)
+  unroll<kColumns>([&](int i) {
     if (column + i < D) *row.at<acc_t>(column + i) = x[i];
+  });
 }
 
 // The first half of the grid pools keys, the second half values. A block of threads has threads.blocks() rows.
@@ -138,19 +133,15 @@ __global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(Parameters p, Poo
   if (mine) sum_positions(at.from, at.begin + lane, at.end, threads.lanes, column, total);
   for (int others = threads.lanes / 2; others > 0; others /= 2) {
     const int distance = threads.lanes_first ? others : others * threads.packs;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) memory.sums[i][thread] = total[i];
+    unroll<kColumns>([&](int i) { memory.sums[i][thread] = total[i]; });
     __syncthreads();
-    if (lane < others)
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) total[i] += memory.sums[i][thread + distance];
+    if (lane < others) unroll<kColumns>([&](int i) { total[i] += memory.sums[i][thread + distance]; });
     __syncthreads();
   }
   if (!mine || lane > 0) return;
   if (at.before) add_row(at.before, column, shape.D, total);
   if (at.is_sum) return store_row(at.sum, column, shape.D, total);
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i) total[i] /= static_cast<acc_t>(at.length);
+  unroll<kColumns>([&](int i) { total[i] /= static_cast<acc_t>(at.length); });
   store_columns<scalar_t, kColumns>(at.to, at.place, column, total);
 }
 
@@ -171,8 +162,7 @@ __global__ void __launch_bounds__(kPoolThreads) spread_kernel(CompressedAttentio
     if (at.sum) add_row(at.sum, column, p.shape.D, share);
   } else if (at.to.data != nullptr) {
     const Pack<scalar_t> gradient = at.to.read(at.to.at(at.place), true, column);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) share[i] = to_acc(gradient.values[i]) / static_cast<acc_t>(at.length);
+    unroll<kColumns>([&](int i) { share[i] = to_acc(gradient.values[i]) / static_cast<acc_t>(at.length); });
   }
   if (at.before) store_row(at.before, column, p.shape.D, share);
   if (of_values ? p.v : p.k)

@@ -52,10 +52,7 @@ __device__ __forceinline__ int joint_column(int j) {
 
 template <typename acc_t>
 __device__ __forceinline__ void set_zero(ThreadTile<acc_t>& c) {
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) c[i][j] = acc_t(0);
+  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>([&](int i, int j) { c[i][j] = acc_t(0); });
 }
 
 // c += a b^T. Every element is one chain of products in the order of the columns, whichever thread forms it.
@@ -66,16 +63,11 @@ __device__ __forceinline__ void add_product_with_rows(const SharedTile<acc_t>& a
 #pragma unroll 2
   for (int d = 0; d < Size::kSize; d += Size::kPack) {
     Pack<acc_t> of_b[Size::kThreadColumns];
-#pragma unroll
-    for (int j = 0; j < Size::kThreadColumns; ++j) of_b[j] = load_pack(&b.at[spread_column(j)][d]);
-#pragma unroll
-    for (int i = 0; i < Size::kThreadRows; ++i) {
+    unroll<Size::kThreadColumns>([&](int j) { of_b[j] = load_pack(&b.at[spread_column(j)][d]); });
+    unroll<Size::kThreadRows>([&](int i) {
       const Pack<acc_t> of_a = load_pack(&a.at[row_of(i)][d]);
-#pragma unroll
-      for (int x = 0; x < Size::kPack; ++x)
-#pragma unroll
-        for (int j = 0; j < Size::kThreadColumns; ++j) c[i][j] += of_a.values[x] * of_b[j].values[x];
-    }
+      unroll<Size::kPack, Size::kThreadColumns>([&](int x, int j) { c[i][j] += of_a.values[x] * of_b[j].values[x]; });
+    });
   }
 }
 
@@ -87,17 +79,13 @@ __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const Sh
 #pragma unroll 2
   for (int k = 0; k < Size::kSize; k += Size::kPack) {
     Pack<acc_t> of_b[Size::kPack];
-#pragma unroll
-    for (int x = 0; x < Size::kPack; ++x) of_b[x] = load_pack(&b.at[k + x][joint_column<acc_t>(0)]);
-#pragma unroll
-    for (int i = 0; i < Size::kThreadRows; ++i) {
+    unroll<Size::kPack>([&](int x) { of_b[x] = load_pack(&b.at[k + x][joint_column<acc_t>(0)]); });
+    unroll<Size::kThreadRows>([&](int i) {
       const Pack<acc_t> of_a = load_pack(&a.at[row_of(i)][k]);
-#pragma unroll
-      for (int x = 0; x < Size::kPack; ++x)
-#pragma unroll
-        for (int j = 0; j < Size::kThreadColumns; ++j)
-          c[i][j] += kCareful ? weighted(of_a.values[x], of_b[x].values[j]) : of_a.values[x] * of_b[x].values[j];
-    }
+      unroll<Size::kPack, Size::kThreadColumns>([&](int x, int j) {
+        c[i][j] += kCareful ? weighted(of_a.values[x], of_b[x].values[j]) : of_a.values[x] * of_b[x].values[j];
+      });
+    });
   }
 }
 
@@ -114,20 +102,18 @@ __device__ __forceinline__ void load_tile(const HeadMatrix<scalar_t, kGrouped>& 
 #pragma unroll 1
   for (int first = mine.row; first < TileSize<acc_t>::kSize; first += kLoads * Packs::kStep) {
     Pack<scalar_t> packs[kLoads];
-#pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
+    unroll<kLoads>([&](int n) {
       const int row_of_tile = first + n * Packs::kStep;
       packs[n] = from.read(from.near(row_of_tile), row_of_tile < from.count, column + mine.column);
-    }
-#pragma unroll
-    for (int n = 0; n < kLoads; ++n)
+    });
+    unroll<kLoads>([&](int n) {
 #pragma unroll
       for (int i = 0; i < Packs::kSize; i += kPackSize<acc_t>) {
         Pack<acc_t> pack;
-#pragma unroll
-        for (int x = 0; x < kPackSize<acc_t>; ++x) pack.values[x] = to_acc(packs[n].values[i + x]);
+        unroll<kPackSize<acc_t>>([&](int x) { pack.values[x] = to_acc(packs[n].values[i + x]); });
         store_pack(pack, &to.at[first + n * Packs::kStep][mine.column + i]);
       }
+    });
   }
 }
 
@@ -156,6 +142,16 @@ __device__ __forceinline__ bool is_absent(const KeyMatrix<scalar_t>& kc, int64_t
   return d == kc.columns && d > 0;
 }
 
+// No query sees an absent block of a tile.
+template <typename scalar_t, int kCount>
+__device__ __forceinline__ void hide_absent(const CompressedAttentionBackward& p, const KeyWork& work,
+                                            int64_t (&first_row)[kCount]) {
+  const int64_t j = work.key + threadIdx.x;
+  if (threadIdx.x < kCount && j < work.of.blocks && is_absent(blocks_of<scalar_t>(p.shape, p.kc, work.of), j))
+    first_row[threadIdx.x] = std::numeric_limits<int64_t>::max();
+  __syncthreads();
+}
+
 // Finds which of kCount blocks from `key` on are absent. A word for each, because threads store them side by side.
 template <typename scalar_t, int kCount>
 __device__ __forceinline__ void find_absent(const KeyMatrix<scalar_t>& kc, int64_t key, int (&absent)[kCount]) {
@@ -167,10 +163,8 @@ __device__ __forceinline__ void find_absent(const KeyMatrix<scalar_t>& kc, int64
 // Stores a thread's part of a product with rows, for the next product to read.
 template <typename acc_t>
 __device__ __forceinline__ void keep_tile(const ThreadTile<acc_t>& c, SharedTile<acc_t>& to) {
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) to.at[row_of(i)][spread_column(j)] = c[i][j];
+  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>(
+      [&](int i, int j) { to.at[row_of(i)][spread_column(j)] = c[i][j]; });
 }
 
 // Whether a slab of columns stays in shared memory from one tile to the next: if there is only one.
@@ -216,33 +210,26 @@ struct Totals {
 
 template <typename acc_t>
 __device__ __forceinline__ void start(Totals<acc_t>& total) {
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) total.of(i, j) = acc_t(0);
+  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>(
+      [&](int i, int j) { total.of(i, j) = acc_t(0); });
 }
 
 // Whether a number of this thread is not finite.
 template <typename acc_t>
 __device__ __forceinline__ bool any_not_finite(Totals<acc_t>& total) {
   acc_t zero = acc_t(0);
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) zero += acc_t(0) * total.of(i, j);
+  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>(
+      [&](int i, int j) { zero += acc_t(0) * total.of(i, j); });
   return !(zero == acc_t(0));
 }
 
 // Adds a chunk to the total and clears it.
 template <typename acc_t>
 __device__ __forceinline__ void add_chunk(ThreadTile<acc_t>& chunk, Totals<acc_t>& total) {
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
-      total.of(i, j) += chunk[i][j];
-      chunk[i][j] = acc_t(0);
-    }
+  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>([&](int i, int j) {
+    total.of(i, j) += chunk[i][j];
+    chunk[i][j] = acc_t(0);
+  });
 }
 
 // chunk += a b
@@ -256,10 +243,8 @@ __device__ __forceinline__ void add_product_of_tile(bool careful, const SharedTi
   } else {
     add_product<false>(a, b, product);
   }
-#pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) chunk[i][j] += product[i][j];
+  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>(
+      [&](int i, int j) { chunk[i][j] += product[i][j]; });
 }
 
 }  // namespace compressed_cuda

@@ -202,31 +202,25 @@ struct KeyParts {
   template <int kCount>
   __device__ __forceinline__ static void store(const KeyMatrix<scalar_t>& block, int64_t part, int64_t column,
                                                const acc_t (&x)[kCount]) {
-#pragma unroll
-    for (int index = 0; index < kWords; ++index) {
+    unroll<kWords>([&](int index) {
       Pack<scalar_t, kCount> words;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) words.values[i] = word(x[i], index);
+      unroll<kCount>([&](int i) { words.values[i] = word(x[i], index); });
       write_pack(words, block.at(part * kWords + index) + column * block.column_stride, block.layout(), column);
-    }
+    });
   }
 
   // sum += a pack of columns of a part
   __device__ __forceinline__ static void add(const KeyMatrix<scalar_t>& block, int64_t part, int64_t column,
                                              acc_t (&sum)[kPackSize<scalar_t>]) {
     Pack<scalar_t> packs[kWords];
-#pragma unroll
-    for (int index = 0; index < kWords; ++index)
-      packs[index] = block.read(block.at(part * kWords + index), true, column);
-#pragma unroll
-    for (int i = 0; i < kPackSize<scalar_t>; ++i) {
+    unroll<kWords>([&](int index) { packs[index] = block.read(block.at(part * kWords + index), true, column); });
+    unroll<kPackSize<scalar_t>>([&](int i) {
       scalar_t words[kWords];
-#pragma unroll
-      for (int index = 0; index < kWords; ++index) words[index] = packs[index].values[i];
+      unroll<kWords>([&](int index) { words[index] = packs[index].values[i]; });
       acc_t x;
       __builtin_memcpy(&x, static_cast<const void*>(words), sizeof(x));
       sum[i] += x;
-    }
+    });
   }
 };
 

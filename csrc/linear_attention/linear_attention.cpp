@@ -84,11 +84,6 @@ void check_causal_for(const char* op, const char* argument, bool causal) {
   TORCH_CHECK_VALUE(causal, op, ": ", argument, " needs causal=True, got causal=False");
 }
 
-void check_acc(const char* op, const char* name, const at::Tensor& x, const at::Tensor& q) {
-  check_dtype(op, name, x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-  check_device(op, name, x, q, "q");
-}
-
 void check_state(const Call& x, const char* m_name, const at::Tensor& m, const char* z_name, const at::Tensor& z,
                  const at::Tensor& q) {
   if (m.defined()) {
@@ -120,9 +115,9 @@ Call check_call(const char* op, const Arguments& in, const at::Tensor& v, const 
   Call x{op,
          n,
          check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, n.B),
-         in.decay.value_or(at::Tensor()),
-         in.initial_m.value_or(at::Tensor()),
-         in.initial_z.value_or(at::Tensor())};
+         tensor_or_none(in.decay),
+         tensor_or_none(in.initial_m),
+         tensor_or_none(in.initial_z)};
   x.n.normalize = in.normalize;
   x.n.decayed = x.decay.defined();
   x.n.continued = x.initial_m.defined();
@@ -150,14 +145,6 @@ LinearAttentionState reads_state(const at::Tensor& m, const at::Tensor& z) {
 
 LinearAttentionState writes_state(const at::Tensor& m, const at::Tensor& z) {
   return {writes<4>(m), with_dimension(writes<3>(z), 2)};
-}
-
-// The sequences of a call, as its shape has them.
-Sequences sequences_of(const Call& x, const LinearAttentionKernels& kernels, const at::Tensor& q,
-                       const DeviceScope& device, LinearAttentionShape& shape) {
-  Sequences sequences(x.op, x.sequences, *kernels.sequences, q, shape.S, shape.T, shape.causal, device.stream);
-  shape.sequences = sequences.table();
-  return sequences;
 }
 
 // ---- forward
@@ -205,7 +192,7 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
   const DeviceScope device(q);
   Op::Results results = empty_results(call, q, in.return_state);
   const auto& [y, m, z] = results;
-  const Sequences sequences = sequences_of(call, kernels, q, device, shape);
+  const Sequences sequences = sequences_of(call.op, call.sequences, *kernels.sequences, q, device, shape);
   sequences.fill_padded_queries(y, 2);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch states(plan.forward_states_bytes, q);
@@ -222,10 +209,6 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
 // ---- backward
 
 using Gradients = BackwardOp::Results;
-
-at::Tensor tensor_or_none(const MaybeTensor& x) {
-  return x.value_or(at::Tensor());
-}
 
 bool has_state_gradient(const BackwardOp::Arguments& in) {
   return in.grad_m.has_value() || in.grad_z.has_value();
@@ -271,20 +254,6 @@ at::Tensor or_zeros(const MaybeTensor& x, c10::SymIntArrayRef sizes, const at::T
   return x ? *x : at::zeros({}, options).expand_symint(sizes);
 }
 
-// Runs the backward with the scratch that it needs.
-void run_backward(const LinearAttentionKernels& kernels, LinearAttentionBackward p, const at::Tensor& q,
-                  const DeviceScope& device) {
-  const auto plan = kernels.plan(p.shape, dtype_of(q), device.threads);
-  const Scratch rows(plan.rows_bytes, q);
-  const Scratch states(plan.backward_states_bytes, q);
-  const Scratch scratch(plan.backward_scratch_bytes, q);
-  p.rows = rows.data();
-  p.states = states.data();
-  p.scratch = scratch.data();
-  p.threads = device.threads;
-  kernels.backward(p, dtype_of(q), device.stream);
-}
-
 Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Arguments& in) {
   const Call call = check_backward(in);
   const Sizes& n = call.n;
@@ -293,7 +262,7 @@ Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Argu
   const DeviceScope device(q);
   const Gradients gradients = empty_gradients(call, in);
   const auto& [grad_q, grad_k, grad_v, grad_decay, grad_initial_m, grad_initial_z] = gradients;
-  const Sequences sequences = sequences_of(call, kernels, q, device, shape);
+  const Sequences sequences = sequences_of(call.op, call.sequences, *kernels.sequences, q, device, shape);
   const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
   const bool has_state = has_state_gradient(in);
   const at::Tensor of_y = or_zeros(in.grad_y, {n.B, n.H, n.S, n.Dv}, q.options());
@@ -304,22 +273,29 @@ Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Argu
   const at::Tensor grad_decays = per_head ? at::empty({shape.B, shape.Hkv, shape.T}, acc) : grad_decay;
   sequences.fill_padded_queries(grad_q, 2);
   for (const at::Tensor* x : {&grad_k, &grad_v, &grad_decays}) sequences.fill_padded_keys(*x, 2);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
+  const Scratch rows(plan.rows_bytes, q), states(plan.backward_states_bytes, q);
+  const Scratch scratch(plan.backward_scratch_bytes, q);
   LinearAttentionBackward p{shape,
                             in.eps,
                             reads<4>(of_y),
                             reads<4>(q),
                             reads<4>(in.k),
-                            reads<4>(tensor_or_none(in.v)),
+                            reads<4>(in.v),
                             writes<4>(grad_q),
                             writes<4>(grad_k),
-                            writes<4>(grad_v)};
+                            writes<4>(grad_v),
+                            rows.data(),
+                            states.data(),
+                            scratch.data(),
+                            device.threads};
   p.decay = reads_decay(call.decay);
   p.initial = reads_state(call.initial_m, call.initial_z);
   if (grad_decay.defined() && has_state) p.last = reads_state(*in.m, in.normalize ? *in.z : none);
   p.grad_last = reads_state(of_m, of_z);
   p.grad_initial = writes_state(grad_initial_m, grad_initial_z);
   p.grad_decay = writes<3>(grad_decays);
-  run_backward(kernels, p, q, device);
+  kernels.backward(p, dtype_of(q), device.stream);
   if (per_head) {
     const LinearAttentionDecaySum sum{shape.B, shape.Hkv, shape.T, p.grad_decay, writes<1>(grad_decay)};
     kernels.sum_decays(sum, dtype_of(q), device.stream);
@@ -358,19 +334,11 @@ StepOp::Results step(const LinearAttentionKernels& kernels, const StepOp::Argume
   const DeviceScope device(in.q);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const Scratch scratch(plan.forward_scratch_bytes, in.q);
-  const LinearAttentionStep p{shape,
-                              in.eps,
-                              reads<4>(in.q),
-                              reads<4>(in.k),
-                              reads<4>(in.v),
-                              reads<4>(in.m),
-                              with_dimension(reads<3>(in.z), 2),
-                              writes<4>(y),
-                              writes<4>(new_m),
-                              with_dimension(writes<3>(new_z), 2),
-                              scratch.data(),
-                              device.threads};
-  kernels.step(p, dtype_of(in.q), device.stream);
+  LinearAttentionForward p{shape,        in.eps,  reads<4>(in.q), reads<4>(in.k), reads<4>(in.v),
+                           writes<4>(y), nullptr, scratch.data(), device.threads};
+  p.initial = reads_state(in.m, in.z);
+  p.last = writes_state(new_m, new_z);
+  kernels.forward(p, dtype_of(in.q), device.stream);
   return result;
 }
 

@@ -62,12 +62,15 @@ struct LinearAttentionForward {
   Strided<4> k;                       // (B,Hkv,T,D)
   Strided<4> v;                       // (B,Hkv,T,Dv)
   Strided<4> y;                       // (B,H,S,Dv)
-  void* states;                       // the plan's forward_states_bytes
+  void* states;                       // the plan's forward_states_bytes; null in a step
   void* scratch;                      // the plan's forward_scratch_bytes
   int64_t threads;                    // of the plan
   Strided<3> decay = {};              // (B,Hkv,T) in (0, 1] in the accumulation type, null if not decayed
   LinearAttentionState initial = {};  // before the first key
   LinearAttentionState last = {};     // behind the last key, written if it is wanted
+
+  // Decoding: one query, not causal, from an initial state, to which the keys are added before the query reads it.
+  bool is_step() const { return initial && !shape.causal; }
 };
 
 struct LinearAttentionBackward {
@@ -102,22 +105,6 @@ struct LinearAttentionDecaySum {
   Strided<1> to;    // (Hkv,)
 };
 
-// Decoding: T new keys are added to the state, and one query reads it.
-struct LinearAttentionStep {
-  LinearAttentionShape shape;  // S = 1
-  double eps;
-  Strided<4> q;      // (B,H,1,D)
-  Strided<4> k;      // (B,Hkv,T,D)
-  Strided<4> v;      // (B,Hkv,T,Dv)
-  Strided<4> m;      // (B,Hkv,D,Dv), the state in the accumulation type, as the next three
-  Strided<4> z;      // (B,Hkv,1,D)
-  Strided<4> y;      // (B,H,1,Dv)
-  Strided<4> new_m;  // (B,Hkv,D,Dv)
-  Strided<4> new_z;  // (B,Hkv,1,D)
-  void* scratch;     // the plan's forward_scratch_bytes
-  int64_t threads;   // of the plan
-};
-
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads and on the
 // lengths of sequences, that of CUDA on shape and dtype only.
 struct LinearAttentionPlan {
@@ -133,7 +120,6 @@ struct LinearAttentionKernels {
   const SequenceKernels* sequences;
   Kernel<LinearAttentionForward> forward;
   Kernel<LinearAttentionBackward> backward;
-  Kernel<LinearAttentionStep> step;
   Kernel<LinearAttentionDecaySum> sum_decays;
 };
 extern const LinearAttentionKernels linear_attention_cpu;

@@ -243,13 +243,6 @@ void linear_attention_backward_cpu(const LinearAttentionBackward& p, Dtype dtype
   linear_cpu::backward(p, dtype);
 }
 
-void linear_attention_step_cpu(const LinearAttentionStep& p, Dtype dtype, cudaStream_t) {
-  LinearAttentionForward forward{p.shape, p.eps, p.q, p.k, p.v, p.y, nullptr, p.scratch, p.threads};
-  forward.initial = {p.m, p.z};
-  forward.last = {p.new_m, p.new_z};
-  linear_cpu::forward(forward, dtype);
-}
-
 void linear_attention_sum_decays_cpu(const LinearAttentionDecaySum& p, Dtype dtype, cudaStream_t) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
@@ -264,8 +257,8 @@ void linear_attention_sum_decays_cpu(const LinearAttentionDecaySum& p, Dtype dty
   });
 }
 
-const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu,    &sequences_cpu,
+const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu, &sequences_cpu,
                                                   linear_attention_forward_cpu, linear_attention_backward_cpu,
-                                                  linear_attention_step_cpu,    linear_attention_sum_decays_cpu};
+                                                  linear_attention_sum_decays_cpu};
 
 }  // namespace memcheck

@@ -401,9 +401,6 @@ inline int64_t scan_parts(const StateShape& state) {
 template <typename acc_t>
 void scan_slots(const Slots<acc_t>& slots, bool reversed, int64_t part);
 
-extern template void scan_slots(const Slots<float>&, bool, int64_t);
-extern template void scan_slots(const Slots<double>&, bool, int64_t);
-
 // Slots of keys, or backward of queries, which are behind those of keys; causal in their place, because the sums of
 // keys have been read when those of queries are written.
 template <typename acc_t, typename Params>

@@ -124,29 +124,16 @@ struct BackwardHead {
 
   // ---- gradients of queries
 
-  // z of every row: that of the state, and of the first `count` rows of phi(k) up to the row.
+  // z of every row, 0 if y is not normalized: that of the state, and of the first `count` rows of phi(k) up to the row.
   MEMCHECK_INLINE void running_key_sums(int64_t rows, int64_t count) const {
+    if (!n.normalize) return clear_rows(z, {0, rows});
     const acc_t* before = keys.vector_of(keys.seen);
     for (int64_t i = 0; i < z.stride; i += kTileLanes) {
       alignas(64) acc_t sum[kTileLanes] = {};
       for (int64_t row = 0; row < rows; ++row) {
+        const acc_t decay = n.decayed ? decays.at[row] : acc_t(1), into = n.decayed ? decays.into[row] : acc_t(1);
         for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-          if (row < count) sum[lane] += k.row(row)[i + lane];
-          z.row(row)[i + lane] = before[i + lane] + sum[lane];
-        }
-      }
-    }
-  }
-
-  // The same with decays, at all rows.
-  MEMCHECK_INLINE void running_decayed_key_sums(int64_t rows) const {
-    const acc_t* before = keys.vector_of(keys.seen);
-    for (int64_t i = 0; i < z.stride; i += kTileLanes) {
-      alignas(64) acc_t sum[kTileLanes] = {};
-      for (int64_t row = 0; row < rows; ++row) {
-        const acc_t decay = decays.at[row], into = decays.into[row];
-        for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-          sum[lane] = decay * sum[lane] + k.row(row)[i + lane];
+          if (row < count) sum[lane] = decay * sum[lane] + k.row(row)[i + lane];
           z.row(row)[i + lane] = into * before[i + lane] + sum[lane];
         }
       }
@@ -229,13 +216,7 @@ struct BackwardHead {
       ChunkQueries at = queries_along(n, t, count);
       if (at.rows.count() > 0) {
         transpose_rows(v.data, v.stride, count, v.stride, v_transposed.data, kChunk);
-        if (!n.normalize) {
-          clear_rows(z, {0, count});
-        } else if (n.decayed) {
-          running_decayed_key_sums(count);
-        } else {
-          running_key_sums(count, count);
-        }
+        running_key_sums(count, count);
         for (; at.head < n.H; ++at.head) differentiate_queries(at);
       }
       if (t + kChunk < range.end) add_keys(count, false);
@@ -244,11 +225,7 @@ struct BackwardHead {
 
   // Not causal: every query sees what the state of keys holds. grad_q, and N and n of these queries.
   MEMCHECK_INLINE void differentiate_all_queries(Range range) {
-    if (n.normalize) {
-      running_key_sums(kChunk, 0);
-    } else {
-      clear_rows(z, {0, kChunk});
-    }
+    running_key_sums(kChunk, 0);
     for (int64_t head = 0; head < n.H; ++head) {
       for (int64_t s = range.begin; s < range.end; s += kChunk) {
         const ChunkQueries at{head, s, {0, std::min(kChunk, range.end - s)}};

@@ -2,7 +2,7 @@
 #include "common/dtype_cpu.h"
 #include "linear_attention/linear_attention_cpu.h"
 
-// Forward, and one step of decoding, which is a forward that is not causal and goes on from a state.
+// Forward, and one step of decoding.
 
 namespace memcheck::linear_cpu {
 
@@ -210,7 +210,7 @@ int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
 void forward(const LinearAttentionForward& p, Dtype dtype) {
   Deal deal(p.shape, p.threads);
   // A step has no memory for states of segments.
-  if (p.initial && !p.shape.causal) deal.keep_whole();
+  if (p.is_step()) deal.keep_whole();
   const int64_t bytes = forward_scratch_bytes(deal.longest, dtype);
   for (const Phase phase : {Phase::Whole, Phase::KeySums, Phase::KeyScan, Phase::Queries})
     run_pass(p, dtype, deal, phase, [&](const ForwardTask& task, int worker) {

@@ -1,7 +1,7 @@
 #include "common/compensated_sum.h"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
-// Linear attention on CUDA: the scans of forward, backward and step, and the sum of segments.
+// Linear attention on CUDA: the scans of forward and backward, and the sum of segments.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -182,6 +182,8 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   using namespace linear_cuda;
   if (p.decay) check_decays(p, dtype, stream);
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
+  scan.steps = p.is_step();
+  if (scan.steps) scan.segments = {1, false, false};
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};
@@ -208,26 +210,8 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype), dtype, stream);
 }
 
-void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaStream_t stream) {
-  using namespace linear_cuda;
-  const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
-  Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
-  scan.steps = true;
-  scan.segments = {1, false, false};
-  scan.a = {p.q, maps, false, false};
-  scan.b = {p.k, maps, false, false};
-  scan.x = {p.v, false, false, false};
-  scan.out = p.y;
-  scan.m = p.m;
-  scan.z = p.z;
-  scan.new_m = p.new_m;
-  scan.new_z = p.new_z;
-  scan.deep = p.scratch;
-  run_scan(scan, dtype, stream);
-}
-
-const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda,    &sequences_cuda,
+const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, &sequences_cuda,
                                                    linear_attention_forward_cuda, linear_attention_backward_cuda,
-                                                   linear_attention_step_cuda,    linear_attention_sum_decays_cuda};
+                                                   linear_attention_sum_decays_cuda};
 
 }  // namespace memcheck

@@ -109,13 +109,11 @@ __device__ __forceinline__ const acc_t* column_weights(const Scan& scan, const S
 template <typename acc_t, int kLines, int kThreadRows>
 __device__ __forceinline__ void weigh_rows(const Scan& scan, const ScanShared<acc_t, kLines>& s,
                                            Accumulators<acc_t, kThreadRows>& acc) {
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
+  unroll<kThreadRows>([&](int i) {
     const acc_t weight = (scan.rows_are_queries() ? s.into : s.out)[thread_y<acc_t>() + kSide<acc_t> * i];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) acc.out[i][j] *= weight;
+    unroll<4>([&](int j) { acc.out[i][j] *= weight; });
     acc.denominator[i] *= weight;
-  }
+  });
 }
 
 // ---- a chunk
@@ -140,11 +138,9 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
                                              const acc_t (&scores)[kThreadRows][kThreadRows],
                                              ScanShared<acc_t, kLines>& s) {
   const bool forwards = scan.rows_are_queries();
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
+  unroll<kThreadRows>([&](int i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
-#pragma unroll
-    for (int j = 0; j < kThreadRows; ++j) {
+    unroll<kThreadRows>([&](int j) {
       const int column = thread_x<acc_t>() + kSide<acc_t> * j;
       const bool sees = (forwards ? column <= row : column >= row) && chunk.columns.has(column);
       const acc_t bias = subtracts_bias(scan) ? s.bias[forwards ? row : column] : acc_t(0);
@@ -152,8 +148,8 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
       if (kHasDecays<acc_t, kLines> && scan.decay && sees)
         score *= forwards ? s.b.row(row)[column] : s.b.row(column)[row];
       s.a.row(row)[column] = score;
-    }
-  }
+    });
+  });
 }
 
 // ---- rows in memory
@@ -175,20 +171,18 @@ __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work
   if (scan.last_in_packs) {
     if (column < scan.width) pack = load_pack<4>(from);
   } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
+    unroll<4>([&](int j) {
       if (column + j < scan.width) pack.values[j] = from[j * scan.last.stride[3]];
+    });
   }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) x[j] = to_acc(pack.values[j]);
+  unroll<4>([&](int j) { x[j] = to_acc(pack.values[j]); });
 }
 
 // The product of x and y over the columns of a row, formed by the threads of one y.
 template <typename acc_t>
 __device__ __forceinline__ acc_t row_product(const acc_t (&x)[4], const acc_t (&y)[4]) {
   acc_t sum = 0;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) sum += x[j] * y[j];
+  unroll<4>([&](int j) { sum += x[j] * y[j]; });
   return sum_along_x(sum);
 }
 
@@ -196,17 +190,16 @@ __device__ __forceinline__ acc_t row_product(const acc_t (&x)[4], const acc_t (&
 template <typename acc_t>
 __device__ __forceinline__ acc_t product_with_features(FeatureMap map, const acc_t (&x)[4], const acc_t (&y)[4]) {
   acc_t features[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) features[j] = feature(map, x[j]);
+  unroll<4>([&](int j) { features[j] = feature(map, x[j]); });
   return row_product(features, y);
 }
 
 // x *= phi'(of q or k)
 template <typename acc_t>
 __device__ __forceinline__ void multiply_by_derivative(FeatureMap map, const acc_t (&of)[4], acc_t (&x)[4]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j)
+  unroll<4>([&](int j) {
     if (map == FeatureMap::EluPlusOne) x[j] *= elu_plus_one_derivative(of[j], exp_minus_abs(of[j]));
+  });
 }
 
 // ---- queries
@@ -218,8 +211,7 @@ __device__ __forceinline__ void for_sums(const Chunk& chunk, const ChunkTile<acc
                                          const Use& use) {
   const int column = 4 * thread_x<acc_t>();
   Four<acc_t> so_far = load_pack<4>(vector + column);
-#pragma unroll
-  for (int i = 0; i < kLines / kSide<acc_t>; ++i) {
+  unroll<kLines / kSide<acc_t>>([&](int i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
     Four<acc_t> z = so_far;
     if (chunk.has_columns) {
@@ -227,7 +219,7 @@ __device__ __forceinline__ void for_sums(const Chunk& chunk, const ChunkTile<acc
       add_four(load_pack<4>(lines.row(kSide<acc_t> * (i + 1) - 1) + column), so_far);
     }
     use(row, i, z);
-  }
+  });
 }
 
 // GradQ that finds 1 / den stores it, before g is divided by it. x is loaded, and a is free.
@@ -264,8 +256,7 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
     if (!exists) return;
     if (thread_x<acc_t>() == 0) scan.product_at<acc_t>(0, head + row) = product;
     const acc_t bias = product * scan.inverse_at<acc_t>(head + row);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) out[i][j] -= bias * z.values[j];
+    unroll<4>([&](int j) { out[i][j] -= bias * z.values[j]; });
     multiply_by_derivative(n.feature_map, q, out[i]);
     store_four<scalar_t>(scan, work, row, out[i]);
   });
@@ -343,13 +334,11 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const Chunk& chunk, 
 template <typename acc_t, int kLines, int kThreadRows>
 __device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t, kLines>& s,
                                                        acc_t (&out)[kThreadRows][4]) {
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
+  unroll<kThreadRows>([&](int i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
     const acc_t weight = scan.kind == ScanKind::GradQ ? s.bias[row] : acc_t(1);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) out[i][j] -= weight * s.vector[4 * thread_x<acc_t>() + j];
-  }
+    unroll<4>([&](int j) { out[i][j] -= weight * s.vector[4 * thread_x<acc_t>() + j]; });
+  });
 }
 
 // ---- results
@@ -372,8 +361,7 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
   if (scan.forms_output()) {
     acc_t inverse = acc_t(1) / (sum_along_x(denominator) + static_cast<acc_t>(scan.eps));
     if (!n.normalize) inverse = 1;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) out[j] *= inverse;
+    unroll<4>([&](int j) { out[j] *= inverse; });
     if (scan.kind == ScanKind::Denominators) {
       acc_t g[4] = {};
       if (exists) load_last<scalar_t>(scan, work, row, g);
@@ -415,15 +403,14 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const Chunk& chunk,
     scan_head<scalar_t>(scan, of_head, head, state, s, acc);
   }
   if (!chunk.has_rows || scan.finds_rows) return;
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
+  unroll<kThreadRows>([&](int i) {
     const int line = thread_y<acc_t>() + kSide<acc_t> * i;
     const int64_t row = chunk.rows.first + line;
     const bool exists = chunk.rows.has(line);
     if constexpr (kHasDecays<acc_t, kLines>)
       if (scan.key_products != nullptr) store_key_product<scalar_t>(scan, work, row, exists, acc.out[i]);
     finish_row<scalar_t>(scan, work, row, exists, acc.denominator[i], acc.out[i]);
-  }
+  });
 }
 
 // ---- a block

@@ -67,6 +67,7 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
   const int at = mine.column;
   const bool in_line = from != nullptr && column + at < columns;
   if (from != nullptr) from += lines.first * factor.x.stride[2] + (column + at) * factor.x.stride[3];
+  // In any other form of these loops scans in float32 spill more.
 #pragma unroll 1
   for (int batch = 0; batch < Packs::kCount; batch += kAtOnce) {
     Pack<scalar_t, kCount> packs[kAtOnce] = {};
@@ -111,16 +112,12 @@ __device__ __forceinline__ void load_chunk(const Scan& scan, const ScanFactor& f
 
 template <typename acc_t, int kThreadRows, int kColumns>
 __device__ __forceinline__ void add(const acc_t (&from)[kThreadRows][kColumns], acc_t (&to)[kThreadRows][kColumns]) {
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i)
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j) to[i][j] += from[i][j];
+  unroll<kThreadRows, kColumns>([&](int i, int j) { to[i][j] += from[i][j]; });
 }
 
 template <typename acc_t>
 __device__ __forceinline__ void add_four(const Four<acc_t>& from, Four<acc_t>& to) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) to.values[j] += from.values[j];
+  unroll<4>([&](int j) { to.values[j] += from.values[j]; });
 }
 
 // sum[i][j] += the product, over `depth` columns, of rows y + kSide i of a and x + kSide j of b.
@@ -133,17 +130,12 @@ __device__ __forceinline__ void add_scores(const ChunkTile<acc_t, kLines>& a, co
 #pragma unroll 1
     for (int k = level; k < min(level + kLevel, depth); k += 4) {
       Four<acc_t> of_a[kThreadRows], of_b[kThreadRows];
-#pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) {
+      unroll<kThreadRows>([&](int i) {
         of_a[i] = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
         of_b[i] = load_pack<4>(b.row(thread_x<acc_t>() + kSide<acc_t> * i) + k);
-      }
-#pragma unroll
-      for (int kk = 0; kk < 4; ++kk)
-#pragma unroll
-        for (int i = 0; i < kThreadRows; ++i)
-#pragma unroll
-          for (int j = 0; j < kThreadRows; ++j) part[i][j] += of_a[i].values[kk] * of_b[j].values[kk];
+      });
+      unroll<4, kThreadRows, kThreadRows>(
+          [&](int kk, int i, int j) { part[i][j] += of_a[i].values[kk] * of_b[j].values[kk]; });
     }
     add(part, sum);
   }
@@ -159,16 +151,11 @@ __device__ __forceinline__ void add_product(const ChunkTile<acc_t, kLines>& a, c
 #pragma unroll 1
     for (int k = level; k < min(level + kLevel, depth); k += 4) {
       Four<acc_t> of_a[kThreadRows];
-#pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) of_a[i] = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
-#pragma unroll
-      for (int kk = 0; kk < 4; ++kk) {
+      unroll<kThreadRows>([&](int i) { of_a[i] = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k); });
+      unroll<4>([&](int kk) {
         const Four<acc_t> of_x = load_pack<4>(rows + (k + kk) * kTileStride<acc_t> + 4 * thread_x<acc_t>());
-#pragma unroll
-        for (int i = 0; i < kThreadRows; ++i)
-#pragma unroll
-          for (int j = 0; j < 4; ++j) part[i][j] += of_a[i].values[kk] * of_x.values[j];
-      }
+        unroll<kThreadRows, 4>([&](int i, int j) { part[i][j] += of_a[i].values[kk] * of_x.values[j]; });
+      });
     }
     add(part, out);
   }
@@ -186,24 +173,17 @@ __device__ __forceinline__ void add_outer(const ChunkTile<acc_t, kLines>& b, con
     for (int line = level; line < min(level + kLevel, lines); ++line) {
       Four<acc_t> of_b = load_pack<4>(b.row(line) + 4 * thread_y<acc_t>());
       const Four<acc_t> of_x = load_pack<4>(x.row(line) + 4 * thread_x<acc_t>());
-      if (weights != nullptr)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of_b.values[i] *= weights[line];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) part[i][j] += of_b.values[i] * of_x.values[j];
+      if (weights != nullptr) unroll<4>([&](int i) { of_b.values[i] *= weights[line]; });
+      unroll<4, 4>([&](int i, int j) { part[i][j] += of_b.values[i] * of_x.values[j]; });
     }
     add(part, sum);
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  unroll<4>([&](int i) {
     acc_t* to = state + (4 * thread_y<acc_t>() + i) * kTileStride<acc_t> + 4 * thread_x<acc_t>();
     Four<acc_t> total = load_pack<4>(to);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) total.values[j] = total.values[j] * fade + sum[i][j];
+    unroll<4>([&](int j) { total.values[j] = total.values[j] * fade + sum[i][j]; });
     store_pack(total, to);
-  }
+  });
 }
 
 // Adds this thread's share of the product of a row's first columns and a vector; a null vector means ones.
@@ -212,12 +192,10 @@ __device__ __forceinline__ void add_row_dots(const ChunkTile<acc_t, kLines>& a, 
                                              acc_t (&sum)[kThreadRows]) {
   const int column = 4 * thread_x<acc_t>();
   if (column >= columns) return;
-#pragma unroll
-  for (int i = 0; i < kThreadRows; ++i) {
+  unroll<kThreadRows>([&](int i) {
     const Four<acc_t> x = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + column);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sum[i] += x.values[j] * (vector == nullptr ? acc_t(1) : vector[column + j]);
-  }
+    unroll<4>([&](int j) { sum[i] += x.values[j] * (vector == nullptr ? acc_t(1) : vector[column + j]); });
+  });
 }
 
 // Each line of `to` is the sum of the lines of x up to it, of the same kSide lines.
@@ -242,22 +220,18 @@ template <typename acc_t, int kLines>
 __device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& x, int lines, const acc_t* weights,
                                                 const acc_t* more_weights, acc_t fade, acc_t* to) {
   Four<acc_t> sum = {};
-#pragma unroll
-  for (int i = 0; i < kLines / kSide<acc_t> && lines > 0; ++i) {
-    const int line = thread_x<acc_t>() + kSide<acc_t> * i;
-    Four<acc_t> row = load_pack<4>(x.row(line) + 4 * thread_y<acc_t>());
-    if (more_weights != nullptr)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) row.values[j] *= more_weights[line];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) sum.values[j] += row.values[j] * (weights == nullptr ? acc_t(1) : weights[line]);
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  if (lines > 0)
+    unroll<kLines / kSide<acc_t>>([&](int i) {
+      const int line = thread_x<acc_t>() + kSide<acc_t> * i;
+      Four<acc_t> row = load_pack<4>(x.row(line) + 4 * thread_y<acc_t>());
+      if (more_weights != nullptr) unroll<4>([&](int j) { row.values[j] *= more_weights[line]; });
+      unroll<4>([&](int j) { sum.values[j] += row.values[j] * (weights == nullptr ? acc_t(1) : weights[line]); });
+    });
+  unroll<4>([&](int j) {
     const acc_t total = sum_along_x(sum.values[j]);
     acc_t& of_column = to[4 * thread_y<acc_t>() + j];
     if (thread_x<acc_t>() == 0) of_column = of_column * fade + total;
-  }
+  });
 }
 
 }  // namespace linear_cuda

@@ -82,31 +82,30 @@ inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearA
 // A state deeper than this lies in memory, not in the shared memory of a block.
 constexpr int64_t kLinearAttentionDeepest = 256;
 
-// The most segments, `most` or less, whose states have room in their rows of every result. A block has a tile of the
+// Whether states may lie in results: every segment has rows there. Those of a table that is not causal may have none.
+inline bool linear_attention_states_in_result(const LinearAttentionShape& n, LinearAttentionRows rows) {
+  const bool have_rows = n.S == n.T || (n.causal ? rows == LinearAttentionRows::Keys : !n.sequences);
+  return have_rows && std::min(n.D, n.Dv) > 0 && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
+}
+
+// The most segments of a dense batch whose states have room in their rows of every result. A block has a tile of the
 // result's columns, and its part of the state lies in them.
-inline int64_t linear_attention_segments_in_result(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
-                                                   int64_t most) {
-  const bool every_segment_has_rows = !n.causal || rows == LinearAttentionRows::Keys || n.S == n.T;
-  if (!every_segment_has_rows || std::min(n.D, n.Dv) == 0 || std::max(n.D, n.Dv) > kLinearAttentionDeepest) return 0;
+inline int64_t linear_attention_segments_in_result(const LinearAttentionShape& n, Dtype dtype,
+                                                   LinearAttentionRows rows) {
+  if (!linear_attention_states_in_result(n, rows)) return 0;
   const int64_t tile = linear_attention_tile(dtype);
+  int64_t rows_of_state = 1;
+  const auto fit = [&](int64_t columns, int64_t elements) {
+    const int64_t needed = ceil_div(elements * acc_bytes(dtype), columns * element_bytes(dtype));
+    rows_of_state = std::max(rows_of_state, needed);
+  };
+  for (const auto& [depth, width] : {std::pair{n.D, n.Dv}, std::pair{n.Dv, n.D}}) {
+    const int64_t narrowest = width % tile == 0 ? tile : width % tile;
+    fit(narrowest, depth * narrowest + std::max(depth, narrowest));
+    fit(width, linear_attention_slot(n.D, n.Dv));
+  }
   const int64_t length = n.causal ? n.T : std::min(n.S, n.T);
-  const auto has_room = [&](int64_t shortest, int64_t columns, int64_t elements) {
-    return shortest * columns * element_bytes(dtype) >= elements * acc_bytes(dtype);
-  };
-  const auto fits = [&](int64_t count) {
-    const Range first = linear_attention_segment(count, 0, length);
-    const Range last = linear_attention_segment(count, count - 1, length);
-    const int64_t shortest = std::min(first.end - first.begin, last.end - last.begin);
-    for (const auto& [depth, width] : {std::pair{n.D, n.Dv}, std::pair{n.Dv, n.D}}) {
-      const int64_t narrowest = width % tile == 0 ? tile : width % tile;
-      if (!has_room(shortest, narrowest, depth * narrowest + std::max(depth, narrowest))) return false;
-      if (!has_room(shortest, width, linear_attention_slot(n.D, n.Dv))) return false;
-    }
-    return true;
-  };
-  int64_t count = std::max<int64_t>(0, most);
-  while (count > 0 && !fits(count)) --count;
-  return count;
+  return length / kLinearAttentionChunk / ceil_div(rows_of_state, kLinearAttentionChunk);
 }
 
 constexpr int64_t kLinearAttentionMultiprocessors = 132;
@@ -145,7 +144,7 @@ inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentio
       std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
   const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
   const int64_t evened = linear_attention_evened(heads, wanted, length / kShortest);
-  const int64_t in_result = linear_attention_segments_in_result(n, dtype, rows, evened);
+  const int64_t in_result = std::min(evened, linear_attention_segments_in_result(n, dtype, rows));
   return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1, false}
                                 : LinearAttentionSegments{in_memory, false, false};
 }
@@ -167,8 +166,7 @@ inline LinearAttentionSegments linear_attention_segments_of_table(const LinearAt
   const bool of_queries = rows == LinearAttentionRows::Queries;
   const int64_t length = n.causal || of_queries ? n.T : n.S;
   const int64_t wider = std::max(n.D, n.Dv);
-  const bool has_rows = n.S == n.T || (n.causal && !of_queries);
-  const bool in_result = has_rows && std::min(n.D, n.Dv) > 0 && wider <= kLinearAttentionDeepest;
+  const bool in_result = linear_attention_states_in_result(n, rows);
   const int64_t of_state = ceil_div(linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype) * kPartOfKeys,
                                     std::max<int64_t>(1, n.D) * element_bytes(dtype));
   const int64_t wanted = in_result ? kOfWider * wider : std::min(of_state, kLongest);

@@ -49,19 +49,12 @@ enum class ScanKind {
 
 // The kernel's name in errors.
 inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
-  switch (kind) {
-    case ScanKind::Output:
-      return on_tensor_cores ? "linear_attention_forward_tensor" : "linear_attention_forward";
-    case ScanKind::Denominators:
-      return on_tensor_cores ? "linear_attention_backward_rows_tensor" : "linear_attention_backward_rows";
-    case ScanKind::GradQ:
-      return on_tensor_cores ? "linear_attention_backward_q_tensor" : "linear_attention_backward_q";
-    case ScanKind::GradK:
-      return on_tensor_cores ? "linear_attention_backward_k_tensor" : "linear_attention_backward_k";
-    case ScanKind::GradV:
-      break;
-  }
-  return on_tensor_cores ? "linear_attention_backward_v_tensor" : "linear_attention_backward_v";
+  constexpr const char* kNames[][2] = {{"linear_attention_forward", "linear_attention_forward_tensor"},
+                                       {"linear_attention_backward_rows", "linear_attention_backward_rows_tensor"},
+                                       {"linear_attention_backward_q", "linear_attention_backward_q_tensor"},
+                                       {"linear_attention_backward_k", "linear_attention_backward_k_tensor"},
+                                       {"linear_attention_backward_v", "linear_attention_backward_v_tensor"}};
+  return kNames[static_cast<int>(kind)][on_tensor_cores];
 }
 
 // If any sequence may have several segments, Sums forms their states before Results.
@@ -325,8 +318,7 @@ struct StateSlot {
   MEMCHECK_INLINE acc_t read(int64_t number) const {
     if (whole != nullptr) return whole[number];
     bits_t parts[kBits];
-#pragma unroll
-    for (int i = 0; i < kBits; ++i) parts[i] = *bits_of(number, i);
+    unroll<kBits>([&](int i) { parts[i] = *bits_of(number, i); });
     acc_t x;
     __builtin_memcpy(&x, parts, sizeof(x));
     return x;
@@ -338,8 +330,7 @@ struct StateSlot {
     }
     bits_t parts[kBits];
     __builtin_memcpy(parts, &x, sizeof(x));
-#pragma unroll
-    for (int i = 0; i < kBits; ++i) *bits_of(number, i) = parts[i];
+    unroll<kBits>([&](int i) { *bits_of(number, i) = parts[i]; });
   }
 };
 

@@ -14,32 +14,24 @@ namespace {
 template <typename T, typename Move>
 __device__ __forceinline__ void for_state(State<T>& state, StagedState<T>& staged, const Move& move) {
   const Place at;
-#pragma unroll
-  for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-    for (int depth = 0; depth < T::kDepthTiles; ++depth)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        move(state[tile][depth][i], staged.matrix[fragment_column(depth, at.lane) + i % 2]
-                                                 [T::kSlab * at.warp + fragment_row(tile, i / 2, at.lane)]);
+  unroll<T::kSlabTiles, T::kDepthTiles, 4>([&](int tile, int depth, int i) {
+    move(state[tile][depth][i], staged.matrix[fragment_column(depth, at.lane) + i % 2]
+                                             [T::kSlab * at.warp + fragment_row(tile, i / 2, at.lane)]);
+  });
 }
 
 // Calls use(row, m, half) for the rows of this thread's results out[m][n][2 half + i].
 template <typename Use>
 __device__ __forceinline__ void for_rows(const Use& use) {
   const Place at;
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) use(fragment_row(m, half, at.lane), m, half);
+  unroll<kRowTiles, 2>([&](int m, int half) { use(fragment_row(m, half, at.lane), m, half); });
 }
 
 // Calls change(row, n, x, y) for the pairs of this thread's results.
 template <typename T, typename Change>
 __device__ __forceinline__ void for_pairs(Out<T>& out, const Change& change) {
   for_rows([&](int row, int m, int half) {
-#pragma unroll
-    for (int n = 0; n < T::kOutTiles; ++n) change(row, n, out[m][n][2 * half], out[m][n][2 * half + 1]);
+    unroll<T::kOutTiles>([&](int n) { change(row, n, out[m][n][2 * half], out[m][n][2 * half + 1]); });
   });
 }
 
@@ -48,10 +40,7 @@ template <typename T, typename Factor>
 __device__ __forceinline__ void scale_rows(Out<T>& out, const Factor& factor_of) {
   for_rows([&](int row, int m, int half) {
     const float factor = factor_of(row);
-#pragma unroll
-    for (int n = 0; n < T::kOutTiles; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) out[m][n][2 * half + j] *= factor;
+    unroll<T::kOutTiles, 2>([&](int n, int j) { out[m][n][2 * half + j] *= factor; });
   });
 }
 
@@ -85,22 +74,18 @@ __device__ __forceinline__ void share_rows(const Scan& scan, SharedTiles<T>& s, 
   for_rows([&](int row, int m, int half) {
     float q[T::kOutTiles][2];
     float denominator = 0.0f;
-#pragma unroll
-    for (int n = 0; n < T::kOutTiles; ++n) {
+    unroll<T::kOutTiles>([&](int n) {
       const int column = T::kSlab * at.warp + fragment_column(n, at.lane);
       const float2 x = read_pair(pair_at<T>(s.rows(), at, row, n));
       q[n][0] = column < s.columns ? fast_feature(scan.shape.feature_map, x.x) : 0.0f;
       q[n][1] = column + 1 < s.columns ? fast_feature(scan.shape.feature_map, x.y) : 0.0f;
       denominator += q[n][0] * z[m][n][2 * half];
       denominator += q[n][1] * z[m][n][2 * half + 1];
-    }
+    });
     denominator = sum_of_row(denominator);
     const float scale = 1.0f / share_scale(denominator);
     float product = 0.0f;
-#pragma unroll
-    for (int n = 0; n < T::kOutTiles; ++n)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) product += q[n][j] * (out[m][n][2 * half + j] * scale);
+    unroll<T::kOutTiles, 2>([&](int n, int j) { product += q[n][j] * (out[m][n][2 * half + j] * scale); });
     product = sum_of_row(product);
     if (at.lane % 4 == 0) {
       s.row_sums[at.warp][row][0] = denominator;
@@ -119,13 +104,11 @@ template <typename T>
 __device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTiles<T>& s, int line) {
   const Place at;
   float denominator = static_cast<float>(scan.eps);
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) denominator += s.row_sums[warp][line][0];
+  unroll<kWarps>([&](int warp) { denominator += s.row_sums[warp][line][0]; });
   const float inverse = scan.shape.normalize ? 1.0f / denominator : 1.0f;
   float product = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp)
-    product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
+  unroll<kWarps>(
+      [&](int warp) { product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse); });
   if (at.warp == 0 && at.lane % 4 == 0 && s.step.chunk.rows.has(line) && needs_rows(scan)) {
     const int64_t row = query_row(scan.shape, s.work.b(), s.step.row_head) + s.step.chunk.rows.first + line;
     scan.inverse_at<float>(row) = inverse;
@@ -168,9 +151,7 @@ template <typename T>
 __device__ __forceinline__ float inverse_of(const Scan& scan, const SharedTiles<T>& s, int row) {
   if (!scan.shape.normalize) return 1.0f;
   float denominator = weighted_by_row(s, row, s.denominator[row]);
-  if (s.step.chunk.has_columns)
-#pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) denominator += s.score_sums[tile][row];
+  if (s.step.chunk.has_columns) unroll<kRowTiles>([&](int tile) { denominator += s.score_sums[tile][row]; });
   return 1.0f / (denominator + static_cast<float>(scan.eps));
 }
 
@@ -183,20 +164,18 @@ __device__ __forceinline__ float sum_of_products(SharedTiles<T>& s, const Out<T>
   for_rows([&](int row, int m, int half) {
     const float factor = of_row(row);
     float product = 0.0f;
-#pragma unroll
-    for (int n = 0; n < T::kOutTiles; ++n) {
+    unroll<T::kOutTiles>([&](int n) {
       const float2 x = read_pair(pair_at<T>(s.rows(), at, row, n));
       product += out[m][n][2 * half] * factor * of_element(x.x);
       product += out[m][n][2 * half + 1] * factor * of_element(x.y);
-    }
+    });
     product = sum_of_row(product);
     if (at.lane % 4 == 0) s.row_sums[at.warp][row][0] = product;
   });
   __syncthreads();
   const int line = thread_number() % kChunk;
   float sum = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += s.row_sums[warp][line][0];
+  unroll<kWarps>([&](int warp) { sum += s.row_sums[warp][line][0]; });
   return sum;
 }
 

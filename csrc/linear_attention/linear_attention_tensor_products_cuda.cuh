@@ -16,8 +16,7 @@ template <bool kAlongRows, bool kTransposed, int kParts, int kColumns>
 __device__ __forceinline__ void load_parts(uint32_t (&r)[kParts][4], const SplitTile<kParts, kColumns>& tile, int row,
                                            int step, int lane) {
   using Source = Operand<HalfTile<bf16, kChunk, kColumns>>;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  unroll<kParts>([&](int part) {
     const void* from =
         (kAlongRows ? Source::down(tile.part[part], row, lane) : Source::across(tile.part[part], row, lane))
             .row(0, step);
@@ -25,18 +24,16 @@ __device__ __forceinline__ void load_parts(uint32_t (&r)[kParts][4], const Split
       ldmatrix_x4_transposed(r[part], from);
     else
       ldmatrix_x4(r[part], from);
-  }
+  });
 }
 
 // c[0] and c[1] += a times the two operands in b, for split factors: without the products that are as small as the
 // splitting error.
 template <int kA, int kB>
 __device__ __forceinline__ void multiply_split(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], float (*c)[4]) {
-#pragma unroll
-  for (int i = 0; i < kA; ++i)
-#pragma unroll
-    for (int j = 0; j < kB; ++j)
-      if (i + j < (kA > kB ? kA : kB)) multiply_two<bf16>(a[i], b[j], c);
+  unroll<kA, kB>([&](int i, int j) {
+    if (i + j < (kA > kB ? kA : kB)) multiply_two<bf16>(a[i], b[j], c);
+  });
 }
 
 // ---- products
@@ -53,23 +50,17 @@ __device__ __forceinline__ void read_state(const Scan& scan, const SharedTiles<T
   for (int k = 0; k < T::kDepth / 16; ++k) {
     if (16 * k >= scan.depth) break;
     uint32_t b[T::kSlabTiles][T::kStateParts][4];  // [column tile of 16][part][two b]
-#pragma unroll
-    for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float(&from)[4] = state[tile][2 * k + r % 2];
-        uint32_t parts[T::kStateParts];
-        split(from[r / 2 * 2], from[r / 2 * 2 + 1], parts);
-#pragma unroll
-        for (int part = 0; part < T::kStateParts; ++part) b[tile][part][r] = parts[part];
-      }
-#pragma unroll
-    for (int row = 0; row < kRowTiles; ++row) {
+    unroll<T::kSlabTiles, 4>([&](int tile, int r) {
+      const float(&from)[4] = state[tile][2 * k + r % 2];
+      uint32_t parts[T::kStateParts];
+      split(from[r / 2 * 2], from[r / 2 * 2 + 1], parts);
+      unroll<T::kStateParts>([&](int part) { b[tile][part][r] = parts[part]; });
+    });
+    unroll<kRowTiles>([&](int row) {
       uint32_t a[T::kFactorParts][4];
       load_parts<true, false>(a, s.a, 16 * row, k, at.lane);
-#pragma unroll
-      for (int tile = 0; tile < T::kSlabTiles; ++tile) multiply_split(a, b[tile], &out[row][2 * tile]);
-    }
+      unroll<T::kSlabTiles>([&](int tile) { multiply_split(a, b[tile], &out[row][2 * tile]); });
+    });
   }
 }
 
@@ -91,15 +82,12 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
     load_parts<false, false>(b, s.b, first_column, k, at.lane);
     multiply_split(a, b, scores);
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  unroll<2>([&](int half) {
     const int row = first_row + fragment_row(0, half, at.lane);
     float sum = 0.0f;
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
+    unroll<2>([&](int tile) {
       float pair[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
+      unroll<2>([&](int j) {
         const int column = first_column + fragment_column(tile, at.lane) + j;
         const bool sees = (forwards ? column <= row : column >= row) && s.step.chunk.columns.has(column);
         const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
@@ -107,27 +95,25 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
         if constexpr (T::kDecayed)
           if (sees) pair[j] *= forwards ? weight_between(s, row, column) : weight_between(s, column, row);
         sum += pair[j];
-      }
+      });
       store_pack(Pack<float, 2>{pair[0], pair[1]}, &s.scores[row][first_column + fragment_column(tile, at.lane)]);
-    }
-    if (!scan.has_denominator()) continue;
+    });
+    if (!scan.has_denominator()) return;
     sum = sum_of_row(sum);
     if (at.lane % 4 == 0) s.score_sums[at.warp % kRowTiles][row] = sum;
-  }
+  });
 }
 
 // Splits 16 rows and columns of numbers into operands a of mma: pair_at(row, column) has two neighbours.
 template <int kParts, typename PairAt>
 __device__ __forceinline__ void split_operand(uint32_t (&a)[kParts][4], const PairAt& pair_at) {
   const Place at;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  unroll<4>([&](int i) {
     const float2 pair = pair_at(fragment_row(0, i % 2, at.lane), fragment_column(i / 2, at.lane));
     uint32_t parts[kParts];
     split(pair.x, pair.y, parts);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) a[part][i] = parts[part];
-  }
+    unroll<kParts>([&](int part) { a[part][i] = parts[part]; });
+  });
 }
 
 // out += weights x over the columns that a row may see, where load(weights, row, column) has 16 rows and columns of the
@@ -138,17 +124,14 @@ __device__ __forceinline__ void add_seen(bool forwards, const SharedTiles<T>& s,
 #pragma unroll 1
   for (int k = 0; k < kRowTiles; ++k) {
     uint32_t b[T::kSlabTiles][T::kValueParts][4];
-#pragma unroll
-    for (int tile = 0; tile < T::kSlabTiles; ++tile)
-      load_parts<true, true>(b[tile], s.x, 16 * k, T::kSlabTiles * at.warp + tile, at.lane);
-#pragma unroll
-    for (int row = 0; row < kRowTiles; ++row) {
-      if (forwards ? k > row : k < row) continue;
+    unroll<T::kSlabTiles>(
+        [&](int tile) { load_parts<true, true>(b[tile], s.x, 16 * k, T::kSlabTiles * at.warp + tile, at.lane); });
+    unroll<kRowTiles>([&](int row) {
+      if (forwards ? k > row : k < row) return;
       uint32_t a[kParts][4];
       load(a, 16 * row, 16 * k);
-#pragma unroll
-      for (int tile = 0; tile < T::kSlabTiles; ++tile) multiply_split(a, b[tile], &out[row][2 * tile]);
-    }
+      unroll<T::kSlabTiles>([&](int tile) { multiply_split(a, b[tile], &out[row][2 * tile]); });
+    });
   }
 }
 
@@ -182,8 +165,7 @@ __device__ __forceinline__ void load_joining(uint32_t (&x)[T::kJoiningParts][4],
   const Place at;
   uint32_t stored[T::kValueParts][4];
   load_parts<false, true>(stored, s.x, line, step, at.lane);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  unroll<4>([&](int i) {
     if constexpr (T::kDecayed) {
       float pair[2] = {};
 #pragma unroll
@@ -194,13 +176,11 @@ __device__ __forceinline__ void load_joining(uint32_t (&x)[T::kJoiningParts][4],
       const float* weights = &s.decays.of_column[line + fragment_column(i / 2, at.lane)];
       uint32_t parts[T::kJoiningParts];
       split(pair[0] * weights[0], pair[1] * weights[1], parts);
-#pragma unroll
-      for (int part = 0; part < T::kJoiningParts; ++part) x[part][i] = parts[part];
+      unroll<T::kJoiningParts>([&](int part) { x[part][i] = parts[part]; });
     } else {
-#pragma unroll
-      for (int part = 0; part < T::kJoiningParts; ++part) x[part][i] = stored[part][i];
+      unroll<T::kJoiningParts>([&](int part) { x[part][i] = stored[part][i]; });
     }
-  }
+  });
 }
 
 // state += b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0. x
@@ -210,28 +190,19 @@ __device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles
   constexpr int kSteps = kRowTiles;
   const Place at;
   uint32_t x[kSteps][T::kSlabTiles][T::kJoiningParts][4];
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-    for (int tile = 0; tile < T::kSlabTiles; ++tile)
-      load_joining(x[k][tile], s, 16 * k, T::kSlabTiles * at.warp + tile);
+  unroll<kSteps, T::kSlabTiles>(
+      [&](int k, int tile) { load_joining(x[k][tile], s, 16 * k, T::kSlabTiles * at.warp + tile); });
 #pragma unroll
   for (int depth = 0; depth < T::kDepth / 16; ++depth) {
     if (16 * depth >= scan.depth) break;
     float sum[T::kSlabTiles][2][4] = {};
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+    unroll<kSteps>([&](int k) {
       uint32_t b[T::kFactorParts][4];
       load_parts<true, true>(b, s.b, 16 * k, depth, at.lane);
-#pragma unroll
-      for (int tile = 0; tile < T::kSlabTiles; ++tile) multiply_split(x[k][tile], b, sum[tile]);
-    }
-#pragma unroll
-    for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) state[tile][2 * depth + half][i] += sum[tile][half][i];
+      unroll<T::kSlabTiles>([&](int tile) { multiply_split(x[k][tile], b, sum[tile]); });
+    });
+    unroll<T::kSlabTiles, 2, 4>(
+        [&](int tile, int half, int i) { state[tile][2 * depth + half][i] += sum[tile][half][i]; });
   }
 }
 

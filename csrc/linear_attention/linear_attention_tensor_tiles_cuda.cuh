@@ -215,11 +215,10 @@ __device__ __forceinline__ void request_lines(const Strided<4>& x, bool in_packs
       const bool exists = x && lines.has(line) && packs.column < columns;
       cp_async_16(to, exists ? from + line * x.stride[2] : static_cast<const scalar_t*>(x.data), exists);
     } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
+      unroll<8>([&](int j) {
         const bool exists = x && lines.has(line) && packs.column + j < columns;
         to[j] = exists ? from[line * x.stride[2] + j * x.stride[3]] : from_acc<scalar_t>(0.0f);
-      }
+      });
     }
   }
 }
@@ -313,26 +312,23 @@ __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lin
     const float weight = factor.scaled ? scale[line] : 1.0f;
     float values[8];
     Pack<uint32_t> parts[kParts];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    unroll<8>([&](int j) {
       const float x = to_acc(pack.values[j]);
       const bool exists = lines.has(line) && column + j < columns && factor.x;
       values[j] = exists ? (factor.mapped ? fast_feature(FeatureMap::EluPlusOne, x) : x) * weight : 0.0f;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    });
+    unroll<4>([&](int j) {
       uint32_t pair[kParts];
       split(values[2 * j], values[2 * j + 1], pair);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) parts[part].values[j] = pair[part];
+      unroll<kParts>([&](int part) { parts[part].values[j] = pair[part]; });
       // Sums are formed from the values that tensor cores read, so that equal terms cancel in the end.
       static_assert(kParts == 2, "one part needs no splitting");
       values[2 * j] = low_half(pair[0]) + low_half(pair[1]);
       values[2 * j + 1] = high_half(pair[0]) + high_half(pair[1]);
-    }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
+    });
+    unroll<kParts>([&](int part) {
       store_pack(parts[part], reinterpret_cast<uint32_t*>(tile.part[part].pack(line, column / 8)));
+    });
     add(line, values);
   }
 }
@@ -343,11 +339,11 @@ template <typename Packs, int kColumns>
 __device__ __forceinline__ void store_column_sums(float (&sums)[8], float (&to)[kWarps][kColumns]) {
   const Packs packs;
   const Place at;
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
+  unroll<8>([&](int j) {
 #pragma unroll
     for (int distance = packs.kPerRow; distance < 32; distance *= 2)
       sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
+  });
   if (at.lane >= packs.kPerRow) return;
 #pragma unroll
   for (int j = 0; j < 8; j += 4)
@@ -368,8 +364,7 @@ __device__ __forceinline__ void split_a(const Scan& scan, const Chunk& chunk, Sh
     split_factor<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
       if (!scan.has_denominator()) return;
       float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum += values[j] * so_far[j / 4].values[j % 4];
+      unroll<8>([&](int j) { sum += values[j] * so_far[j / 4].values[j % 4]; });
 #pragma unroll
       for (int distance = packs.kPerRow / 2; distance > 0; distance /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);
@@ -383,8 +378,7 @@ __device__ __forceinline__ void split_b(const Scan& scan, const Chunk& chunk, Sh
   if constexpr (T::kFactorParts == 2) {
     float sums[8] = {};
     split_factor<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int line, const float(&values)[8]) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] += weighted_by_column(s, line, values[j]);
+      unroll<8>([&](int j) { sums[j] += weighted_by_column(s, line, values[j]); });
     });
     if (scan.has_denominator()) store_column_sums<ColumnPacks<typename T::scalar, T::kDepth>>(sums, s.sums);
   }
@@ -396,8 +390,7 @@ __device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, Sh
     float sums[8] = {};
     split_factor<T>(scan.x, chunk.columns, s.columns, s.scale, s.x, [&](int line, const float(&values)[8]) {
       const float weight = weighted_by_column(s, line, scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
+      unroll<8>([&](int j) { sums[j] += values[j] * weight; });
     });
     if (scan.has_bias()) store_column_sums<ColumnPacks<typename T::scalar, T::kWidth>>(sums, s.sums);
   }

@@ -25,10 +25,6 @@ constexpr const char* kForward = "softplus_attention";
 constexpr const char* kBackward = "softplus_attention_backward";
 constexpr const char* kStep = "softplus_attention_step";
 
-Strided<3> given(const MaybeTensor& x) {
-  return x ? reads<3>(*x) : Strided<3>{};
-}
-
 // ---- forward
 
 Sizes check_forward(const Op::Arguments& in) {
@@ -54,9 +50,7 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
   const Sizes n = check_forward(in);
   SoftplusAttentionShape shape = n.shape();
   const DeviceScope device(in.q);
-  const Sequences sequences(kForward, n.sequences, *kernels.sequences, in.q, shape.S, shape.T, shape.causal,
-                            device.stream);
-  shape.sequences = sequences.table();
+  const Sequences sequences = sequences_of(kForward, n.sequences, *kernels.sequences, in.q, device, shape);
   const Op::Results results = empty_results(n, in);
   const auto& [y, carries, new_state, new_rest] = results;
   if (in.keep_carries && shape.causal && shape.sequences) carries.zero_();  // some are of no sequence
@@ -72,7 +66,7 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
                                    in.keep_carries ? carries.mutable_data_ptr() : nullptr,
                                    scratch.data(),
                                    device.threads,
-                                   {given(in.state), given(in.rest), writes<3>(new_state), writes<3>(new_rest)}};
+                                   {reads<3>(in.state), reads<3>(in.rest), writes<3>(new_state), writes<3>(new_rest)}};
   kernels.forward(p, dtype_of(in.q), device.stream);
   return results;
 }
@@ -81,16 +75,15 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
 
 Sizes check_backward(const BackwardOp::Arguments& in) {
   const auto& [grad_y, q, carries, wanted] = std::tie(in.grad_y, in.q, in.carries, in.output_mask);
-  Sizes n = check_inputs(kBackward, q, in.k, in.v.value_or(at::Tensor()), in.causal, in.eps,
-                         wanted[0] || wanted[1] || wanted[3]);
+  Sizes n =
+      check_inputs(kBackward, q, in.k, tensor_or_none(in.v), in.causal, in.eps, wanted[0] || wanted[1] || wanted[3]);
   n.set_sequences(kBackward, in);
   check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
   check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
   check_like(kBackward, "grad_y", grad_y, q, "q");
   check_tensor(kBackward, "carries", carries);
   check_shape(kBackward, "carries", carries, "(B,C,2,R)", {n.B, n.carries(), 2, n.R}, "q and k");
-  check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-  check_device(kBackward, "carries", carries, q, "q");
+  check_acc(kBackward, "carries", carries, q);
   check_state(kBackward, "state", in.state, q, n);
   check_state(kBackward, "grad_state", in.grad_state, q, n);
   check_state(kBackward, "grad_rest", in.grad_rest, q, n);
@@ -101,17 +94,15 @@ Sizes check_backward(const BackwardOp::Arguments& in) {
 }
 
 Gradients backward_meta(const BackwardOp::Arguments& in) {
-  return empty_gradients(check_backward(in), in.q, in.k, in.v.value_or(at::Tensor()), in.output_mask);
+  return empty_gradients(check_backward(in), in.q, in.k, tensor_or_none(in.v), in.output_mask);
 }
 
 Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Arguments& in) {
   const Sizes n = check_backward(in);
   SoftplusAttentionShape shape = n.shape();
   const DeviceScope device(in.q);
-  const Sequences sequences(kBackward, n.sequences, *kernels.sequences, in.q, shape.S, shape.T, shape.causal,
-                            device.stream);
-  shape.sequences = sequences.table();
-  const Gradients gradients = empty_gradients(n, in.q, in.k, in.v.value_or(at::Tensor()), in.output_mask);
+  const Sequences sequences = sequences_of(kBackward, n.sequences, *kernels.sequences, in.q, device, shape);
+  const Gradients gradients = empty_gradients(n, in.q, in.k, tensor_or_none(in.v), in.output_mask);
   const auto& [grad_q, grad_k, grad_v, grad_before, grad_before_rest] = gradients;
   if (grad_before_rest.defined() && !shape.causal) grad_before_rest.zero_();
   sequences.fill_padded_queries(grad_q, 1);
@@ -124,16 +115,16 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Ar
                                     reads<3>(in.grad_y),
                                     reads<3>(in.q),
                                     reads<3>(in.k),
-                                    given(in.v),
+                                    reads<3>(in.v),
                                     writes<3>(grad_q),
                                     writes<3>(grad_k),
                                     writes<3>(grad_v),
                                     dense_carries.const_data_ptr(),
                                     scratch.data(),
                                     device.threads,
-                                    given(in.state),
-                                    given(in.grad_state),
-                                    given(in.grad_rest),
+                                    reads<3>(in.state),
+                                    reads<3>(in.grad_state),
+                                    reads<3>(in.grad_rest),
                                     writes<3>(grad_before),
                                     writes<3>(grad_before_rest)};
   kernels.backward(p, dtype_of(in.q), device.stream);
@@ -147,10 +138,8 @@ Sizes check_step(const StepOp::Arguments& in) {
   TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,1,R), got ", in.q.sym_sizes());
   check_shape(kStep, "z", in.z, "(B,R)", {n.B, n.R}, "q");
   check_shape(kStep, "a", in.a, "(B,R)", {n.B, n.R}, "q");
-  for (const auto& [name, state] : {std::pair{"z", in.z}, std::pair{"a", in.a}}) {
-    check_dtype(kStep, name, state, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
-    check_device(kStep, name, state, in.q, "q");
-  }
+  check_acc(kStep, "z", in.z, in.q);
+  check_acc(kStep, "a", in.a, in.q);
   return n;
 }
 

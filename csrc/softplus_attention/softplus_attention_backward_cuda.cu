@@ -44,12 +44,11 @@ __device__ __forceinline__ void differentiate_keys(bool has_v, Thread me, KeyTil
     acc_type<scalar_t> k[kCount];
     acc_type<scalar_t> v[kCount] = {};
     read_keys(tiles, has_v, me, start, k, v);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    unroll<kCount>([&](int i) {
       const auto of_key = gradients(start + i, softplus_and_sigmoid_on_device<scalar_t>(k[i]), v[i]);
       k[i] = of_key.grad_k;
       v[i] = of_key.grad_v;
-    }
+    });
     const int position = me.group % 2 * kRows + start;
     store_pack(rounded_pack<scalar_t>(k), &tiles.k.channels[me.lane][position]);
     store_pack(rounded_pack<scalar_t>(v), &tiles.v.channels[me.lane][position]);
@@ -117,14 +116,13 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   __syncthreads();
   const Means<acc_t> means(carry + sum_of_groups<false>(memory.groups, me), p.eps);
   acc_t z = acc_t(0);
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
+  unroll<kRows>([&](int row) {
     z += weights[row];
     const auto gradients = query_gradients<scalar_t>(means, Pair<acc_t>{z, a[row]}, to_acc(q[row]), to_acc(g[row]));
     q[row] = from_acc<scalar_t>(gradients.grad_q);
     w[row] = gradients.w;
     wm[row] = gradients.wm;
-  }
+  });
   clear_absent_rows(rows, w);
   clear_absent_rows(rows, wm);
   if (p.grad_q && work.has(me)) QueryRows<scalar_t>(p.grad_q, work, me, s).store(rows, q);
@@ -176,13 +174,12 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   QueryRows<scalar_t>(p.grad_y, work, me, s).load(rows, g);
   const Means<acc_t> means(totals.load(work.sequence, work.channel(me)), p.eps);
   acc_t w[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
+  unroll<kRows>([&](int row) {
     const auto gradients =
         query_gradients<scalar_t>(means, Pair<acc_t>{acc_t(0), acc_t(0)}, to_acc(q[row]), to_acc(g[row]));
     q[row] = from_acc<scalar_t>(gradients.grad_q);
     w[row] = gradients.w;
-  }
+  });
   clear_absent_rows(rows, w);
   if (p.grad_q && work.has(me)) QueryRows<scalar_t>(p.grad_q, work, me, s).store(rows, q);
   groups[me.group][me.lane] = sum_of_rows(w) * means.scale;

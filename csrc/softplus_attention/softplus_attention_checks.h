@@ -60,8 +60,7 @@ inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor&
 inline void check_state(const char* op, const char* name, const MaybeTensor& x, const at::Tensor& q, const Sizes& n) {
   if (!x) return;
   check_shape(op, name, *x, "(2,N,R)", {2, n.N, n.R}, "q and the sequences");
-  check_dtype(op, name, *x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-  check_device(op, name, *x, q, "q");
+  check_acc(op, name, *x, q);
 }
 
 inline at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {

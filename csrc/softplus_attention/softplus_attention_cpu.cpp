@@ -63,6 +63,17 @@ SoftplusAttentionBackward parameters_of(SoftplusAttentionBackward p, const Part&
   return p;
 }
 
+// Calls run for the batch, or for each of its sequences as for a batch of its own.
+template <typename Parameters, typename BytesOf, typename Run>
+void each_sequence(const Parameters& p, Dtype dtype, const BytesOf& bytes_of, const Run& run) {
+  if (!p.shape.sequences) return run(p, dtype);
+  tasks_of(p.shape, p.threads)
+      .each(
+          scratch_of(p.shape, dtype, bytes_of), p.scratch,
+          [&](int64_t index, const Sequence& x) { return parameters_of(p, {p.shape, dtype, index, x}); },
+          [&](const Parameters& one) { run(one, dtype); });
+}
+
 }  // namespace
 
 SoftplusAttentionPlan plan(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads) {
@@ -116,30 +127,14 @@ std::vector<TaskList> softplus_attention_tasks_cpu(const SoftplusAttentionShape&
 }
 
 void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t) {
-  if (!p.shape.sequences) return forward(p, dtype);
   const bool keeps_carries = p.carries != nullptr;
   const auto bytes_of = [=](const SoftplusAttentionPlan& plan) { return forward_bytes(plan, keeps_carries); };
-  tasks_of(p.shape, p.threads)
-      .each(scratch_of(p.shape, dtype, bytes_of), p.scratch,
-            [&](int64_t index, const Sequence& x, int64_t threads, void* scratch) {
-              auto one = parameters_of(p, {p.shape, dtype, index, x});
-              one.threads = threads;
-              one.scratch = scratch;
-              forward(one, dtype);
-            });
+  each_sequence(p, dtype, bytes_of, forward);
 }
 
 void softplus_attention_backward_cpu(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t) {
-  if (!p.shape.sequences) return backward(p, dtype);
   const auto bytes_of = [](const SoftplusAttentionPlan& plan) { return plan.backward_scratch_bytes; };
-  tasks_of(p.shape, p.threads)
-      .each(scratch_of(p.shape, dtype, bytes_of), p.scratch,
-            [&](int64_t index, const Sequence& x, int64_t threads, void* scratch) {
-              auto one = parameters_of(p, {p.shape, dtype, index, x});
-              one.threads = threads;
-              one.scratch = scratch;
-              backward(one, dtype);
-            });
+  each_sequence(p, dtype, bytes_of, backward);
 }
 
 void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype, cudaStream_t) {

@@ -29,11 +29,8 @@ __global__ void __launch_bounds__(kSlotThreads)
   if (has_states && state.before_rest) rest = *state.before_rest.at<acc_t>(plane, sequence, r);
   for (int64_t start = 0; start < count; start += kBatch) {
     acc_t batch[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      batch[i] = start + i < count ? *slots.at(plane, places.at(start + i), r) : acc_t(0);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) add_to_sum(batch[i], sum, rest);
+    unroll<kBatch>([&](int i) { batch[i] = start + i < count ? *slots.at(plane, places.at(start + i), r) : acc_t(0); });
+    unroll<kBatch>([&](int i) { add_to_sum(batch[i], sum, rest); });
   }
   if (!has_states || totals != nullptr) totals[index] = sum;
   if (has_states && state.after) *state.after.at<acc_t>(plane, sequence, r) = sum;

@@ -23,11 +23,10 @@ constexpr int kForwardBlocks = sizeof(scalar_t) > 4 ? 1 : 3;
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void attend(const Means<acc_t>& means, const acc_t (&z)[kRows], const acc_t (&a)[kRows],
                                        scalar_t (&q)[kRows]) {
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
+  unroll<kRows>([&](int row) {
     const acc_t m = means.mean(a[row], means.inverse(z[row]));
     q[row] = from_acc<scalar_t>(softplus_attention_from_mean(softplus_on_device<scalar_t>(to_acc(q[row])), m));
-  }
+  });
 }
 
 // The first chunk begins from the state before, and the last one writes the state after. Every full chunk writes the
@@ -112,9 +111,9 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<scalar_t>)
   QueryRows<scalar_t>(p.q, work, me, s).load(rows, q);
   const Means<acc_t> means(totals.load(work.sequence, work.channel(me)), p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
-#pragma unroll
-  for (int row = 0; row < kRows; ++row)
+  unroll<kRows>([&](int row) {
     q[row] = from_acc<scalar_t>(softplus_attention_from_mean(softplus_on_device<scalar_t>(to_acc(q[row])), m));
+  });
   if (work.has(me)) QueryRows<scalar_t>(p.y, work, me, s).store(rows, q);
 }
 

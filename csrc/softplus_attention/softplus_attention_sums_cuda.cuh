@@ -134,9 +134,9 @@ __device__ __forceinline__ RowRange rows_of(Thread me, int64_t start, int64_t le
 template <typename acc_t>
 __device__ __forceinline__ void clear_absent_rows(RowRange rows, acc_t (&values)[kRows]) {
   if (rows.all()) return;
-#pragma unroll
-  for (int row = 0; row < kRows; ++row)
+  unroll<kRows>([&](int row) {
     if (!rows.has(row)) values[row] = acc_t(0);
+  });
 }
 
 // Replaces each row by the sum of the rows up to it; reversed: by the sum of it and the rows after it. Returns the sum

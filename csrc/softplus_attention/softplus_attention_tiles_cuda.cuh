@@ -29,19 +29,17 @@ struct KeyTiles {
 
 template <typename scalar_t>
 __device__ __forceinline__ void unpack(const Pack<scalar_t>& pack, acc_type<scalar_t>* values) {
-#pragma unroll
-  for (int i = 0; i < pack.kCount; ++i) values[i] = to_acc(pack.values[i]);
+  unroll<pack.kCount>([&](int i) { values[i] = to_acc(pack.values[i]); });
 }
 
 // A bfloat16 is the upper half of a float. This takes one instruction for each element; compilers take more.
 __device__ __forceinline__ void unpack(const Pack<__nv_bfloat16>& pack, float* values) {
   uint32_t words[pack.kCount / 2];
   __builtin_memcpy(words, pack.values, sizeof(words));
-#pragma unroll
-  for (int i = 0; i < pack.kCount / 2; ++i) {
+  unroll<pack.kCount / 2>([&](int i) {
     values[2 * i] = __uint_as_float(words[i] << 16);
     values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
+  });
 }
 
 // kCount neighbouring values of a row of a tile, in whole packs.
@@ -87,19 +85,15 @@ TileOrder tile_order(const Strided<3>& x) {
 template <typename scalar_t>
 __device__ __forceinline__ Pack<scalar_t> shifted_pack(const scalar_t* packs, int shift) {
   uint32_t words[8];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  unroll<2>([&](int i) {
     const uint4 pack = reinterpret_cast<const uint4*>(packs)[i];
     __builtin_memcpy(words + 4 * i, &pack, sizeof(pack));
-  }
+  });
   const int bytes = shift * static_cast<int>(sizeof(scalar_t));
-#pragma unroll
-  for (int i = 0; i < 6; ++i) words[i] = bytes & 8 ? words[i + 2] : words[i];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) words[i] = bytes & 4 ? words[i + 1] : words[i];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    words[i] = static_cast<uint32_t>((uint64_t{words[i + 1]} << 32 | words[i]) >> (bytes & 2) * 8);
+  unroll<6>([&](int i) { words[i] = bytes & 8 ? words[i + 2] : words[i]; });
+  unroll<5>([&](int i) { words[i] = bytes & 4 ? words[i + 1] : words[i]; });
+  unroll<4>(
+      [&](int i) { words[i] = static_cast<uint32_t>((uint64_t{words[i + 1]} << 32 | words[i]) >> (bytes & 2) * 8); });
   Pack<scalar_t> pack;
   __builtin_memcpy(static_cast<void*>(pack.values), words, sizeof(pack));
   return pack;
@@ -149,8 +143,7 @@ class KeyTileInMemory {
           [&](int channel) { return &tile.channels[channel][position_]; },
           [&](int channel) { return channel < channels_; });
     } else if (copies_ == Copies::ShiftedPacks) {
-#pragma unroll
-      for (int i = 0; i < Packs::kCount; ++i) request_aligned(tile, channel_ + i * Packs::kStep, position_);
+      unroll<Packs::kCount>([&](int i) { request_aligned(tile, channel_ + i * Packs::kStep, position_); });
       if (me.in_warp() < kLanes) request_aligned(tile, me.in_warp(), kWarpPositions);
     } else {
       each_element([&](scalar_t* at, bool exists,
@@ -164,15 +157,12 @@ class KeyTileInMemory {
   __device__ __forceinline__ void align(KeyTile<scalar_t>& tile) const {
     if (copies_ != Copies::ShiftedPacks) return;
     Pack<scalar_t> packs[Packs::kCount];
-#pragma unroll
-    for (int i = 0; i < Packs::kCount; ++i) {
+    unroll<Packs::kCount>([&](int i) {
       const int channel = channel_ + i * Packs::kStep;
       packs[i] = shifted_pack(&tile.channels[channel][position_], misaligned(pack_at(channel)));
-    }
+    });
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < Packs::kCount; ++i)
-      store_pack(packs[i], &tile.channels[channel_ + i * Packs::kStep][position_]);
+    unroll<Packs::kCount>([&](int i) { store_pack(packs[i], &tile.channels[channel_ + i * Packs::kStep][position_]); });
     __syncwarp();
   }
 
@@ -216,14 +206,13 @@ class KeyTileInMemory {
   }
   // Whole packs at multiples of 16 bytes, and the elements before and behind them.
   __device__ __forceinline__ void store_aligned(const KeyTile<scalar_t>& tile, Thread me) const {
-#pragma unroll
-    for (int i = 0; i < Packs::kCount; ++i) {
+    unroll<Packs::kCount>([&](int i) {
       const int channel = channel_ + i * Packs::kStep;
       scalar_t* at = pack_at(channel);
       const int first = (kCount - misaligned(at)) % kCount;
       if (channel < channels_ && (first == 0 || position_ + kCount < kWarpPositions))
         store_pack(shifted_pack(&tile.channels[channel][position_], first), at + first);
-    }
+    });
 #pragma unroll
     for (int element = me.in_warp(); element < kLanes * kCount; element += kWarpThreads) {
       const int channel = element / kCount, i = element % kCount;
@@ -287,22 +276,20 @@ class QueryRows {
   // Zeros where no row exists.
   __device__ __forceinline__ void load(RowRange rows, scalar_t (&values)[kRows]) const {
     if (rows.all()) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) values[row] = at_[row * stride_];
+      unroll<kRows>([&](int row) { values[row] = at_[row * stride_]; });
     } else {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row)
+      unroll<kRows>([&](int row) {
         values[row] = rows.has(row) ? at_[row * stride_] : from_acc<scalar_t>(acc_type<scalar_t>(0));
+      });
     }
   }
   __device__ __forceinline__ void store(RowRange rows, const scalar_t (&values)[kRows]) const {
     if (rows.all()) {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) at_[row * stride_] = values[row];
+      unroll<kRows>([&](int row) { at_[row * stride_] = values[row]; });
     } else {
-#pragma unroll
-      for (int row = 0; row < kRows; ++row)
+      unroll<kRows>([&](int row) {
         if (rows.has(row)) at_[row * stride_] = values[row];
+      });
     }
   }
 
@@ -323,11 +310,10 @@ __device__ __forceinline__ void weigh(const KeyTiles<scalar_t>& tiles, bool has_
     acc_t k[kCount];
     acc_t v[kCount] = {};
     read_keys(tiles, has_v, me, start, k, v);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    unroll<kCount>([&](int i) {
       weights[start + i] = softplus_on_device<scalar_t>(k[i]);
       weighted[start + i] = weights[start + i] * v[i];
-    }
+    });
   }
   clear_absent_rows(rows, weights);
   clear_absent_rows(rows, weighted);

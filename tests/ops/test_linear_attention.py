@@ -810,12 +810,12 @@ RAISES = {
     "heads that do not divide": (
         {"k": torch.ones(2, 3, 7, 3), "v": torch.ones(2, 3, 7, 2)},
         ValueError,
-        "the query heads H must be a multiple of the key heads Hkv, got H = 4 and Hkv = 3",
+        "H, the heads of q, must be a multiple of Hkv, the heads of k, got H = 4 and Hkv = 3",
     ),
     "no key heads": (
         {"k": torch.ones(2, 0, 7, 3), "v": torch.ones(2, 0, 7, 2)},
         ValueError,
-        "the query heads H must be a multiple of the key heads Hkv, got H = 4 and Hkv = 0",
+        "H, the heads of q, must be a multiple of Hkv, the heads of k, got H = 4 and Hkv = 0",
     ),
     "float64 k": ({"k": torch.ones(2, 2, 7, 3).double()}, TypeError, "k must be float32 to match q, got float64"),
     "bfloat16 v": ({"v": torch.ones(2, 2, 7, 2).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <string>
 
 #include "common/dtype.h"
@@ -64,6 +65,17 @@ inline void check_like(const char* op, const char* name, const at::Tensor& x, co
   check_device(op, name, x, first, first_name);
 }
 
+// float64 for float64, else float32.
+inline at::ScalarType acc_scalar_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// x is in the accumulation type of q, on its device.
+inline void check_acc(const char* op, const char* name, const at::Tensor& x, const at::Tensor& q) {
+  check_dtype(op, name, x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(op, name, x, q, "q");
+}
+
 inline Dtype dtype_of(const at::Tensor& x) {
   switch (x.scalar_type()) {
     case at::kDouble:
@@ -77,22 +89,17 @@ inline Dtype dtype_of(const at::Tensor& x) {
   }
 }
 
-// float64 for float64, else float32.
-inline at::ScalarType acc_scalar_type(at::ScalarType type) {
-  return type == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 // The last query sees the last key. With more queries than keys the first queries would see no key.
-inline void check_causal(const char* op, bool causal, const c10::SymInt& S, const c10::SymInt& T) {
-  TORCH_CHECK_VALUE(!causal || S <= T, op, ": causal needs no more queries than keys, S <= T, got S = ", S,
-                    " and T = ", T);
+inline void check_causal(const char* op, bool causal, const c10::SymInt& S, const c10::SymInt& T,
+                         const char* T_name = "T") {
+  TORCH_CHECK_VALUE(!causal || S <= T, op, ": causal needs no more queries than keys, S <= ", T_name, ", got S = ", S,
+                    " and ", T_name, " = ", T);
 }
 
 // Query head h reads key head h / (H / Hkv).
-inline void check_groups(const char* op, const c10::SymInt& H, const c10::SymInt& Hkv) {
-  const bool groups = Hkv == 0 ? H == 0 : H % Hkv == 0;
-  TORCH_CHECK_VALUE(groups, op, ": the query heads H must be a multiple of the key heads Hkv, got H = ", H,
-                    " and Hkv = ", Hkv);
+inline void check_groups(const char* op, const c10::SymInt& H, const c10::SymInt& Hkv, const char* k_name = "k") {
+  TORCH_CHECK_VALUE(Hkv == 0 ? H == 0 : H % Hkv == 0, op, ": H, the heads of q, must be a multiple of Hkv, ",
+                    "the heads of ", k_name, ", got H = ", H, " and Hkv = ", Hkv);
 }
 
 // eps is added in the accumulation type of `type`, in which neither eps nor 1 / eps may be 0 or infinite.
@@ -113,7 +120,12 @@ inline void check_scale(const char* op, double scale, at::ScalarType type) {
                     scale);
 }
 
-// x as a kernel that reads it gets it; null if it is undefined.
+// An argument that may be None, undefined if it is.
+inline at::Tensor tensor_or_none(const std::optional<at::Tensor>& x) {
+  return x.value_or(at::Tensor());
+}
+
+// x as a kernel that reads it gets it; null if it is undefined or None.
 template <int kRank>
 Strided<kRank> reads(const at::Tensor& x) {
   Strided<kRank> seen;
@@ -121,6 +133,11 @@ Strided<kRank> reads(const at::Tensor& x) {
   seen.data = const_cast<void*>(x.const_data_ptr());
   for (int i = 0; i < kRank; ++i) seen.stride[i] = x.stride(i);
   return seen;
+}
+
+template <int kRank>
+Strided<kRank> reads(const std::optional<at::Tensor>& x) {
+  return reads<kRank>(tensor_or_none(x));
 }
 
 // x as a kernel that writes it gets it.

@@ -59,8 +59,8 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
                                   const std::optional<at::Tensor>& cu_seqlens_k,
                                   const std::optional<at::Tensor>& lengths, bool left_padded, const at::Tensor& q,
                                   const c10::SymInt& B) {
-  const SequenceArguments x{cu_seqlens_q.value_or(at::Tensor()), cu_seqlens_k.value_or(at::Tensor()),
-                            lengths.value_or(at::Tensor()), left_padded};
+  const SequenceArguments x{tensor_or_none(cu_seqlens_q), tensor_or_none(cu_seqlens_k), tensor_or_none(lengths),
+                            left_padded};
   TORCH_CHECK_VALUE(x.cu_seqlens_q.defined() == x.cu_seqlens_k.defined(), op,
                     ": cu_seqlens_q and cu_seqlens_k must be given together");
   TORCH_CHECK_VALUE(!x.packed() || !x.padded(), op, ": takes cu_seqlens or lengths, not both");

@@ -59,4 +59,13 @@ class Sequences {
   SequenceTable table_;
 };
 
+// The sequences of a call, whose table the shape gets.
+template <typename Shape>
+Sequences sequences_of(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels,
+                       const at::Tensor& q, const DeviceScope& device, Shape& shape) {
+  Sequences sequences(op, arguments, kernels, q, shape.S, shape.T, shape.causal, device.stream);
+  shape.sequences = sequences.table();
+  return sequences;
+}
+
 }  // namespace memcheck
