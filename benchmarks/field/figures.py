@@ -108,8 +108,8 @@ def of_torchtitan(row: Published) -> Prediction:
         raise NotPredicted("the compiler decides what is allocated")
     processes = int(row.given["parallelism"].partition(" x")[2])
     selective = row.given["activation_checkpointing"].startswith("selective")
-    ranks = Ranks(fsdp=processes, split_by=functools.partial(torchtitan.split, selective=selective))
     newer = "3.1" in row.given["model"]  # Of which the benchmark sets expandable segments.
+    ranks = Ranks(fsdp=processes, split_by=functools.partial(torchtitan.split, selective=selective, newer=newer))
     place = Place(
         device_of(row.gpu), drop_workspaces=False, torch_version="2.7", ranks=ranks, expandable_segments=newer
     )

@@ -1,6 +1,8 @@
 """Llamas of torchtitan under FSDP2: pull request 165 (March 2024), and the benchmark of December 2024.
 
-Facts of the model, of what is checkpointed and of the loop were read in pytorch/torchtitan at these dates.
+Facts of the model, of what is checkpointed and of the loop were read in pytorch/torchtitan at these dates, and those of
+FSDP2 in pytorch/pytorch. Tensors live as long as theirs do: what is free when another is allocated decides what is
+reserved.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -38,10 +41,17 @@ def normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
-def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """x (B,T,heads,E) by complex turns (T,E/2)."""
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turns[: x.shape[1]].view(1, x.shape[1], 1, -1)).flatten(3).type_as(x)
+def pairs_of(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+
+
+def rotated(q: Tensor, k: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (B,T,heads,E) by complex turns (T,E/2). Both are there in float32 before either is rotated."""
+    q_pairs, k_pairs = pairs_of(q), pairs_of(k)
+    turns = turns[: q.shape[1]].view(1, q.shape[1], 1, -1)
+    q_turned = torch.view_as_real(q_pairs * turns).flatten(3)
+    k_turned = torch.view_as_real(k_pairs * turns).flatten(3)
+    return q_turned.type_as(q), k_turned.type_as(k)
 
 
 def repeated(x: Tensor, times: int) -> Tensor:
@@ -61,12 +71,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = (part(x).view(batch, length, -1, HEAD) for part in (self.q, self.k, self.v))
-        q, k = rotated(q, turns), rotated(k, turns)
-        k, v = repeated(k, self.times), repeated(v, self.times)
-        y = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
-        )
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = q.view(batch, length, -1, HEAD), k.view(batch, length, -1, HEAD), v.view(batch, length, -1, HEAD)
+        q, k = rotated(q, k, turns)
+        keys, values = repeated(k, self.times), repeated(v, self.times)
+        q, k, v = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).contiguous()
         return self.out(y.view(batch, length, -1))
 
@@ -110,8 +120,8 @@ class Llama(nn.Module):
         h = self.embedding(ids)
         for layer in self.layers:
             h = layer(h, self.turns)
-        y = self.output(self.norm(h))
-        return y.float() if self.widens else y
+        h = self.norm(h)
+        return self.output(h).float() if self.widens else self.output(h)
 
 
 SAVED = {
@@ -136,8 +146,23 @@ def every_second_product() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def split(model: Llama, mesh: Any, selective: bool) -> None:
-    """Checkpoints and shards each block. The last block is not sharded again after its forward."""
+class ReducedOnItsStream(DefaultReduceScatter):
+    """Allocates what is reduced on the stream of reductions, as FSDP2 did until July 2024 (pytorch/pytorch#129721)."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        (group,) = self.module._get_fsdp_state()._fsdp_param_groups
+        with torch.cuda.stream(group.comm_ctx.reduce_scatter_stream):
+            return super().allocate(size, dtype=dtype, device=device)
+
+
+def split(model: Llama, mesh: Any, selective: bool, newer: bool) -> None:
+    """Checkpoints and shards each block. The last block is not sharded again after its forward.
+
+    newer: reductions take their inputs from the memory of the default stream.
+    """
     how: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -148,6 +173,9 @@ def split(model: Llama, mesh: Any, selective: bool) -> None:
         fully_shard(wrapped, **how, reshard_after_forward=number < len(model.layers) - 1)
         model.layers[number] = wrapped
     fully_shard(model, **how)
+    for module in () if newer else model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(ReducedOnItsStream(module))
 
 
 def predict(row: dict[str, str], place: Place) -> Prediction:

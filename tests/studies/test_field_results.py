@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memcheck.core.ranks import RESERVED_MORE
 from memcheck.studies.field import RESULTS, TOLERANCE, read_results
 
 pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="an installed package has no results of studies")
@@ -26,3 +27,14 @@ def test_most_figures_are_equal_and_the_others_doubted() -> None:
     known = [result for result in read_results(RESULTS / "figures.csv") if result.error is not None]
     assert sum(result.equal or abs(result.error or 0) <= TOLERANCE for result in known) >= 0.8 * len(known)
     assert [result.name for result in known if abs(result.error or 0) > 0.03 and not result.doubts] == []
+
+
+def test_the_verdict_of_fsdp_covers_what_was_reserved() -> None:
+    results = read_results(RESULTS / "figures.csv")
+    found = {result.name: result for result in results if result.source.startswith("torchtitan") and result.predicted}
+    reserved = {name: result.error for name, result in found.items() if result.metric == "reserved"}
+    assert reserved.keys() == {"F160", "F162", "F166", "F168"}
+    assert all(-RESERVED_MORE < 1 - 1 / (1 + (error or 0)) <= 0 for error in reserved.values())
+    assert all(abs(result.error or 0) < 0.0015 for result in found.values() if result.metric == "allocated")
+    in_words = [f"{-100 * (reserved[name] or 0):.1f}" for name in ("F166", "F168", "F160", "F162")]
+    assert "{} and {} % low in March 2024 (rows F166 and F168),\n  and {} and {} % low".format(*in_words) in PAGE

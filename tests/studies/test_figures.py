@@ -1,8 +1,12 @@
 """Published figures of programs on GPUs: small ones are predicted as printed, and each row has a source or a reason."""
 
-import pytest
+import functools
 
-from memcheck.studies.field import FOLDER, NotPredicted, result_of, study_named
+import pytest
+import torch
+
+import memcheck
+from memcheck.studies.field import FOLDER, RESULTS, NotPredicted, read_results, result_of, study_named
 
 if not FOLDER.is_dir():
     pytest.skip("an installed package has no studies of GPUs", allow_module_level=True)
@@ -31,3 +35,36 @@ def test_every_row_has_a_source():
     assert [
         name for name, row in ROWS.items() if name not in reasons and not row.source.startswith(tuple(sources))
     ] == []
+
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_reductions_of_march_2024_take_memory_of_their_own_stream(newer):
+    torchtitan = STUDY.predict.__globals__["torchtitan"]
+    split = functools.partial(torchtitan.split, selective=False, newer=newer)
+    ranks = memcheck.Ranks(fsdp=8, split_by=split)
+    found = memcheck.predict_memory(Tower(), torch.zeros(64, 512), device="H100-80GB", optimizer="adamw", ranks=ranks)
+    streams = {}
+    for allocation in found.trace.log.allocations:
+        streams.setdefault(allocation.name, set()).add(allocation.stream)
+    (of_gradients,) = streams["dlayers.0._checkpoint_wrapped_module.weight"]
+    assert of_gradients != 0
+    assert streams["reduce-scatter input"] == {0 if newer else of_gradients}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the prediction left a tensor without data in a generator")  # That of a checkpoint.
+def test_reserved_memory_of_fsdp_is_the_stored_one():
+    """It depends on the streams and on what is alive when a tensor is allocated."""
+    (stored,) = (result for result in read_results(RESULTS / "figures.csv") if result.name == "F166")
+    assert result_of(STUDY, ROWS["F166"], STUDY.predict(ROWS["F166"])).error == pytest.approx(stored.error, abs=1e-6)
