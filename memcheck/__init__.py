@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from memcheck import distributed
     from memcheck.notebook import Results, load, profile, sweep
     from memcheck.ops.decompose import decompositions
+    from memcheck.snapshot import Snapshot
 
 __all__ = [
     "CompressedAttentionState",
@@ -38,6 +39,7 @@ __all__ = [
     "Program",
     "Ranks",
     "Results",
+    "Snapshot",
     "Step",
     "calibrate",
     "combinator",
@@ -72,6 +74,8 @@ if not TYPE_CHECKING:  # For a type checker every name would exist.
         # These need reports and the command line, which operators do without.
         if name in ("Results", "load", "profile", "sweep"):
             return getattr(importlib.import_module("memcheck.notebook"), name)
+        if name == "Snapshot":
+            return importlib.import_module("memcheck.snapshot").Snapshot
         if name == "decompositions":
             return importlib.import_module("memcheck.ops.decompose").decompositions
         if name == "distributed":  # torch.distributed is loaded only by those who use it.

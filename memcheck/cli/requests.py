@@ -352,6 +352,39 @@ class Run(Request):
     output: Path = option(Path("results"), "folder of run.html, run.png, run.json; default: results", converters.folder)
 
 
+@request()
+class Snapshot(Printed):
+    """Says what a memory snapshot of torch.cuda.memory holds: the peak, why memory ran out, and what would have fitted.
+
+    memcheck snapshot snapshot.pickle
+    memcheck snapshot snapshot.pickle --settings expandable_segments:True,max_split_size_mb:256
+    memcheck snapshot snapshot.pickle --device L40S --html snapshot.html
+    memcheck snapshot before.pickle after.pickle
+    """
+
+    files: list[Path] = option(
+        None,
+        "files of torch.cuda.memory._dump_snapshot: pickles, which run no code, or JSON; also compressed by gzip; two "
+        "are compared",
+        converters.files,
+        positional=True,
+        nargs="+",
+        metavar="FILE",
+    )
+    settings: list[str] | None = option(
+        None,
+        "replay the recorded requests under these settings, as in PYTORCH_ALLOC_CONF; repeatable; default: a few usual "
+        "ones",
+        converters.texts,
+        repeatable=True,
+        metavar="TEXT",
+    )
+    device: str | None = of_place("device", metavar="NAME", help="replay them on this GPU, such as L40S, or 40GiB")
+    memory_limit: int | None = of_place("memory_limit", help="replay them where the process may reserve this much")
+    html: Path | None = option(None, "write one self-contained page with the picture", converters.file, metavar="FILE")
+    plot: Path | None = option(None, "draw what was alive over time as .png, .svg or .pdf", converters.file)
+
+
 COMMANDS: dict[str, type[Request]] = {
     "calibrate": Calibrate,
     "compare": Compare,
@@ -368,5 +401,6 @@ COMMANDS: dict[str, type[Request]] = {
     "published": Published,
     "report": Report,
     "run": Run,
+    "snapshot": Snapshot,
     "sweep": Sweep,
 }

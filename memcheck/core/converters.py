@@ -235,6 +235,11 @@ def file(value: Any) -> Path:
     return Path(value)
 
 
+def files(value: Any) -> list[Path]:
+    """Files: one, or a list."""
+    return [file(part) for part in (value if isinstance(value, list | tuple) else [value])]
+
+
 def gpu_index(value: Any) -> int:
     """The number of a GPU; True is the first one."""
     if value is True:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 # Names of csrc/memory/peak_ledger.h's phases and kinds, in its order.
 PHASES = ("elsewhere", "forward", "backward", "optimizer step")
@@ -19,6 +21,15 @@ class Line:
     number: int
     function: str
 
+    def __str__(self) -> str:
+        """ "train.py:12 (main)", with the path from the current folder, or the last three parts of any other."""
+        path = Path(self.file)
+        if path.is_relative_to(os.getcwd()):
+            name = str(path.relative_to(os.getcwd()))
+        else:
+            name = "/".join(path.parts[-3:]) if len(path.parts) > 4 else str(path)
+        return f"{name}:{self.number} ({self.function})"
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -33,6 +44,13 @@ class Origin:
     @property
     def layer(self) -> str:
         return self.kind or f"from {self.phase}"
+
+    @property
+    def where(self) -> str:
+        """The line of Python; of what has none, such as most of a backward, the phase and the operator."""
+        if self.line is not None:
+            return str(self.line)
+        return self.operator if self.phase == "elsewhere" else f"{self.phase}: {self.operator}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from memcheck._extension import extension
 # The autograd engine's name for the evaluation of a node; torch.profiler uses it as well.
 NODE = "autograd::engine::evaluate_function: "
 # Operators that only allocate. The operator that called them is named instead.
-FACTORIES = re.compile(r"aten::(new_)?empty(_like|_strided|_permuted)?|aten::resize_(as_)?")
+FACTORIES = re.compile(r"aten::(new_)?empty(_like|_strided|_permuted|_memory_format)?|aten::resize_(as_)?")
 # The name of an allocation outside of any operator: torch turns a Python number into a tensor.
 NOWHERE = "no operator"
 

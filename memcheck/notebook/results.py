@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -21,7 +20,7 @@ from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import case_and_place, select
 from memcheck.report.comparison import Comparison, compare
 from memcheck.report.plots.pictures import Picture, PictureRequest, choose_pictures, main_picture
-from memcheck.report.plots.style import in_house_style
+from memcheck.report.plots.style import png_of, shown
 from memcheck.report.predictions import prediction_table
 from memcheck.report.records import PIVOT_FIELDS, cs336_tables, main_tables, pivot_tables
 from memcheck.report.scaling import scaling_table
@@ -187,19 +186,6 @@ def load(folder: Path | str, *more: Path | str) -> Results:
     UsageError: a folder holds no records.
     """
     return Results(record for one in (folder, *more) for record in read_results(one))
-
-
-def shown(figure: Figure) -> Figure:
-    """The figure, which a notebook shows even without %matplotlib inline."""
-    vars(figure)["_repr_png_"] = lambda: png_of(figure)
-    return figure
-
-
-@in_house_style
-def png_of(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
 
 
 def inline_png(picture: Picture) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
-from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Origin, ScriptRecord
+from memcheck.core.script_record import LAYERS, Alive, Moment, Origin, ScriptRecord
 from memcheck.core.units import UNITS, counted, format_bytes
 from memcheck.report.page import render_page
 from memcheck.report.tables import Cell, Column, Screen, Table, to_text
@@ -121,7 +120,7 @@ def where(moment: Moment, record: ScriptRecord) -> str:
     phase = "outside of any phase" if place.phase == "elsewhere" else f"in the {place.phase}"
     step = f" of step {moment.step}" if record.steps and place.phase != "elsewhere" else ""
     module = f", in {place.module}" if place.module else ""
-    line = f", at {shown_line(place.line)}" if place.line else ""
+    line = f", at {place.line}" if place.line else ""
     return f"{phase}{step}{module}{line}"
 
 
@@ -219,14 +218,4 @@ def operator_and_line(place: Origin) -> str:
 
 
 def line_of(place: Origin) -> str:
-    return shown_line(place.line) if place.line else NO_LINE
-
-
-def shown_line(line: Line) -> str:
-    """ "train.py:12 (main)", with the path from the current folder, or the last two folders of any other."""
-    path = Path(line.file)
-    if path.is_relative_to(os.getcwd()):
-        name = str(path.relative_to(os.getcwd()))
-    else:
-        name = "/".join(path.parts[-3:]) if len(path.parts) > 4 else str(path)
-    return f"{name}:{line.number} ({line.function})"
+    return str(place.line) if place.line else NO_LINE

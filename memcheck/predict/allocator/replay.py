@@ -10,13 +10,16 @@ from memcheck.predict.allocator.caching import CachingAllocator, Event
 from memcheck.predict.allocator.history import NEW_MEMORY, RELEASES, History, Segment, reserved_by
 from memcheck.predict.allocator.plain import Count, OutOfMemory
 
+BEFORE_THE_FIRST = -1
+
 
 @dataclass(frozen=True)
 class Replayed:
     """What the model's allocator did with the requests of a history.
 
-    refused: the index of the first request without room; None: all had room.
+    refused: the index of the first request without room; None: all had room; -1: what was in use before them had none.
     equal_addresses: the requests that got the recorded address, of all that were allocations.
+    sizes: of the blocks that the allocations got.
     events: what torch would have recorded, if the allocator keeps its events.
     """
 
@@ -25,6 +28,7 @@ class Replayed:
     refused: int | None
     equal_addresses: int
     allocations: int
+    sizes: list[int]
     events: list[Event] | None
 
 
@@ -35,7 +39,7 @@ def replay_history(
 
     The program's calls of empty_cache are replayed. So are its requests that had no room when they were recorded; one
     that had room then and has none here ends the replay. If the allocator has other settings than the history, what
-    was in use before the first event is requested anew, in the order of its addresses.
+    was in use before the first event is requested anew, in the order of its addresses; and if it has less room.
 
     allocator: default: one with the settings and the limit of the history.
     at_recorded_addresses: new segments get the addresses of the recorded ones.
@@ -55,18 +59,22 @@ class _Replay:
     refused: int | None = None
     equal: int = 0
     allocations: int = 0
+    sizes: list[int] = field(default_factory=list)
 
     def run(self) -> Replayed:
         allocator = self.allocator
-        self._begin()
+        try:
+            self._begin()
+        except OutOfMemory:
+            self.refused = BEFORE_THE_FIRST
         empties = self._empties()
-        for index, event in enumerate(self.history.events):
+        for index, event in enumerate(self.history.events if self.refused is None else ()):
             if index in empties:
                 allocator.empty_cache()
             if not self._play(index, event):
                 break
         counts = allocator.reserved, allocator.allocated, self.refused, self.equal, self.allocations
-        return Replayed(*counts, allocator.events)
+        return Replayed(*counts, self.sizes, allocator.events)
 
     def _play(self, index: int, event: Event) -> bool:
         """Whether the replay goes on."""
@@ -77,6 +85,7 @@ class _Replay:
                 return False
             block = self.alive[address]
             self.equal += block is not None and block.address == address
+            self.sizes.append(0 if block is None else block.bytes)
             self.recorded.clear()
         elif action == "free_requested":
             allocator.free(self.alive.get(address), waits=True)
@@ -122,7 +131,8 @@ class _Replay:
         allocator, segments = self.allocator, self.history.at_begin
         if self.at_recorded_addresses:
             allocator.next_address = self._recorded_address
-        if allocator.settings == self.history.settings:
+        room, reserved = allocator.room_bytes, sum(segment.bytes for segment in segments)
+        if allocator.settings == self.history.settings and (room is None or reserved <= room):
             self._adopt(segments)
         else:
             for segment in segments:

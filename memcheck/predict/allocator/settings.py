@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -72,6 +72,27 @@ class AllocatorSettings:
         ValueError: it is no such text, an option is unknown, or its value is not allowed.
         """
         return cls(**dict(_options(text.replace(" ", ""))))
+
+    def __str__(self) -> str:
+        """The text that parse() reads; empty: torch's defaults."""
+        default = type(self)()
+        named = {target: name for name, (target, _) in OPTIONS.items()}
+        parts = []
+        for target, value in vars(self).items():
+            if value == getattr(default, target):
+                continue
+            name = named[target]
+            if target == "roundup_divisions":
+                pairs = [f"{2**index}:{number}" for index, number in enumerate(value[:-1])]
+                text = str(value[0]) if len(set(value)) == 1 else f"[{','.join([*pairs, f'>:{value[-1]}'])}]"
+            else:
+                text = str(value // MIB if name.endswith("_mb") else value)
+            parts.append(f"{name}:{text}")
+        return ",".join(parts)
+
+    def changed_by(self, text: str) -> AllocatorSettings:
+        """These settings with the options of the text. ValueError as of parse()."""
+        return replace(self, **dict(_options(text.replace(" ", ""))))
 
     def rounded(self, size: int) -> int:
         """The size of the smallest block that can serve a request."""

@@ -243,3 +243,16 @@ def svg_element(figure: Figure, name: str, caption: str, share: float, rule: str
     head = f'<svg id="{name}" role="img" style="max-width:{share:.1%};height:auto"'
     title = f"<title>{escape(caption)}</title>"
     return re.sub(r"<svg\b([^>]*)>", lambda found: f"{head}{found[1]}>\n {title}", svg, count=1)
+
+
+def shown(figure: Figure) -> Figure:
+    """The figure, which a notebook shows even without %matplotlib inline."""
+    vars(figure)["_repr_png_"] = lambda: png_of(figure)
+    return figure
+
+
+@in_house_style
+def png_of(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()

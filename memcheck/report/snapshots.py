@@ -1,0 +1,365 @@
+"""Reports what a snapshot of torch's CUDA allocator says: sentences, tables, data and an HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from memcheck.core.script_record import Alive, Origin
+from memcheck.core.snapshot_record import Holes, Moment, OutOfMemory, SnapshotRecord, WhatIf
+from memcheck.core.units import counted, format_bytes
+from memcheck.report.page import render_page
+from memcheck.report.script_tables import (
+    FORMAT,
+    MOST_ROWS,
+    MOST_ROWS_OF_PAGE,
+    group_table,
+    in_unit,
+    module_table,
+    unit_of,
+)
+from memcheck.report.tables import Column, Screen, Table, to_text
+
+BEFORE_THE_FIRST = -1
+
+
+def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str:
+    """The report as text: the answer, then the tables."""
+    screen = screen or Screen()
+    sentences = "\n".join(map(screen.fill, snapshot_sentences(record)))
+    return "\n\n".join([sentences, *(to_text(table, screen) for table in snapshot_tables(record, MOST_ROWS))])
+
+
+def snapshot_page(records: Sequence[SnapshotRecord], pictures: Sequence[tuple[str, str]], command: str) -> str:
+    """The reports as an HTML page. pictures: (caption, inline SVG)."""
+    return render_page(
+        title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
+        paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],
+        plots=pictures,
+        tables=[table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)],
+        facts={name_of(record): record.settings or "default settings of the allocator" for record in records},
+        sweeps=[{"command": command, "started": None, "facts": {}}],
+    )
+
+
+def name_of(record: SnapshotRecord) -> str:
+    return f"{Path(record.file).name}, cuda:{record.device}"
+
+
+def snapshot_sentences(record: SnapshotRecord) -> list[str]:
+    """The answer first: whether memory ran out and why, the peak, what would have fitted; then how true that is."""
+    sentences = [
+        *out_of_memory(record),
+        peak_sentence(record),
+        *fragmentation(record),
+        *what_if_sentences(record),
+        *growth_sentences(record),
+        replay_sentence(record),
+        *before_sentence(record),
+    ]
+    return [*sentences, *(f"Doubt: {doubt}." for doubt in record.doubts)]
+
+
+def when(moment: Moment) -> str:
+    seconds = "" if moment.seconds is None else f" after {moment.seconds:.3g} s"
+    return f"at event {moment.event:,}{seconds}"
+
+
+def place_words(place: Origin | None) -> str:
+    if place is None:
+        return ""
+    phase = "" if place.phase == "elsewhere" else f" in the {place.phase}"
+    return f"{phase}, at {place.line}" if place.line else f"{phase} ({place.operator})" if phase else ""
+
+
+def out_of_memory(record: SnapshotRecord) -> Iterator[str]:
+    oom = record.oom
+    if oom is None:
+        return
+    many = f", the last of {record.ooms} times" if record.ooms > 1 else ""
+    yield (
+        f"Memory ran out on cuda:{record.device} {when(oom.moment)}{many}: "
+        f"{format_bytes(oom.requested_bytes)} were requested{place_words(oom.moment.place)}, "
+        f"with {format_bytes(oom.free_bytes)} of the GPU free and {format_bytes(oom.moment.reserved_bytes)} reserved "
+        f"by torch, of which {format_bytes(oom.moment.allocated_bytes)} were in use."
+    )
+    if oom.free_bytes >= oom.requested_bytes:
+        yield (
+            "The GPU had room for it: the process had a limit (torch.cuda.set_per_process_memory_fraction), or asked "
+            "for more than the request because of its settings."
+        )
+    if record.total_bytes is not None:
+        rest = record.total_bytes - oom.moment.reserved_bytes - oom.free_bytes
+        yield (
+            f"Of the GPU's {format_bytes(record.total_bytes)}, {format_bytes(max(rest, 0))} were held by CUDA's "
+            "context, other libraries and other processes."
+        )
+
+
+def peak_sentence(record: SnapshotRecord) -> str:
+    peak = record.peak
+    if not record.events:
+        return (
+            f"cuda:{record.device} has no recorded events: {format_bytes(peak.allocated_bytes)} are in use, and "
+            f"{format_bytes(record.reserved_bytes)} reserved. torch.cuda.memory._record_memory_history() records them."
+        )
+    return (
+        f"The peak on cuda:{record.device} was {format_bytes(peak.allocated_bytes)} allocated "
+        f"({peak.allocated_bytes:,} bytes) {when(peak)}{place_words(peak.place)}; at most "
+        f"{format_bytes(record.peak_reserved_bytes)} were reserved."
+    )
+
+
+def fragmentation(record: SnapshotRecord) -> Iterator[str]:
+    """How much of what was reserved no request could use."""
+    moment, oom = record.moment, record.oom
+    free = sum(holes.free_bytes for holes in moment.holes)
+    if not free:
+        return
+    largest = max(holes.largest_bytes for holes in moment.holes)
+    number = sum(holes.holes for holes in moment.holes)
+    pieces = f"in {number} holes, the largest of {format_bytes(largest)}" if number > 1 else "in one hole"
+    share = 100 * free / moment.reserved_bytes
+    at = "Then" if oom is None else "When memory ran out,"
+    yield f"{at} {format_bytes(free)} of what was reserved ({share:.1f} %) were free, {pieces}."
+    if oom is not None:
+        yield verdict_on_holes(oom, free)
+
+
+def verdict_on_holes(oom: OutOfMemory, free: int) -> str:
+    missing = oom.requested_bytes - free - oom.free_bytes
+    if missing <= 0:
+        return (
+            "Fragmentation is why it failed: these holes and what was free on the GPU add up to more than the request."
+        )
+    return f"Fragmentation is not why it failed: without any hole, {format_bytes(missing)} more were needed."
+
+
+def what_if_sentences(record: SnapshotRecord) -> Iterator[str]:
+    if len(record.what_if) < 2:
+        return
+    recorded, *others = record.what_if
+    limit = "" if recorded.limit_bytes is None else f" in {format_bytes(recorded.limit_bytes)}"
+    fitting = [case for case in others if case.fits]
+    if not recorded.fits:
+        if fitting:
+            best = min(fitting, key=attrgetter("peak_reserved_bytes"))
+            yield (
+                f"With {best.settings} every recorded request would have had room{limit}: at most "
+                f"{format_bytes(best.peak_reserved_bytes)} reserved."
+            )
+        else:
+            yield f"No setting that was tried gives every recorded request room{limit}."
+        return
+    if recorded.limit_bytes is not None:
+        yield f"Every recorded request has room{limit}."
+    best = min([recorded, *fitting], key=attrgetter("peak_reserved_bytes"))
+    if best.peak_reserved_bytes <= 0.99 * recorded.peak_reserved_bytes:
+        yield f"With {best.settings} at most {format_bytes(best.peak_reserved_bytes)} would have been reserved."
+    else:
+        yield "No setting that was tried would have reserved less by 1 % or more."
+
+
+def growth_sentences(record: SnapshotRecord) -> Iterator[str]:
+    if record.growing:
+        total = sum(growth.bytes_per_step for growth in record.growing)
+        first = record.growing[0]
+        yield (
+            f"{format_bytes(total)} more are alive after each of the {record.steps} steps, "
+            f"{format_bytes(first.bytes_per_step)} of it from {first.place.where}."
+        )
+
+
+def replay_sentence(record: SnapshotRecord) -> str:
+    replay = record.replay
+    if replay.reason is not None:
+        return f"The recorded requests were not replayed: {replay.reason}."
+    how = (
+        "with every segment and reserved byte as recorded"
+        if replay.exact
+        else (
+            f"with a peak of {format_bytes(replay.peak_reserved_bytes)} reserved, "
+            f"{format_bytes(record.peak_reserved_bytes)} as recorded"
+        )
+    )
+    return (
+        f"The model of the allocator replayed {replay.at_recorded_address:,} of {replay.allocations:,} allocations at "
+        f"their recorded addresses, {how}."
+    )
+
+
+def before_sentence(record: SnapshotRecord) -> Iterator[str]:
+    size, blocks = record.before
+    if blocks and record.events:
+        yield (
+            f"{format_bytes(size)} in {counted(blocks, 'block')} were in use before the recording began; what was "
+            "released since has no line."
+        )
+
+
+def snapshot_tables(record: SnapshotRecord, most: int) -> list[Table]:
+    """What would have fitted, what was alive by line, module and size, holes, and what grows."""
+    moment = record.moment
+    words = "when memory ran out" if record.oom else "at the peak"
+    unit = unit_of(moment.allocated_bytes)
+    alive = moment.alive
+    tables = [what_if_table(record)] if record.what_if else []
+    title = f"Alive {words}, by line of Python, {unit}"
+    tables.append(group_table(alive, "lines", title, "line", attrgetter("where"), unit, most))
+    if any(each.place.module for each in alive):
+        tables.append(module_table(alive, f"Alive {words}, by module, {unit}", unit, most))
+    tables.append(size_table(moment, f"Alive {words}, by size of block, {unit}", unit))
+    tables.append(holes_table(moment.holes, f"Reserved {words}, by pool, {unit_of(moment.reserved_bytes)}"))
+    if record.growing:
+        tables.append(growth_table(record))
+    return tables
+
+
+def what_if_table(record: SnapshotRecord) -> Table:
+    unit = unit_of(record.peak_reserved_bytes)
+    limit = record.what_if[0].limit_bytes
+    room = "without a limit" if limit is None else f"in {format_bytes(limit)}"
+    columns = [
+        Column("settings", "settings"),
+        Column("fits", "fits"),
+        Column(
+            "peak_reserved", "peak reserved", unit, FORMAT, read=lambda case: in_unit(case.peak_reserved_bytes, unit)
+        ),
+        Column("failing_event", "fails at event", "", ",", read=lambda case: case.failing_event),
+        Column("failing_line", "line", read=failing_line),
+    ]
+    notes = ["Each row is the recorded requests in the model of the allocator; nothing ran."]
+    return Table.of("what-if", f"The same requests under other settings, {room}", columns, record.what_if, notes)
+
+
+def failing_line(case: WhatIf) -> str | None:
+    if case.failing_event == BEFORE_THE_FIRST:
+        return "what was in use before"
+    return None if case.failing_place is None else case.failing_place.where
+
+
+def size_table(moment: Moment, title: str, unit: str) -> Table:
+    columns = [
+        Column("block", "block", read=lambda row: f"{format_bytes(row[0])} or more" if row[0] else "below 1 MiB"),
+        Column(unit.lower(), unit, "", FORMAT, read=lambda row: in_unit(row[1], unit)),
+        Column("blocks", "blocks", "", ",", read=lambda row: row[2]),
+    ]
+    return Table.of("sizes", title, columns, moment.sizes)
+
+
+def holes_table(holes: Iterable[Holes], title: str) -> Table:
+    unit = title.rpartition(" ")[2]
+    columns = [
+        Column("pool", "pool"),
+        Column("reserved", "reserved", "", FORMAT, read=lambda pool: in_unit(pool.reserved_bytes, unit)),
+        Column("free", "free", "", FORMAT, read=lambda pool: in_unit(pool.free_bytes, unit)),
+        Column("largest_hole", "largest hole", "", FORMAT, read=lambda pool: in_unit(pool.largest_bytes, unit)),
+        Column("holes", "holes", "", ","),
+    ]
+    return Table.of("pools", title, columns, holes)
+
+
+def growth_table(record: SnapshotRecord) -> Table:
+    unit = "MiB"
+    columns = [
+        Column("line", "line", read=lambda growth: growth.place.where),
+        Column("per_step", "per step", unit, FORMAT, read=lambda growth: in_unit(growth.bytes_per_step, unit)),
+        Column("blocks", "blocks per step", "", ".3g", read=lambda growth: growth.blocks_per_step),
+        Column("alive", "alive at the last step", unit, FORMAT, read=lambda growth: in_unit(growth.bytes, unit)),
+    ]
+    return Table.of("growing", "Alive more and more from step to step", columns, record.growing[:MOST_ROWS])
+
+
+def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[str], Table]:
+    """Two snapshots: their peaks in a sentence, and what was alive at them by line, by change."""
+    sides = [sums_by_line(record.peak.alive) for record in (before, after)]
+    lines = sorted(
+        sides[0].keys() | sides[1].keys(), key=lambda line: -abs(sides[1].get(line, 0) - sides[0].get(line, 0))
+    )
+    unit = unit_of(max(before.peak.allocated_bytes, after.peak.allocated_bytes))
+    rows = [(line, sides[0].get(line, 0), sides[1].get(line, 0)) for line in lines]
+    columns = [
+        Column("line", "line", read=lambda row: row[0]),
+        Column("before", "before", unit, FORMAT, read=lambda row: in_unit(row[1], unit)),
+        Column("after", "after", unit, FORMAT, read=lambda row: in_unit(row[2], unit)),
+        Column("change", "change", unit, f"+{FORMAT}", read=lambda row: in_unit(row[2] - row[1], unit)),
+    ]
+    title = f"Alive at the peaks, by line: {name_of(before)}, then {name_of(after)}"
+    sentences = [
+        f"The peak went from {format_bytes(old)} {word} to {format_bytes(new)}: {change(new - old)}."
+        for word, old, new in (
+            ("allocated", before.peak.allocated_bytes, after.peak.allocated_bytes),
+            ("reserved", before.peak_reserved_bytes, after.peak_reserved_bytes),
+        )
+    ]
+    return sentences, Table.of("comparison", title, columns, rows[: 2 * MOST_ROWS])
+
+
+def change(size: int) -> str:
+    return f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'}" if size else "no change"
+
+
+def sums_by_line(alive: Iterable[Alive]) -> dict[str, int]:
+    return {line["line"]: line["bytes"] for line in line_objects(alive)}
+
+
+def line_objects(alive: Iterable[Alive]) -> list[dict[str, Any]]:
+    """What is alive by line, largest first."""
+    lines: dict[str, dict[str, Any]] = {}
+    for each in alive:
+        line = lines.setdefault(each.place.where, {"line": each.place.where, "bytes": 0, "blocks": 0})
+        line["bytes"] += each.bytes
+        line["blocks"] += each.blocks
+    return sorted(lines.values(), key=lambda line: -line["bytes"])
+
+
+def snapshot_object(record: SnapshotRecord) -> dict[str, Any]:
+    """The record as data: plain names, bytes as integers."""
+    return {
+        "file": record.file,
+        "device": record.device,
+        "settings": record.settings,
+        "events": record.events,
+        "peak_allocated_bytes": record.peak.allocated_bytes,
+        "peak_event": record.peak.event,
+        "peak_reserved_bytes": record.peak_reserved_bytes,
+        "replay": {
+            "allocations": record.replay.allocations,
+            "at_recorded_address": record.replay.at_recorded_address,
+            "peak_reserved_bytes": record.replay.peak_reserved_bytes,
+            "exact": record.replay.exact,
+            "reason": record.replay.reason,
+        },
+        "oom": record.oom
+        and {
+            "requested_bytes": record.oom.requested_bytes,
+            "free_bytes": record.oom.free_bytes,
+            "event": record.oom.moment.event,
+            "allocated_bytes": record.oom.moment.allocated_bytes,
+            "reserved_bytes": record.oom.moment.reserved_bytes,
+            "line": record.oom.moment.place and record.oom.moment.place.where,
+            "alive": line_objects(record.oom.moment.alive),
+        },
+        "alive_at_peak": line_objects(record.peak.alive),
+        "pools": [vars(holes) for holes in record.moment.holes],
+        "before_recording": {"bytes": record.before[0], "blocks": record.before[1]},
+        "steps": record.steps,
+        "growing": [
+            {"line": growth.place.where, "bytes_per_step": growth.bytes_per_step, "bytes": growth.bytes}
+            for growth in record.growing
+        ],
+        "what_if": [
+            {
+                "settings": case.settings,
+                "limit_bytes": case.limit_bytes,
+                "fits": case.fits,
+                "peak_reserved_bytes": case.peak_reserved_bytes,
+                "failing_event": case.failing_event,
+                "failing_line": failing_line(case),
+            }
+            for case in record.what_if
+        ],
+        "doubts": record.doubts,
+    }

@@ -1,0 +1,352 @@
+"""Finds what a recording says: peaks, what was alive at them, holes, and what grows from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memcheck.core.script_record import PHASES, Alive, Origin
+from memcheck.core.snapshot_record import Growth, Holes, Levels, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
+from memcheck.predict.allocator.caching import CachingAllocator, Event
+from memcheck.predict.allocator.history import History, Segment
+from memcheck.predict.allocator.replay import Replayed, replay_history
+from memcheck.snapshot.recording import (
+    ACTIONS,
+    ALLOC,
+    BEFORE,
+    CODES,
+    FREE_COMPLETED,
+    FREE_REQUESTED,
+    NO_ADDRESS,
+    OOM,
+    Ints,
+    Recording,
+)
+
+GROWS, SHRINKS = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
+STEP_PHASES = ("backward", "optimizer step")
+SIZES = (0, 2**20, 10 * 2**20, 100 * 2**20, 2**30)  # The least bytes of each group of blocks.
+MOST_LAYERS, MOST_POINTS = 9, 1500
+# Steps whose ends are compared, and the share of them that must have more than the one before.
+MOST_ENDS, LEAST_ENDS, GROWING_SHARE = 12, 4, 0.75
+# What a replay of a history that contradicts itself raises.
+CONTRADICTIONS = (ValueError, KeyError, IndexError, AttributeError, AssertionError, TypeError)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Every block of a recording: the events of its life, its bytes and its place.
+
+    begin: -1: before the first event. freed: its release was requested; ended: it could be used again. Both are the
+    number of events if that never happened.
+    """
+
+    begin: Ints
+    freed: Ints
+    ended: Ints
+    addresses: Ints
+    sizes: Ints
+    places: Ints
+
+    def alive_at(self, state: int, ends: Ints) -> npt.NDArray[np.bool_]:
+        """Those alive in a state, which is that before the event of the same number. ends: freed or ended."""
+        return (self.begin < state) & (ends >= state)
+
+    def sums(self, chosen: Any, events: int) -> Ints:
+        """The bytes alive in each state, of the chosen blocks."""
+        begin, freed, sizes = self.begin[chosen] + 1, self.freed[chosen] + 1, self.sizes[chosen]
+        change = np.bincount(begin, sizes, events + 2) - np.bincount(freed, sizes, events + 2)
+        return np.cumsum(change).astype(np.int64)[: events + 1]
+
+
+def analyse(
+    recording: Recording, file: str, what_if: Callable[[History], list[WhatIf]] = lambda history: []
+) -> SnapshotRecord:
+    """The record of a recording. what_if: replays it under other settings."""
+    doubts = list(recording.doubts)
+    replay, replayed = replay_of(recording)
+    blocks = blocks_of(recording, replayed)
+    allocated = blocks.sums(slice(None), len(recording))
+    reserved = reserved_bytes(recording)
+    find = _Finder(recording, blocks, allocated, reserved)
+    peak = find.moment(int(np.argmax(allocated)))
+    refused = sorted(recording.free_bytes)
+    oom = None
+    if refused:
+        last = refused[-1]
+        oom = OutOfMemory(int(recording.sizes[last]), recording.free_bytes[last], find.moment(last, at_event=last))
+    ends = steps_of(recording)
+    before = blocks.alive_at(0, blocks.ended)
+    cases = what_if(recording.history) if replay.reason is None else []
+    return SnapshotRecord(
+        file=file,
+        device=recording.device,
+        settings=str(recording.settings),
+        events=len(recording),
+        allocations=int(np.count_nonzero(recording.actions == ALLOC)),
+        seconds=find.seconds(len(recording) - 1),
+        before=(int(blocks.sizes[before].sum()), int(np.count_nonzero(before))),
+        peak=peak,
+        peak_reserved_bytes=int(reserved.max()),
+        reserved_bytes=int(reserved[-1]),
+        allocated_bytes=int(allocated[-1]),
+        oom=oom,
+        ooms=len(refused),
+        replay=replay,
+        steps=len(ends) + any(place.phase in STEP_PHASES for place in recording.places),
+        growing=growing(recording, blocks, ends),
+        what_if=[find.placed(case) for case in cases],
+        levels=find.levels(peak),
+        doubts=doubts,
+    )
+
+
+def replay_of(recording: Recording) -> tuple[Replay, Replayed | None]:
+    """The recorded requests in the model of the allocator, with the recorded settings and addresses of segments."""
+    allocations = int(np.count_nonzero(recording.actions == ALLOC))
+    if not len(recording):
+        return Replay(0, 0, 0, False, "it has no events"), None
+    try:
+        history = recording.history
+        allocator = CachingAllocator(history.limit_bytes, history.settings, keeps_events=True)
+        replayed = replay_history(history, allocator, at_recorded_addresses=True)
+    except CONTRADICTIONS as error:
+        words = str(error) if isinstance(error, ValueError) else "the history contradicts itself"
+        return Replay(allocations, 0, 0, False, words), None
+    made = replayed.events or []
+    recorded = [event for event in history.events if event.action != "snapshot"]
+    exact = len(made) == len(recorded) and all(
+        ours[:4] == theirs[:4] for ours, theirs in zip(made, recorded, strict=True)
+    )
+    peak = max(replayed.reserved.peak, replayed.reserved.current)
+    return Replay(allocations, replayed.equal_addresses, peak, exact), replayed
+
+
+def blocks_of(recording: Recording, replayed: Replayed | None) -> Blocks:
+    """The blocks of a recording. Their bytes are the model's where the replay reached, else the rounded request."""
+    events = len(recording)
+    used = np.flatnonzero(np.isin(recording.actions, (ALLOC, FREE_REQUESTED, FREE_COMPLETED)))
+    order = used[np.lexsort((used, recording.addresses[used]))]
+    addresses, actions = recording.addresses[order], recording.actions[order]
+    # A life begins with an allocation, or with the first event of an address.
+    starts = np.flatnonzero((actions == ALLOC) | np.r_[True, addresses[1:] != addresses[:-1]][: len(order)])
+    if len(starts):
+        freed, ended = (
+            np.minimum.reduceat(np.where(actions == action, order, events), starts)
+            for action in (FREE_REQUESTED, FREE_COMPLETED)
+        )
+        freed = np.minimum(freed, ended)
+    else:
+        freed = ended = np.zeros(0, np.int64)
+    first = order[starts]
+    is_new = actions[starts] == ALLOC
+    begin = np.where(is_new, first, -1)
+    places = np.where(is_new, recording.stacks[first], len(recording.places))
+    sizes = recording.sizes[first]
+    addresses = addresses[starts]
+    found = {address: size for segment in recording.segments for address, (size, _) in segment.blocks.items()}
+    living = set(addresses[ended == events].tolist())
+    rest = [address for address in found if address not in living]
+    for address in rest:
+        number = recording.place_of_block.get(address, NO_ADDRESS)
+        rest_place = len(recording.places) if number == NO_ADDRESS else number
+        places = np.append(places, rest_place)
+    count = len(rest)
+    begin, freed, ended = (
+        np.append(column, np.full(count, value)) for column, value in ((begin, -1), (freed, events), (ended, events))
+    )
+    addresses = np.append(addresses, np.array(rest, np.int64))
+    sizes = np.append(sizes, np.zeros(count, np.int64))
+    blocks = Blocks(begin, freed, ended, addresses, sizes, places)
+    return Blocks(begin, freed, ended, addresses, _sizes(recording, replayed, blocks, found), places)
+
+
+def _sizes(recording: Recording, replayed: Replayed | None, blocks: Blocks, at_end: dict[int, int]) -> Ints:
+    requested, places = np.unique(blocks.sizes, return_inverse=True)
+    rounded = np.array([recording.settings.rounded(int(size)) for size in requested], np.int64)
+    sizes = rounded[places] if len(requested) else blocks.sizes
+    if replayed is not None:
+        of_event = np.zeros(len(recording) + 1, np.int64)
+        of_event[np.flatnonzero(recording.actions == ALLOC)[: len(replayed.sizes)]] = replayed.sizes
+        known = of_event[blocks.begin]  # The last entry is that of blocks from before the first event: 0.
+        sizes = np.where(known > 0, known, sizes)
+        early = {
+            address: size for segment in recording.history.at_begin for address, (size, _) in segment.blocks.items()
+        }
+        for index in np.flatnonzero(blocks.begin < 0).tolist():
+            sizes[index] = early.get(int(blocks.addresses[index]), sizes[index])
+    for index in np.flatnonzero(blocks.ended == len(recording)).tolist():
+        sizes[index] = at_end.get(int(blocks.addresses[index]), sizes[index])
+    return sizes
+
+
+def reserved_bytes(recording: Recording) -> Ints:
+    """The reserved bytes in each state."""
+    change = np.zeros(len(recording) + 1, np.int64)
+    for names, sign in ((GROWS, 1), (SHRINKS, -1)):
+        chosen = np.isin(recording.actions, [CODES[name] for name in names])
+        change[1:][chosen] = sign * recording.sizes[chosen]
+    sums = np.cumsum(change)
+    at_end = sum(segment.bytes for segment in recording.segments)
+    return sums + max(at_end - int(sums[-1]), -int(sums.min()))
+
+
+def steps_of(recording: Recording) -> Ints:
+    """The events that begin a step other than the first: a forward after a backward or an optimizer step."""
+    codes = np.array([PHASES.index(place.phase) for place in recording.places])
+    events = np.flatnonzero(recording.actions == ALLOC)
+    phases = codes[recording.stacks[events]]
+    events, phases = events[phases > 0], phases[phases > 0]
+    return events[1:][(phases[1:] == 1) & (phases[:-1] > 1)]
+
+
+def growing(recording: Recording, blocks: Blocks, ends: Ints) -> list[Growth]:
+    """What is alive more and more at the ends of steps, after the first two; largest first."""
+    ends = ends[2:]
+    if len(ends) < LEAST_ENDS:
+        return []
+    chosen = np.unique(np.linspace(0, len(ends) - 1, min(MOST_ENDS, len(ends))).astype(int))
+    count = len(recording.places) + 1
+    sizes, numbers = [], []
+    for end in ends[chosen]:
+        alive = blocks.alive_at(int(end), blocks.freed)
+        sizes.append(np.bincount(blocks.places[alive], blocks.sizes[alive], count))
+        numbers.append(np.bincount(blocks.places[alive], minlength=count))
+    change = np.diff(np.array(sizes), axis=0)
+    grows = (change >= 0).all(axis=0) & ((change > 0).mean(axis=0) >= GROWING_SHARE)
+    steps = int(chosen[-1] - chosen[0])
+    found = [
+        Growth(
+            _place(recording, int(place)),
+            int(sizes[-1][place] - sizes[0][place]) // steps,
+            float(numbers[-1][place] - numbers[0][place]) / steps,
+            int(sizes[-1][place]),
+        )
+        for place in np.flatnonzero(grows)
+    ]
+    return sorted(found, key=lambda growth: -growth.bytes_per_step)
+
+
+def _place(recording: Recording, number: int) -> Origin:
+    return recording.places[number] if number < len(recording.places) else BEFORE
+
+
+class _Finder:
+    """Looks up states of a recording."""
+
+    def __init__(self, recording: Recording, blocks: Blocks, allocated: Ints, reserved: Ints) -> None:
+        self.recording, self.blocks, self.allocated, self.reserved = recording, blocks, allocated, reserved
+
+    def seconds(self, event: int) -> float | None:
+        times = self.recording.microseconds
+        return float(times[max(event, 0)] - times[0]) / 1e6 if len(times) and times[0] else None
+
+    def place(self, event: int) -> Origin | None:
+        if event < 0 or self.recording.actions[event] not in (ALLOC, OOM):
+            return None
+        return self.recording.places[int(self.recording.stacks[event])]
+
+    def moment(self, state: int, at_event: int | None = None) -> Moment:
+        """The state before an event. at_event: the event that it is named by; default: the one that led to it."""
+        event = state - 1 if at_event is None else at_event
+        return Moment(
+            event,
+            self.seconds(event),
+            int(self.allocated[state]),
+            int(self.reserved[state]),
+            self.place(event),
+            self.alive(state),
+            self.sizes(state),
+            self.holes(state),
+        )
+
+    def alive(self, state: int) -> list[Alive]:
+        """What is alive by place, largest first."""
+        alive = self.blocks.alive_at(state, self.blocks.freed)
+        places = self.blocks.places[alive]
+        sizes, numbers = np.bincount(places, self.blocks.sizes[alive]), np.bincount(places)
+        found = [
+            Alive(_place(self.recording, int(place)), int(sizes[place]), int(numbers[place]))
+            for place in np.flatnonzero(numbers)
+        ]
+        return sorted(found, key=lambda alive: -alive.bytes)
+
+    def sizes(self, state: int) -> list[tuple[int, int, int]]:
+        """What is alive by the size of its blocks."""
+        sizes = self.blocks.sizes[self.blocks.alive_at(state, self.blocks.freed)]
+        groups = np.searchsorted(SIZES, sizes, side="right") - 1
+        sums, numbers = np.bincount(groups, sizes, len(SIZES)), np.bincount(groups, minlength=len(SIZES))
+        found = zip(SIZES, sums.tolist(), numbers.tolist(), strict=True)
+        return [(least, int(size), number) for least, size, number in found if number]
+
+    def holes(self, state: int) -> list[Holes]:
+        """The free memory in the segments, by pool."""
+        recording = self.recording
+        later = np.flatnonzero(np.isin(recording.actions, [CODES[name] for name in (*GROWS, *SHRINKS)]))
+        later = later[later >= state]
+        empty = [segment._replace(blocks={}) for segment in recording.segments]
+        columns = (recording.sizes, recording.addresses, recording.streams)
+        events = [
+            Event(ACTIONS[recording.actions[index]], *(int(column[index]) for column in columns)) for index in later
+        ]
+        segments = sorted(History(events, empty, recording.settings).at_begin)
+        used = self.blocks.alive_at(state, self.blocks.ended)
+        order = np.argsort(self.blocks.addresses[used])
+        begins = self.blocks.addresses[used][order]
+        ends = begins + self.blocks.sizes[used][order]
+        pools: dict[str, list[int]] = {}
+        reserved: dict[str, int] = {}
+        for segment in segments:
+            name = pool_name(segment)
+            reserved[name] = reserved.get(name, 0) + segment.bytes
+            inside = slice(*np.searchsorted(begins, (segment.address, segment.address + segment.bytes)))
+            from_here = np.r_[segment.address, ends[inside]]
+            to_there = np.r_[begins[inside], segment.address + segment.bytes]
+            gaps = to_there - from_here
+            pools.setdefault(name, []).extend(gaps[gaps > 0].tolist())
+        return [Holes(name, reserved[name], sum(gaps), max(gaps, default=0), len(gaps)) for name, gaps in pools.items()]
+
+    def placed(self, case: WhatIf) -> WhatIf:
+        return case if case.failing_event is None else replace(case, failing_place=self.place(case.failing_event))
+
+    def levels(self, peak: Moment) -> Levels:
+        """The picture over time: the lines with the most bytes at the peak, and all others."""
+        events = len(self.recording)
+        states = thinned(self.allocated, MOST_POINTS)
+        labels: dict[str, set[int]] = {}
+        for number in range(len(self.recording.places) + 1):
+            labels.setdefault(_place(self.recording, number).where, set()).add(number)
+        at_peak: dict[str, int] = {}
+        for alive in peak.alive:
+            at_peak[alive.place.where] = at_peak.get(alive.place.where, 0) + alive.bytes
+        names = sorted(at_peak, key=lambda name: -at_peak[name])[:MOST_LAYERS]
+        layers = {}
+        rest = self.allocated.copy()
+        for name in names:
+            sums = self.blocks.sums(np.isin(self.blocks.places, list(labels[name])), events)
+            rest -= sums
+            layers[name] = sums[states].tolist()
+        # What lives longest goes to the bottom.
+        layers = dict(sorted(layers.items(), key=lambda layer: -sum(size > 0 for size in layer[1])))
+        if rest[states].any():
+            layers["others"] = rest[states].tolist()
+        seconds = [self.seconds(state - 1) or 0.0 for state in states.tolist()]
+        return Levels((states - 1).tolist(), seconds, layers, self.reserved[states].tolist())
+
+
+def pool_name(segment: Segment) -> str:
+    kind = "small" if segment.small else "large"
+    return f"{kind}, stream {segment.stream}" if segment.stream else kind
+
+
+def thinned(sums: Ints, most: int) -> Ints:
+    """The states to draw: of each group of states the highest, and the last."""
+    few = -(-len(sums) // most)
+    if few == 1:
+        return np.arange(len(sums))
+    padded = np.append(sums, np.full(-len(sums) % few, -1)).reshape(-1, few)
+    return np.unique(np.append(np.arange(len(padded)) * few + padded.argmax(axis=1), len(sums) - 1))

@@ -1,0 +1,223 @@
+"""The data of a memory snapshot as columns: a recording for each device."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memcheck.core.script_record import Origin
+from memcheck.predict.allocator.caching import Event
+from memcheck.predict.allocator.history import History, Segment
+from memcheck.predict.allocator.settings import AllocatorSettings
+from memcheck.snapshot.frames import origin_of
+
+Ints = npt.NDArray[np.int64]
+ACTIONS = (
+    *("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"),
+    *("segment_map", "segment_unmap", "oom", "snapshot"),
+)
+CODES = {action: code for code, action in enumerate(ACTIONS)}
+ALLOC, FREE_REQUESTED, FREE_COMPLETED, OOM, IGNORED = (
+    CODES[name] for name in ("alloc", "free_requested", "free_completed", "oom", "snapshot")
+)
+UNTRACED = Origin("no traceback was recorded", "elsewhere")
+BEFORE = Origin("before the recording", "elsewhere")
+NO_ADDRESS = -1
+
+
+class ForeignDataError(ValueError):
+    """The data are no memory snapshot."""
+
+
+@dataclass
+class Recording:
+    """What torch recorded of one device: an entry per event in each array, and the segments after the last event.
+
+    places: of the events' stacks. place_of_block: of each block in use at the end, by address; -1: not recorded.
+    """
+
+    device: int
+    actions: npt.NDArray[np.int8]  # Of ACTIONS.
+    sizes: Ints  # Bytes; of an allocation as requested.
+    addresses: Ints
+    streams: Ints
+    microseconds: Ints
+    stacks: Ints  # Of places.
+    places: list[Origin]
+    free_bytes: dict[int, int]  # Of the GPU, at the events that ran out of memory.
+    segments: list[Segment]
+    place_of_block: dict[int, int]
+    settings: AllocatorSettings
+    doubts: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @functools.cached_property
+    def history(self) -> History:
+        """The recording for the model of the allocator."""
+        return self.history_from(0)
+
+    def history_from(self, begin: int) -> History:
+        """That of the events from `begin` on."""
+        columns = (self.actions, self.sizes, self.addresses, self.streams)
+        actions, sizes, addresses, streams = (column[begin:].tolist() for column in columns)
+        names = map(ACTIONS.__getitem__, actions)
+        events = list(map(Event, names, sizes, addresses, streams))
+        for index, free in self.free_bytes.items():
+            if index >= begin:
+                events[index - begin] = events[index - begin]._replace(address=None, free_bytes=free)
+        return History(events, self.segments, self.settings)
+
+
+def recordings_of(data: Any) -> list[Recording]:
+    """A recording of each device that a snapshot has segments or events of.
+
+    data: what torch.cuda.memory._snapshot() returns, a bare list of segments, or a history of tests/data/histories:
+    {"device", "settings", "events": [[action, bytes, address, stream, free bytes]], "segments_at_end"}.
+
+    ForeignDataError: it is none of these.
+    """
+    if isinstance(data, list):
+        data = {"segments": data}
+    if not isinstance(data, dict):
+        raise ForeignDataError(f"it holds a {type(data).__name__}, not a dict")
+    try:
+        if "segments_at_end" in data:
+            return [_from_history(data)]
+        if "segments" not in data:
+            raise ForeignDataError(f"it has no segments, only {', '.join(map(str, data)) or 'nothing'}"[:120])
+        return list(_from_torch(data))
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        raise ForeignDataError(f"a part of it is missing or wrong ({type(error).__name__}: {error})"[:160]) from None
+
+
+def _from_torch(data: dict[str, Any]) -> Iterator[Recording]:
+    traces: list[list[dict[str, Any]]] = data.get("device_traces") or []
+    by_device: dict[int, list[dict[str, Any]]] = {}
+    for segment in data["segments"]:
+        by_device.setdefault(int(segment.get("device", 0)), []).append(segment)
+    devices = {device for device, trace in enumerate(traces) if trace} | by_device.keys()
+    for device in sorted(devices):
+        trace = traces[device] if device < len(traces) else []
+        yield _Reader(device).recording(trace, by_device.get(device, []), data.get("allocator_settings") or {})
+
+
+def _from_history(data: dict[str, Any]) -> Recording:
+    entries = []
+    for action, size, address, stream, *free in data["events"]:
+        entries.append({"action": action, "size": size, "addr": address, "stream": stream})
+        if free:
+            entries[-1]["device_free"] = free[0]
+    segments = [dict(segment) for segment in data["segments_at_end"]]
+    for segment in segments:
+        segment["blocks"] = [
+            {"size": size, "state": state, "requested_size": requested} for size, state, requested in segment["blocks"]
+        ]
+    return _Reader(int(data["device"])).recording(entries, segments, data["settings"])
+
+
+class _Reader:
+    """Reads the entries of a device. Each is released once it was read, as a large file has millions."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.places: list[Origin] = [UNTRACED]
+        self._numbers: dict[Origin, int] = {UNTRACED: 0}
+        self._stacks: dict[tuple[int, ...], int] = {}
+        self._frames: list[Any] = []  # Kept, so that identities stay unique.
+        self.doubts: list[str] = []
+
+    def recording(self, trace: list[Any], segments: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Recording:
+        actions = array("b")
+        sizes, addresses, streams, times, stacks = (array("q") for _ in range(5))
+        free_bytes: dict[int, int] = {}
+        for index in range(len(trace)):
+            entry, trace[index] = trace[index], None
+            action = CODES.get(entry["action"], IGNORED)
+            actions.append(action)
+            sizes.append(entry.get("size", 0))
+            address = entry.get("addr")
+            addresses.append(NO_ADDRESS if address is None else address)
+            streams.append(entry.get("stream", 0))
+            times.append(entry.get("time_us", 0))
+            stacks.append(self.place(entry.get("frames")) if action in (ALLOC, OOM) else 0)
+            if action == OOM:
+                free_bytes[index] = entry.get("device_free") or 0
+                addresses[-1] = NO_ADDRESS
+        found, place_of_block = self.read_segments(segments)
+        expandable = any(segment.expandable for segment in found) or CODES["segment_map"] in actions
+        return Recording(
+            device=self.device,
+            actions=np.array(actions, np.int8),
+            sizes=np.array(sizes),
+            addresses=np.array(addresses),
+            streams=np.array(streams),
+            microseconds=np.array(times),
+            stacks=np.array(stacks),
+            places=self.places,
+            free_bytes=free_bytes,
+            segments=found,
+            place_of_block=place_of_block,
+            settings=self.read_settings(settings, expandable),
+            doubts=self.doubts,
+        )
+
+    def place(self, frames: Any) -> int:
+        """The number of the place of a stack."""
+        if not frames:
+            return 0
+        key = tuple(map(id, frames))
+        number = self._stacks.get(key)
+        if number is None:
+            self._frames.append(frames)
+            origin = origin_of(frames)
+            number = self._stacks[key] = self._numbers.setdefault(origin, len(self.places))
+            if number == len(self.places):
+                self.places.append(origin)
+        return number
+
+    def read_segments(self, segments: Iterable[dict[str, Any]]) -> tuple[list[Segment], dict[int, int]]:
+        """The segments, and the place of each block in use."""
+        found: list[Segment] = []
+        places: dict[int, int] = {}
+        for segment in segments:
+            address, blocks = segment["address"], dict[int, tuple[int, int]]()
+            begins = itertools.accumulate((block["size"] for block in segment["blocks"]), initial=address)
+            for begin, block in zip(begins, segment["blocks"], strict=False):
+                if block["state"] == "inactive":
+                    continue
+                first = (block.get("history") or [{}])[0]  # Of torch up to 2.0.
+                requested = block.get("requested_size") or first.get("real_size") or block["size"]
+                blocks[begin] = block["size"], requested
+                places[begin] = self.place(block.get("frames") or first.get("frames")) or NO_ADDRESS
+            kind = segment.get("segment_type", "large")
+            expandable = bool(segment.get("is_expandable", False))
+            found.append(
+                Segment(address, segment["total_size"], segment.get("stream", 0), kind == "small", expandable, blocks)
+            )
+        return found, places
+
+    def read_settings(self, found: dict[str, Any], expandable: bool) -> AllocatorSettings:
+        text = found.get("PYTORCH_CUDA_ALLOC_CONF") or found.get("PYTORCH_ALLOC_CONF") or ""
+        try:
+            settings = AllocatorSettings.parse(text)
+        except ValueError as error:
+            self.doubts.append(f"the settings {text!r} were not understood: {error}")
+            settings = AllocatorSettings()
+        fields = dict(vars(settings), expandable_segments=bool(found.get("expandable_segments", expandable)))
+        if (most := found.get("max_split_size", -1)) and 0 < most < 2**62:
+            fields["max_split_size"] = most
+        if threshold := found.get("garbage_collection_threshold"):
+            fields["garbage_collection_threshold"] = threshold
+        divisions = found.get("roundup_power2_divisions")
+        if isinstance(divisions, dict) and any(divisions.values()):
+            fields["roundup_divisions"] = tuple(divisions.values())
+        return AllocatorSettings(**fields)

@@ -1,0 +1,53 @@
+"""Replays the requests of a recording under other settings of the allocator, or with other room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memcheck.core.snapshot_record import WhatIf
+from memcheck.predict.allocator.caching import CachingAllocator
+from memcheck.predict.allocator.history import History
+from memcheck.predict.allocator.replay import replay_history
+
+AS_RECORDED = "as recorded"
+# What is tried unless the caller asks for settings: one option at a time.
+OPTIONS = (
+    "max_split_size_mb:128",
+    "garbage_collection_threshold:0.8",
+    "roundup_power2_divisions:4",
+    "large_segment_size_mb:64",
+)
+# A replay takes 2.5 s per million events, so a large recording is tried with fewer settings.
+FEW_EVENTS, MOST_EVENTS = 500_000, 3_000_000
+
+
+def usual_settings(history: History) -> list[str]:
+    """The settings that are tried by default."""
+    expandable = f"expandable_segments:{not history.settings.expandable_segments}"
+    events = len(history.events)
+    return [expandable, *OPTIONS] if events <= FEW_EVENTS else [expandable] if events <= MOST_EVENTS else []
+
+
+def what_would_fit(
+    history: History, settings: Sequence[str] | None = None, limit_bytes: int | None = None
+) -> list[WhatIf]:
+    """The requests as recorded, then under each of the settings.
+
+    settings: texts as in PYTORCH_ALLOC_CONF, which change the recorded ones; None: the usual ones.
+    limit_bytes: what the process may reserve; None: what it could when it was recorded, if memory ran out then.
+
+    ValueError: a text is no such settings.
+    """
+    limit = history.limit_bytes if limit_bytes is None else limit_bytes
+    texts: Iterable[str] = usual_settings(history) if settings is None else settings
+    return [tried(history, text, limit) for text in (AS_RECORDED, *texts)]
+
+
+def tried(history: History, text: str, limit: int | None) -> WhatIf:
+    settings = history.settings if text == AS_RECORDED else history.settings.changed_by(text)
+    # Garbage is collected above a share of what the process is allowed.
+    allowed = limit if settings.garbage_collection_threshold else None
+    allocator = CachingAllocator(limit, settings, allowed_bytes=allowed)
+    replayed = replay_history(history, allocator)
+    peak = max(replayed.reserved.peak, replayed.reserved.current)
+    return WhatIf(text, limit, replayed.refused is None, peak, replayed.refused)
