@@ -182,7 +182,7 @@ class Plot(Request):
     memcheck plot results/ --y saved_bytes --x dim --log
     """
 
-    folder: Path = option(None, RESULTS, converters.folder, positional=True, metavar="DIR")
+    folder: Path = option(None, f"{RESULTS}; or a memory snapshot", converters.folder, positional=True, metavar="DIR")
     kind: list[str] | None = option(
         None,
         "every picture of these kinds: memory, prediction, terms, savings, time, decode, models; default: what makes "
@@ -309,7 +309,7 @@ class Report(Detailed):
     """
 
     folders: list[Path] = option(
-        None, "folders of results", converters.folders, positional=True, nargs="+", metavar="DIR"
+        None, "folders of results, or memory snapshots", converters.folders, positional=True, nargs="+", metavar="DIR"
     )
     output: Path | None = option(
         None, "also write the tables there: Markdown, LaTeX, JSON and CSV", converters.folder, metavar="FOLDER"
@@ -352,7 +352,7 @@ class Run(Request):
     output: Path = option(Path("results"), "folder of run.html, run.png, run.json; default: results", converters.folder)
 
 
-@request()
+@request(**TABLES)
 class Snapshot(Printed):
     """Says what a memory snapshot of torch.cuda.memory holds: the peak, why memory ran out, and what would have fitted.
 
@@ -365,7 +365,7 @@ class Snapshot(Printed):
     files: list[Path] = option(
         None,
         "files of torch.cuda.memory._dump_snapshot: pickles, which run no code, or JSON; also compressed by gzip; two "
-        "are compared",
+        "are compared, more have a row each",
         converters.files,
         positional=True,
         nargs="+",

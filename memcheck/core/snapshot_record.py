@@ -103,7 +103,8 @@ class SnapshotRecord:
     growing: list[Growth]
     what_if: list[WhatIf]
     levels: Levels
-    total_bytes: int | None = None  # Of the GPU, if the caller names it.
+    source: str | None = None  # Where the file says it is from.
+    gpu: tuple[str, int] | None = None  # Its name and bytes, if the caller says it.
     doubts: list[str] = field(default_factory=list)
 
     @property

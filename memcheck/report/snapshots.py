@@ -7,6 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, OutOfMemory, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
@@ -90,11 +91,18 @@ def out_of_memory(record: SnapshotRecord) -> Iterator[str]:
             "The GPU had room for it: the process had a limit (torch.cuda.set_per_process_memory_fraction), or asked "
             "for more than the request because of its settings."
         )
-    if record.total_bytes is not None:
-        rest = record.total_bytes - oom.moment.reserved_bytes - oom.free_bytes
+    yield from held_by_others(record, oom.moment.reserved_bytes + oom.free_bytes)
+
+
+def held_by_others(record: SnapshotRecord, known: int) -> Iterator[str]:
+    """What neither torch had nor was free. known: reserved and free bytes."""
+    totals = {name: device.total_bytes for name, device in DEVICES.items()}
+    gpus = [gpu for gpu in ([record.gpu] if record.gpu else totals.items()) if gpu[1] >= known]
+    if gpus:
+        name, total = min(gpus, key=lambda gpu: gpu[1])
         yield (
-            f"Of the GPU's {format_bytes(record.total_bytes)}, {format_bytes(max(rest, 0))} were held by CUDA's "
-            "context, other libraries and other processes."
+            f"Reserved and free memory add up to {format_bytes(known)}; CUDA's context, other libraries and other "
+            f"processes held the rest: {format_bytes(total - known)} if it was a GPU such as {name}."
         )
 
 
@@ -295,6 +303,39 @@ def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[s
         )
     ]
     return sentences, Table.of("comparison", title, columns, rows[: 2 * MOST_ROWS])
+
+
+def overview_table(records: Sequence[SnapshotRecord]) -> Table:
+    """A row for each device of each file."""
+    columns = [
+        Column("file", "file", read=lambda record: Path(record.file).name),
+        Column("source", "source"),
+        Column("device", "device", rank=2, read=lambda record: f"cuda:{record.device}"),
+        Column("settings", "settings", rank=1, read=lambda record: record.settings or None),
+        Column("allocations", "allocations", "", ","),
+        Column("replayed", "at recorded address", "", ",", read=lambda record: record.replay.at_recorded_address),
+        Column("exact", "exact", read=lambda record: record.replay.exact),
+        Column(
+            "allocated",
+            "peak allocated",
+            "MiB",
+            FORMAT,
+            read=lambda record: in_unit(record.peak.allocated_bytes, "MiB"),
+        ),
+        Column(
+            "reserved", "peak reserved", "MiB", FORMAT, read=lambda record: in_unit(record.peak_reserved_bytes, "MiB")
+        ),
+        Column("expandable", "with expandable segments switched", "MiB", FORMAT, read=switched),
+        Column("oom", "OOM at event", "", ",", read=lambda record: record.oom and record.oom.moment.event),
+    ]
+    notes = ["exact: every address, segment and reserved byte of the replay is as recorded."]
+    return Table.of("snapshots", "Memory snapshots, replayed in the model of the allocator", columns, records, notes)
+
+
+def switched(record: SnapshotRecord) -> float | None:
+    """Reserved MiB if expandable segments had been on, or off where they were on."""
+    found = (case for case in record.what_if if case.settings.startswith("expandable_segments"))
+    return next((in_unit(case.peak_reserved_bytes, "MiB") for case in found if case.fits), None)
 
 
 def change(size: int) -> str:

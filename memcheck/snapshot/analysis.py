@@ -101,6 +101,7 @@ def analyse(
         growing=growing(recording, blocks, ends),
         what_if=[find.placed(case) for case in cases],
         levels=find.levels(peak),
+        source=recording.source,
         doubts=doubts,
     )
 

@@ -56,6 +56,7 @@ class Recording:
     place_of_block: dict[int, int]
     settings: AllocatorSettings
     doubts: list[str] = field(default_factory=list)
+    source: str | None = None
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -121,7 +122,9 @@ def _from_history(data: dict[str, Any]) -> Recording:
         segment["blocks"] = [
             {"size": size, "state": state, "requested_size": requested} for size, state, requested in segment["blocks"]
         ]
-    return _Reader(int(data["device"])).recording(entries, segments, data["settings"])
+    found = _Reader(int(data["device"])).recording(entries, segments, data["settings"])
+    found.source = data.get("source")
+    return found
 
 
 class _Reader:

@@ -88,8 +88,8 @@ class Snapshot:
             raise UsageError(f"{path} has no segments and no events of any device")
         what_if = partial(what_would_fit, settings=texts, limit_bytes=limit)
         records = [analyse(recording, str(path), what_if) for recording in recordings]
-        total = place.for_device.total_bytes if device is not None else None
-        return cls([dataclasses.replace(record, total_bytes=total) for record in records])
+        gpu = None if device is None else (place.for_device.name, place.for_device.total_bytes)
+        return cls([dataclasses.replace(record, gpu=gpu) for record in records])
 
     @property
     def record(self) -> SnapshotRecord:

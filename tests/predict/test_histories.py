@@ -13,10 +13,17 @@ from memcheck.predict.allocator import MIB, AllocatorSettings, CachingAllocator
 from memcheck.predict.allocator.caching import Event
 from memcheck.predict.allocator.history import History, Segment, reserved_by
 from memcheck.predict.allocator.replay import replay_history
+from memcheck.snapshot.files import read_data
+from memcheck.snapshot.recording import recordings_of
 
 HISTORIES = sorted((Path(__file__).parents[1] / "data" / "histories").glob("*.json.gz"))
 NAMES = [path.name.split(".")[0] for path in HISTORIES]
-read = functools.cache(History.read)
+
+
+@functools.cache
+def read(path: Path) -> History:
+    (recording,) = recordings_of(read_data(path))
+    return recording.history
 
 
 def reserved_at(events: Iterable[Event], begin: int) -> list[int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
+from memcheck.cli.commands.snapshot import draw, load
 from memcheck.cli.output import watch
 from memcheck.cli.requests import Plot
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
@@ -23,6 +25,8 @@ AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim"
 def run(request: Plot) -> int:
     asked = make_request(request.kind, request.x, request.y, request.log)
     formats = check_formats(request.format or ["png", "svg"])
+    if request.folder.is_file():
+        return plot_file(request.folder, request.output or request.folder.parent, formats)
     records = chosen(read_results(request.folder), request.attention_type or [])
     output = request.output or request.folder
     try:
@@ -33,6 +37,16 @@ def run(request: Plot) -> int:
     if not paths:
         raise MemcheckError(f"there is nothing to draw in the {len(records)} records of {request.folder}")
     print("\n".join(f"Wrote {path}" for path in paths))
+    return 0
+
+
+def plot_file(file: Path, folder: Path, formats: Sequence[str]) -> int:
+    """Draws a memory snapshot as FOLDER/NAME.png and so on."""
+    record = load(file, settings=[]).record
+    for suffix in formats:
+        path = folder / f"{file.name.partition('.')[0]}.{suffix}"
+        draw(record, path, "output")
+        print(f"Wrote {path}")
     return 0
 
 

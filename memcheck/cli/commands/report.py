@@ -10,8 +10,9 @@ from typing import Any
 
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
+from memcheck.cli.commands import snapshot
 from memcheck.cli.output import make_room, watch
-from memcheck.cli.requests import Report
+from memcheck.cli.requests import Report, Snapshot
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
@@ -27,6 +28,8 @@ from memcheck.studies.published import published_rows, published_tables
 
 
 def run(request: Report) -> int:
+    if all(path.is_file() for path in request.folders):
+        return snapshot.run(Snapshot(files=request.folders, format=request.format, html=request.html))
     records = read_selected(request.folders, request.case)
     tables = requested_tables(records, request)
     usual = not tables

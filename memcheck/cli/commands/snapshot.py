@@ -7,7 +7,9 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from memcheck.cli.output import check_picture, make_room, progress_bar
 from memcheck.cli.requests import Snapshot as Request
@@ -15,8 +17,17 @@ from memcheck.core.errors import UsageError
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.report.plots.snapshot_plot import plot_snapshot
 from memcheck.report.plots.style import inline_svg
-from memcheck.report.snapshots import comparison_of, name_of, snapshot_object, snapshot_page, snapshot_report
-from memcheck.report.tables import Screen, to_text
+from memcheck.report.script_tables import MOST_ROWS_OF_PAGE
+from memcheck.report.snapshots import (
+    comparison_of,
+    name_of,
+    overview_table,
+    snapshot_object,
+    snapshot_page,
+    snapshot_report,
+    snapshot_tables,
+)
+from memcheck.report.tables import Screen, Table, render, to_text
 from memcheck.snapshot.snapshot import Snapshot, figure_of
 
 
@@ -26,44 +37,56 @@ def run(request: Request) -> int:
     if request.plot is not None:
         check_picture("plot", request.plot)
         make_room("plot", request.plot)
-    snapshots = [load(path, request) for path in request.files]
+    how = {"settings": request.settings, "device": request.device, "memory_limit": request.memory_limit}
+    snapshots = [load(path, **how) for path in request.files]
     records = [record for snapshot in snapshots for record in snapshot.records]
     written = write(records, request)
     if request.format == "json":
         objects = [snapshot_object(record) for record in records]
         print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=1))
     else:
-        show(snapshots)
+        show(snapshots, request.format)
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0
 
 
-def load(path: Path, request: Request) -> Snapshot:
+def load(path: Path, **how: Any) -> Snapshot:
+    """Reads a snapshot beside a bar."""
     try:
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     with progress_bar(size, path.name) as bar:
-        return Snapshot.load(
-            path,
-            settings=request.settings,
-            device=request.device,
-            memory_limit=request.memory_limit,
-            progress=bar.update,
-        )
+        return Snapshot.load(path, progress=bar.update, **how)
 
 
-def show(snapshots: Sequence[Snapshot]) -> None:
+def show(snapshots: Sequence[Snapshot], form: str) -> None:
+    """Prints a report of each device; of two files first what differs, of more a row each."""
     screen = Screen.of(sys.stdout)
+    records = [record for snapshot in snapshots for record in snapshot.records]
+    sentences, tables = list[str](), list[Table]()
     if len(snapshots) == 2:
         sentences, table = comparison_of(*(snapshot.record for snapshot in snapshots))
-        print(*map(screen.fill, sentences), "", to_text(table, screen), "", "", sep="\n")
-    parts = []
-    for record in (record for snapshot in snapshots for record in snapshot.records):
-        title = f"{name_of(record)}: {record.settings or 'default settings'}, {record.events:,} events"
-        parts.append(f"{screen.fill(title)}\n\n{snapshot_report(record, screen)}")
-    print("\n\n\n".join(parts))
+        tables = [table]
+    elif len(snapshots) > 2:
+        tables = [overview_table(records)]
+    if form != "table":
+        print(
+            render(
+                tables or [table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)], form
+            )
+        )
+        return
+    parts = ["\n".join(map(screen.fill, sentences))] if sentences else []
+    parts += [to_text(table, screen) for table in tables]
+    if len(snapshots) < 3:
+        parts += [f"{screen.fill(heading(record))}\n\n{snapshot_report(record, screen)}" for record in records]
+    print("\n\n".join(parts))
+
+
+def heading(record: SnapshotRecord) -> str:
+    return f"{name_of(record)}: {record.settings or 'default settings'}, {record.events:,} events"
 
 
 def write(records: Sequence[SnapshotRecord], request: Request) -> list[Path]:
@@ -77,7 +100,11 @@ def write(records: Sequence[SnapshotRecord], request: Request) -> list[Path]:
         request.html.write_text(snapshot_page(records, pictures, command), encoding="utf-8")
         written.append(request.html)
     if request.plot is not None:
-        record = max(records, key=lambda record: record.peak_reserved_bytes)
-        plot_snapshot(record, request.plot, title=f"Memory of {name_of(record)}", subtitle=record.settings)
+        draw(max(records, key=attrgetter("peak_reserved_bytes")), request.plot, "plot")
         written.append(request.plot)
     return written
+
+
+def draw(record: SnapshotRecord, path: Path, option: str) -> None:
+    make_room(option, path)
+    plot_snapshot(record, path, title=f"Memory of {name_of(record)}", subtitle=record.settings)

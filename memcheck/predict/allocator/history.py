@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import bisect
 import functools
-import gzip
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from memcheck.predict.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT
 from memcheck.predict.allocator.caching import Event
@@ -40,14 +37,6 @@ class History:
     segments: Sequence[Segment] = ()
     settings: AllocatorSettings = field(default_factory=AllocatorSettings)
 
-    @classmethod
-    def read(cls, path: Path) -> History:
-        """That of a compressed JSON file: {"events": [[action, bytes, address, stream]], "segments_at_end", ...}."""
-        found = json.loads(gzip.decompress(path.read_bytes()))
-        settings = AllocatorSettings.parse(found["settings"].get("PYTORCH_CUDA_ALLOC_CONF", ""))
-        events = [Event(*event) for event in found["events"]]
-        return cls(events, [_segment(segment) for segment in found["segments_at_end"]], settings)
-
     @functools.cached_property
     def limit_bytes(self) -> int | None:
         """The memory that the process could reserve, by its first request without room. None: all had room."""
@@ -66,18 +55,6 @@ class History:
         found = state.segments()
         _find_sizes(found, self.events, self.settings)
         return found
-
-
-def _segment(found: dict[str, Any]) -> Segment:
-    sizes = [size for size, _, _ in found["blocks"]]
-    addresses = itertools.accumulate(sizes[:-1], initial=found["address"])
-    blocks = {
-        address: (size, requested)
-        for address, (size, state, requested) in zip(addresses, found["blocks"], strict=True)
-        if state != "inactive"
-    }
-    small = found["segment_type"] == "small"
-    return Segment(found["address"], found["total_size"], found["stream"], small, found["is_expandable"], blocks)
 
 
 def reserved_by(event: Event) -> int:
