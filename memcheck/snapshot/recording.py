@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -96,15 +97,25 @@ def recordings_of(data: Any) -> list[Recording]:
         if "segments" not in data:
             raise ForeignDataError(f"it has no segments, only {', '.join(map(str, data)) or 'nothing'}"[:120])
         return list(_from_torch(data))
-    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+    except ForeignDataError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise ForeignDataError(f"a part of it is missing or wrong ({type(error).__name__}: {error})"[:160]) from None
+
+
+def whole(value: Any) -> int:
+    """A number of bytes, or an address. TypeError or ValueError: it is none."""
+    number = operator.index(value)
+    if not 0 <= number < 2**56:
+        raise ValueError(f"{number} is no address and no size")
+    return number
 
 
 def _from_torch(data: dict[str, Any]) -> Iterator[Recording]:
     traces: list[list[dict[str, Any]]] = data.get("device_traces") or []
     by_device: dict[int, list[dict[str, Any]]] = {}
     for segment in data["segments"]:
-        by_device.setdefault(int(segment.get("device", 0)), []).append(segment)
+        by_device.setdefault(whole(segment.get("device", 0)), []).append(segment)
     devices = {device for device, trace in enumerate(traces) if trace} | by_device.keys()
     for device in sorted(devices):
         trace = traces[device] if device < len(traces) else []
@@ -155,6 +166,8 @@ class _Reader:
             if action == OOM:
                 free_bytes[index] = entry.get("device_free") or 0
                 addresses[-1] = NO_ADDRESS
+        if min(sizes, default=0) < 0:
+            raise ForeignDataError("an event has a negative size")
         found, place_of_block = self.read_segments(segments)
         expandable = any(segment.expandable for segment in found) or CODES["segment_map"] in actions
         return Recording(
@@ -192,19 +205,26 @@ class _Reader:
         found: list[Segment] = []
         places: dict[int, int] = {}
         for segment in segments:
-            address, blocks = segment["address"], dict[int, tuple[int, int]]()
-            begins = itertools.accumulate((block["size"] for block in segment["blocks"]), initial=address)
+            address, blocks = whole(segment["address"]), dict[int, tuple[int, int]]()
+            begins = itertools.accumulate((whole(block["size"]) for block in segment["blocks"]), initial=address)
             for begin, block in zip(begins, segment["blocks"], strict=False):
                 if block["state"] == "inactive":
                     continue
                 first = (block.get("history") or [{}])[0]  # Of torch up to 2.0.
                 requested = block.get("requested_size") or first.get("real_size") or block["size"]
-                blocks[begin] = block["size"], requested
+                blocks[begin] = block["size"], whole(requested)
                 places[begin] = self.place(block.get("frames") or first.get("frames")) or NO_ADDRESS
             kind = segment.get("segment_type", "large")
             expandable = bool(segment.get("is_expandable", False))
             found.append(
-                Segment(address, segment["total_size"], segment.get("stream", 0), kind == "small", expandable, blocks)
+                Segment(
+                    address,
+                    whole(segment["total_size"]),
+                    whole(segment.get("stream", 0)),
+                    kind == "small",
+                    expandable,
+                    blocks,
+                )
             )
         return found, places
 
