@@ -97,7 +97,8 @@ def out_of_memory(record: SnapshotRecord) -> Iterator[str]:
 def held_by_others(record: SnapshotRecord, known: int) -> Iterator[str]:
     """What neither torch had nor was free. known: reserved and free bytes."""
     totals = {name: device.total_bytes for name, device in DEVICES.items()}
-    gpus = [gpu for gpu in ([record.gpu] if record.gpu else totals.items()) if gpu[1] >= known]
+    gpus = [record.gpu] if record.gpu else [gpu for gpu in totals.items() if 0.75 * gpu[1] <= known]
+    gpus = [gpu for gpu in gpus if gpu[1] >= known]
     if gpus:
         name, total = min(gpus, key=lambda gpu: gpu[1])
         yield (
@@ -153,7 +154,8 @@ def what_if_sentences(record: SnapshotRecord) -> Iterator[str]:
     fitting = [case for case in others if case.fits]
     if not recorded.fits:
         if fitting:
-            best = min(fitting, key=attrgetter("peak_reserved_bytes"))
+            expandable = [case for case in fitting if case.settings.startswith("expandable_segments")]
+            best = min(expandable or fitting, key=attrgetter("peak_reserved_bytes"))
             yield (
                 f"With {best.settings} every recorded request would have had room{limit}: at most "
                 f"{format_bytes(best.peak_reserved_bytes)} reserved."
@@ -325,7 +327,7 @@ def overview_table(records: Sequence[SnapshotRecord]) -> Table:
         Column(
             "reserved", "peak reserved", "MiB", FORMAT, read=lambda record: in_unit(record.peak_reserved_bytes, "MiB")
         ),
-        Column("expandable", "with expandable segments switched", "MiB", FORMAT, read=switched),
+        Column("expandable", "expandable segments switched", "MiB", FORMAT, read=switched),
         Column("oom", "OOM at event", "", ",", read=lambda record: record.oom and record.oom.moment.event),
     ]
     notes = ["exact: every address, segment and reserved byte of the replay is as recorded."]

@@ -202,6 +202,13 @@ class _Reader:
 
     def read_segments(self, segments: Iterable[dict[str, Any]]) -> tuple[list[Segment], dict[int, int]]:
         """The segments, and the place of each block in use."""
+        segments = list(segments)
+        private = sum(tuple(segment.get("segment_pool_id") or (0, 0)) != (0, 0) for segment in segments)
+        if private:
+            self.doubts.append(
+                f"{private} segments are of private pools (CUDA graphs, torch.cuda.MemPool), which the replay takes "
+                "for parts of the default pool"
+            )
         found: list[Segment] = []
         places: dict[int, int] = {}
         for segment in segments:

@@ -1,0 +1,110 @@
+"""memcheck snapshot, and files of snapshots given to memcheck report and memcheck plot."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.report.snapshots import overview_table
+from memcheck.report.tables import to_markdown
+from memcheck.snapshot import Snapshot
+
+ROOT = Path(__file__).parents[2]
+HISTORIES = sorted((ROOT / "tests" / "data" / "histories").glob("*.json.gz"))
+RAN_OUT = next(path for path in HISTORIES if "snapshot-1" in path.name)
+
+
+def test_the_answer_is_printed_as_the_page_shows_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    page = (ROOT / "docs" / "snapshots.md").read_text(encoding="utf-8")
+    found = re.search(r"```console\n\$ memcheck (snapshot tests\S+)\n(.*?)\n\.\.\.\n```", page, re.DOTALL)
+    assert found is not None
+    assert main(found[1].split()) == 0
+    assert found[2] in capsys.readouterr().out
+
+
+def test_the_table_of_the_page_is_that_of_the_histories() -> None:
+    records = [record for path in HISTORIES for record in Snapshot.load(path).records]
+    table = to_markdown(overview_table(records)).partition("\n\n")[2]
+    assert table in (ROOT / "docs" / "snapshots.md").read_text(encoding="utf-8")
+
+
+def test_json_has_the_fields_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["snapshot", str(RAN_OUT), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    page = (ROOT / "docs" / "snapshots.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`(\w+)`", page))
+    assert found.keys() - names <= {"file", "settings", "events", "before_recording", "steps", "doubts"}
+    assert found["replay"] == {
+        "allocations": 199,
+        "at_recorded_address": 199,
+        "peak_reserved_bytes": 84_202_749_952,
+        "exact": True,
+        "reason": None,
+    }
+    assert (found["oom"]["requested_bytes"], found["oom"]["free_bytes"], found["oom"]["event"]) == (
+        5_308_694_528,
+        95_682_560,
+        421,
+    )
+    assert sum(line["bytes"] for line in found["alive_at_peak"]) == found["peak_allocated_bytes"]
+    assert [case["settings"] for case in found["what_if"]][:2] == ["as recorded", "expandable_segments:False"]
+    assert main(["snapshot", str(RAN_OUT), str(HISTORIES[2]), "--format", "json"]) == 0
+    assert [each["device"] for each in json.loads(capsys.readouterr().out)] == [1, 0]
+
+
+def test_two_files_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    before, after = (next(path for path in HISTORIES if size in path.name) for size in ("128_training", "256_training"))
+    assert main(["snapshot", str(before), str(after)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The peak went from 6.54 GiB allocated to 8.49 GiB: 1.94 GiB more.\n")
+    assert "Alive at the peaks, by line" in out
+    assert out.count("The model of the allocator replayed") == 2
+
+
+def test_a_page_and_a_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, picture = tmp_path / "a" / "page.html", tmp_path / "b" / "picture.png"
+    assert main(["snapshot", str(RAN_OUT), "--html", str(page), "--plot", str(picture)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert all(part in text for part in ("<svg", "Memory ran out on cuda:1", "memcheck snapshot"))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"Wrote {page}, {picture}" in capsys.readouterr().err
+
+
+def test_report_and_plot_take_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(RAN_OUT), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Memory ran out on cuda:1" in capsys.readouterr().out
+    assert (tmp_path / "page.html").exists()
+    assert main(["plot", str(RAN_OUT), "--output", str(tmp_path), "--format", "svg"]) == 0
+    assert "<svg" in (tmp_path / f"{RAN_OUT.name.partition('.')[0]}.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: FILE"),
+        (["absent.pickle"], "absent.pickle cannot be read: No such file or directory"),
+        (["foreign"], "foreign is no memory snapshot: it has no segments, only state_dict"),
+        (["RAN_OUT", "--settings", "max_split"], "--settings max_split: must look like 'expandable_segments:True,"),
+        (["RAN_OUT", "--device", "X100"], "--device X100 is unknown"),
+        (["RAN_OUT", "--memory-limit", "40"], "--memory-limit 40: 40 what? write 40GiB or 40B"),
+        (["RAN_OUT", "--plot", "x.gif"], "--plot x.gif must end in one of .png, .svg, .pdf"),
+    ],
+)
+def test_wrong_words_have_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("foreign").write_bytes(pickle.dumps({"state_dict": {}}))
+    assert main(["snapshot", *(str(RAN_OUT) if word == "RAN_OUT" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
