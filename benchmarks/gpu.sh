@@ -9,6 +9,7 @@
 #   values     tests/ops with tensors on the GPU: values, gradients, layouts, bytes, opcheck, torch.compile
 #   operators  tests/gpu: streams, CUDA graphs, peaks, large tensors; timelines and statistics of CUDA memory
 #   prediction  predicted bytes, compared with those of the caching allocator
+#   snapshot   memcheck run --snapshot, replayed by the allocator's model and compared with torch's statistics
 #   gradcheck  gradients, compared with central differences in float64
 #   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
 #   counts     what the host counts of the kernels, compared with Nsight Compute, and derived times with measured ones
@@ -38,9 +39,10 @@ step_values() { run_pytest tests/ops --device cuda -m "not cpu"; }
 # In one process, because large tensors take most of the memory.
 step_operators() {
     "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py --ignore tests/gpu/test_prediction_cuda.py \
-        --ignore tests/gpu/test_models_cuda.py
+        --ignore tests/gpu/test_models_cuda.py --ignore tests/gpu/test_snapshot_cuda.py
 }
 step_prediction() { "$python" -m pytest -q tests/gpu/test_prediction_cuda.py tests/gpu/test_models_cuda.py; }
+step_snapshot() { "$python" -m pytest -q tests/gpu/test_snapshot_cuda.py; }
 step_gradcheck() { "$python" -m memcheck.gradcheck --device cuda; }
 step_counts() { "$python" benchmarks/gpu_counts.py; }
 step_bench() { "$python" benchmarks/gpu.py; }
@@ -77,7 +79,7 @@ if [ "${1-}" = --alone ]; then
     exit
 fi
 
-steps=(build info ptx values operators prediction gradcheck sanitizer counts bench profile)
+steps=(build info ptx values operators prediction snapshot gradcheck sanitizer counts bench profile)
 if [ $# -gt 0 ]; then
     for step in "$@"; do
         if [[ " ${steps[*]} " != *" $step "* ]]; then

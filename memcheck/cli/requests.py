@@ -337,6 +337,7 @@ class Run(Request):
     memcheck run train.py --epochs 1
     memcheck run --memory-limit 8GiB --output results/train train.py
     memcheck run -m package.train
+    memcheck run --snapshot train.pickle train.py
     """
 
     script: list[str] | None = option(None, "as for python", positional=True, nargs="...", metavar="SCRIPT ARGS")
@@ -350,6 +351,12 @@ class Run(Request):
         "memory_limit", help="OutOfMemoryError above this; units: B, KiB, MiB, GiB, KB, MB, GB"
     )
     output: Path = option(Path("results"), "folder of run.html, run.png, run.json; default: results", converters.folder)
+    snapshot: Path | None = option(
+        None,
+        "all that the GPU's allocator did, for memcheck snapshot; default: if memory runs out, the last step, as "
+        "run-snapshot.pickle in the folder",
+        converters.file,
+    )
 
 
 @request(**TABLES)

@@ -115,6 +115,7 @@ class ScriptRecord:
     ran_out: bool  # That error says that memory ran out.
     doubts: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    snapshot: str | None = None  # The file with torch's memory snapshot.
 
     @property
     def alive_then(self) -> list[Alive]:

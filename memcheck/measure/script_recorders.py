@@ -6,8 +6,9 @@ import os
 import re
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from memcheck.measure.allocation_events import (
     restart_cuda_memory_history,
     stack_of,
 )
+from memcheck.measure.tracker import cuda_refusal_listeners
 
 # Smaller allocations are counted, but the line of Python is not looked up for each of them.
 LEAST_BYTES = 4096
@@ -42,6 +44,7 @@ class Recorder(Protocol):
     """Fills a ledger from its construction to close()."""
 
     ledger: Any  # A _C.PeakLedger.
+    snapshot: dict[str, Any] | None  # After close(): torch's memory snapshot, of CUDA.
 
     def set_module(self, module: int) -> int: ...  # The number of the module whose forward runs; returns the last one.
     def begin_step(self) -> None: ...
@@ -54,6 +57,8 @@ class Recorder(Protocol):
 
 class CpuRecorder:
     """Records the tracking allocator, which must be installed."""
+
+    snapshot: dict[str, Any] | None = None
 
     def __init__(self) -> None:
         skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", "<", *inductor_folders()]
@@ -105,25 +110,44 @@ class Interner:
         return number
 
 
+class SharedStacks:
+    """Stacks of frames in which equal ones are one object, so that a long history stays small."""
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[str, int, str], dict[str, Any]] = {}
+        self._stacks: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+
+    def of(self, stack: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        frames = [self._frames.setdefault((frame["filename"], frame["line"], frame["name"]), frame) for frame in stack]
+        return self._stacks.setdefault(tuple(map(id, frames)), frames)
+
+
 class CudaRecorder:
     """Records torch's CUDA caching allocator, in requested bytes: folds its history into the ledger at every step.
 
     A block's module is known where a forward allocated it, as the history has no forward lines of autograd nodes. It
     ends a recording of the user's.
+
+    snapshot: after close(), what torch.cuda.memory._snapshot() returns. With keep_history it has every event; else
+        those since the last fold, up to the last request that had no room if no step ended after it.
     """
 
     # Modules that are entered before the history is folded, in a script without optimizer steps.
     MOST_MODULES = 10_000
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, *, keep_history: bool = False) -> None:
         self.ledger = extension(WATCHING).PeakLedger()
+        self.snapshot: dict[str, Any] | None = None
         self._device = device
+        self._kept: dict[int, list[dict[str, Any]]] | None = defaultdict(list) if keep_history else None
+        self._shared = SharedStacks()
         self._paths, self._lines = Interner(()), Interner(None)
         self._own = threading.local()  # Like torch's metadata.
         self._entered = 0
         self._start: float | None = None
         self._history = ExitStack()
         self._history.enter_context(cuda_memory_history())
+        cuda_refusal_listeners.append(self._note_refusal)
 
     def set_module(self, module: int) -> int:
         outer = int(getattr(self._own, "module", 0))
@@ -142,6 +166,7 @@ class CudaRecorder:
         self._own.in_step = False
         self._tell()
         self.fold()
+        self.snapshot = None
         self.ledger.end_step()
 
     def mark(self, marks: Iterable[Mark]) -> None:
@@ -159,17 +184,37 @@ class CudaRecorder:
         return self._lines.things
 
     def close(self) -> None:
+        cuda_refusal_listeners.remove(self._note_refusal)
         with self._history:  # torch discards the history when the recording ends.
             torch.cuda.memory._set_memory_metadata("")
-            self.fold()
+            last = self.fold()
+        if self._kept is not None:
+            traces = [self._kept[device] for device in range(len(last["device_traces"]))]
+            self.snapshot = {**last, "device_traces": traces}
+        elif self.snapshot is None:
+            self.snapshot = last
 
-    def fold(self) -> None:
-        """Moves the history into the ledger, and begins it anew."""
+    def fold(self) -> dict[str, Any]:
+        """Moves the history into the ledger, and begins it anew. Returns torch's snapshot with this history."""
         self._entered = 0
-        entries = torch.cuda.memory._snapshot()["device_traces"][self._device]
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
         restart_cuda_memory_history()
-        for entry in entries:
+        for entry in snapshot["device_traces"][self._device]:
             self._note(entry)
+        if self._kept is not None:
+            for device, entries in enumerate(snapshot["device_traces"]):
+                for entry in entries:
+                    if "frames" in entry:
+                        entry["frames"] = self._shared.of(entry["frames"])
+                self._kept[device] += entries
+        return snapshot
+
+    def _note_refusal(self, _device: int, _requested: int) -> None:
+        """Takes the snapshot before the exception frees tensors: only blocks in use have lines in its segments."""
+        if self._kept is None:
+            # An error here would take the place of the OutOfMemoryError, and close() takes a snapshot anyway.
+            with suppress(Exception):
+                self.snapshot = torch.cuda.memory._snapshot()
 
     def _tell(self) -> None:
         """Attaches the module to the allocations that follow."""

@@ -192,8 +192,9 @@ def inside(module: torch.nn.Module) -> torch.nn.Module:
 class ScriptWatch:
     """Tracks and records between `with` and its end. Call record() after the block."""
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int | None = None, *, keep_history: bool = False) -> None:
         self.device = device
+        self._keep_history = keep_history
         self.tracker = MemoryTracker(device=device, memory_limit=limit_bytes, saved=False)
         self._limit_bytes = limit_bytes
         self._other_peaks: dict[str, int] = {}
@@ -202,7 +203,11 @@ class ScriptWatch:
 
     def __enter__(self) -> ScriptWatch:
         self.tracker.__enter__()
-        self._recorder: Recorder = CudaRecorder(self.device.index) if self.device.type == "cuda" else CpuRecorder()
+        self._recorder: Recorder = (
+            CudaRecorder(self.device.index, keep_history=self._keep_history)
+            if self.device.type == "cuda"
+            else CpuRecorder()
+        )
         self._modules = ModuleWatch(self._recorder, self.device)
         self._modules.open()
         return self
@@ -217,6 +222,11 @@ class ScriptWatch:
         peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
         self._other_peaks = {name: peak for name, peak in peaks.items() if peak and name != str(self.device)}
         self.tracker.__exit__(kind, error, traceback)
+
+    @property
+    def snapshot(self) -> dict[str, Any] | None:
+        """After the block: torch's memory snapshot, see CudaRecorder; None on the CPU."""
+        return self._recorder.snapshot
 
     def record(self, command: Sequence[str], exit_code: int, error: BaseException | None) -> ScriptRecord:
         ledger, naming = self._recorder.ledger, _Naming(self._recorder, self._modules.names.things)
@@ -281,14 +291,12 @@ class _Naming:
         return Refusal(requested_bytes, self.moment(moment), self.alive(alive))
 
 
-def run_script(
-    call: Callable[[], object], command: Sequence[str], *, device: torch.device, limit_bytes: int | None = None
-) -> ScriptRecord:
-    """Calls what core.python_command prepared, under a tracker, as Python runs a script: a traceback of the script
-    alone goes to stderr, and threads are waited for. The record has the exit code that Python would have given.
+def run_script(call: Callable[[], object], command: Sequence[str], watch: ScriptWatch) -> ScriptRecord:
+    """Calls what core.python_command prepared, watched, as Python runs a script: a traceback of the script alone goes
+    to stderr, and threads are waited for. The record has the exit code that Python would have given.
     """
     owner = os.getpid()
-    with ScriptWatch(device, limit_bytes) as watch:
+    with watch:
         error = error_of(call)
         if os.getpid() != owner:  # A child that the script forked ends as Python would end it.
             sys.exit(show(error))

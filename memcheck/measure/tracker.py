@@ -106,17 +106,26 @@ class _CudaCounter:
         torch.cuda.set_per_process_memory_fraction(min(before, max(0.0, allowed / total)), self._device)
 
     @classmethod
-    def _note_refusal(cls, device: int, requested: int, _allowed: int, _free: int) -> None:
+    def _note_refusal(cls, device: int, requested: int) -> None:
         for counter in cls._open:
             if counter._device == device:
                 counter._refusal = (requested, counter.current_bytes() + counter._held_bytes)
+
+
+# Called with the device and the bytes of a request that the caching allocator has no room for, before it raises.
+cuda_refusal_listeners: list[Callable[[int, int], object]] = [_CudaCounter._note_refusal]
 
 
 @functools.cache
 def _watch_cuda_refusals() -> None:
     # torch cannot detach an observer, so the process installs only one.
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
-    attach(_CudaCounter._note_refusal)
+    attach(_tell_refusal)
+
+
+def _tell_refusal(device: int, requested: int, _allowed: int, _free: int) -> None:
+    for listener in list(cuda_refusal_listeners):
+        listener(device, requested)
 
 
 class _Final:

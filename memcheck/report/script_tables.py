@@ -78,6 +78,8 @@ def paragraphs(record: ScriptRecord) -> list[str]:
         lines.append(f"Highest after an allocation in each phase: {', '.join(phases)}.")
     lines += [f"The peak of {device} was {format_bytes(size)}." for device, size in record.other_peaks.items()]
     lines.append(thinning(record))
+    if record.snapshot is not None:
+        lines.append(f"What would have fitted says: memcheck snapshot {shlex.quote(record.snapshot)}")
     return [*lines, *(f"Doubt: {doubt}." for doubt in record.doubts)]
 
 

@@ -125,6 +125,14 @@ def test_memory_that_runs_out_is_reported_where_it_did(run):
     assert "Alive when memory ran out, by line of Python" in err
 
 
+def test_a_snapshot_of_the_cpu_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--device", "cpu", "--snapshot", "train.pickle", "train.py"]) == 2
+    said = "memcheck: --snapshot records the allocator of a GPU, and this run is of cpu\n"
+    assert capsys.readouterr().err == said
+    assert not list(tmp_path.iterdir())
+
+
 def test_threads_are_waited_for(run):
     code, out, _err, record = run(
         """

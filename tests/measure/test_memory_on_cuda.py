@@ -1,15 +1,24 @@
 """The CUDA code of trackers and measurements, with a substitute for torch.cuda, so without a GPU."""
 
+import copy
+import json
+import pickle
+import sys
+
 import pytest
 import torch
 
 import memcheck
+from memcheck.__main__ import main
 from memcheck.core.script_record import Line
 from memcheck.measure import machine as machines
 from memcheck.measure import measurement
 from memcheck.measure import tracker as tracking
 from memcheck.measure.script_watch import ScriptWatch
 from memcheck.measure.timeline import record_timeline
+from memcheck.predict.allocator.blocks import MIB
+from memcheck.predict.allocator.caching import CachingAllocator
+from memcheck.predict.allocator.plain import OutOfMemory
 
 
 class FakeCuda:
@@ -70,8 +79,9 @@ class FakeCuda:
         self.trace = [] if enabled else None
 
     def snapshot(self):
+        traces = [list(self.trace), []]
         self.note("snapshot", 0, 0)  # like torch
-        return {"segments": [], "device_traces": [list(self.trace), []]}
+        return {"segments": [], "device_traces": traces}
 
     def set_fraction(self, fraction, device):
         self.fraction = fraction
@@ -82,9 +92,73 @@ class FakeCuda:
         return {f"{kind}_bytes.all.{name}": value for kind in kinds for name, value in figures.items()}
 
 
+class ModelledCuda(FakeCuda):
+    """Events and segments are those of the allocator's model, on a GPU with 64 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
+        self.allocator = CachingAllocator(64 * MIB, keeps_events=True)
+        self.blocks = {}  # In use, by address: the block and its frames.
+        self.noted = []  # All entries, though the trace is cleared.
+
+    def allocate_traced(self, count, *functions):
+        try:
+            block = self.allocator.malloc(count)
+        except OutOfMemory:
+            self.note_events(functions)
+            for observer in self.observers:
+                observer(0, count, 64 * MIB, 0)
+            raise torch.OutOfMemoryError("CUDA out of memory.") from None
+        self.allocate(count)
+        self.note_events(functions)
+        self.blocks[block.address] = block, self.trace[-1]["frames"]
+        return block.address
+
+    def free_traced(self, address, count):
+        self.allocate(-count)
+        self.allocator.free(self.blocks.pop(address)[0])
+        self.note_events()
+
+    def note_events(self, functions=()):
+        for event in self.allocator.events:
+            self.note(event.action, event.address, event.bytes, functions)
+            if event.action == "oom":
+                self.trace[-1]["device_free"] = event.free_bytes
+                del self.trace[-1]["addr"]
+            self.noted.append(copy.deepcopy(self.trace[-1]))
+        self.allocator.events.clear()
+
+    def snapshot(self):
+        return super().snapshot() | {"segments": self.segments(), "allocator_settings": self.settings}
+
+    def segments(self):
+        free = (block for pool in self.allocator._pools.values() for block in pool.blocks())
+        found = {}
+        for block in (*free, *(block for block, _ in self.blocks.values())):
+            while block.before is not None:
+                block = block.before
+            found[block.address] = self.blocks_from(block), "small" if block.pool.small else "large"
+        return [
+            {"address": address, "total_size": sum(block["size"] for block in blocks), "stream": 0, "device": 0}
+            | {"segment_type": kind, "is_expandable": False, "blocks": blocks}
+            for address, (blocks, kind) in found.items()
+        ]
+
+    def blocks_from(self, block):
+        blocks = []
+        while block is not None:
+            _, frames = self.blocks.get(block.address, (block, ()))
+            state = "active_allocated" if block.in_use else "inactive"
+            entry = {"address": block.address, "size": block.bytes, "requested_size": block.requested, "state": state}
+            blocks.append(entry | {"frames": list(frames)})
+            block = block.after
+        return blocks
+
+
 @pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
+def cuda(request, monkeypatch):
+    fake = getattr(request, "param", FakeCuda)()
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
@@ -296,6 +370,110 @@ def test_a_script_on_cuda(cuda):
     assert {each.place.line for each in record.alive} == {Line("/home/me/train.py", 12, "train")}
     assert (record.refusals, record.refusal.requested_bytes, record.refusal.moment.bytes) == (1, 5000, 10)
     assert (record.left_bytes, record.doubts, kept > 0) == (10, [], True)
+
+
+SCRIPT = """
+import torch
+
+def free(blocks):
+    for address in blocks:
+        cuda.free_traced(address, blocks[address])
+
+cuda = torch.cuda.stand_in
+weights = {cuda.allocate_traced(3 << 20, "at::_ops::empty::call()"): 3 << 20}
+kept = {cuda.allocate_traced(500): 500}
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+for step in range(3):
+    sizes = [300 << 10, 25 << 20, 7000]
+    free({cuda.allocate_traced(size, "at::_ops::addmm::call()"): size for size in sizes})
+    optimizer.step()
+"""
+RUNS_OUT = """
+try:
+    cuda.allocate_traced(62 << 20, "at::_ops::bmm::call()")
+finally:
+    free(weights)
+"""
+
+
+@pytest.fixture
+def run(cuda, tmp_path, monkeypatch, capsys):
+    """Runs `memcheck run` on a script, on the stand-in; returns the exit code and stderr."""
+    monkeypatch.setattr(torch.cuda, "stand_in", cuda, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    cuda.python = [{"name": "train", "filename": "/home/me/train.py", "line": 12}]
+
+    def run_text(text, *flags):
+        (tmp_path / "train.py").write_text(text)
+        code = main(["run", "--device", "cuda:0", *flags, "train.py"])
+        return code, capsys.readouterr().err
+
+    return run_text
+
+
+@pytest.mark.parametrize("cuda", [ModelledCuda], indirect=True)
+@pytest.mark.parametrize("end", ["", RUNS_OUT])
+def test_a_run_keeps_the_whole_history_if_asked(cuda, run, tmp_path, end):
+    code, err = run(SCRIPT + end, "--snapshot", "of run/train.pickle")
+    assert code == bool(end)
+    assert "What would have fitted says: memcheck snapshot 'of run/train.pickle'\n" in err
+    data = pickle.loads((tmp_path / "of run/train.pickle").read_bytes())
+    assert data["device_traces"] == [cuda.noted, []]
+    assert (data["segments"], data["allocator_settings"]) == (cuda.segments(), cuda.settings)
+    # Equal stacks are stored once.
+    assert len({id(entry["frames"]) for entry in data["device_traces"][0]}) == (4 if end else 3)
+    assert [path.name for path in (tmp_path / "of run").iterdir()] == ["train.pickle"]
+    assert not (tmp_path / "results/run-snapshot.pickle").exists()
+    record = memcheck.Snapshot.load(tmp_path / "of run/train.pickle").record
+    assert (record.events, record.replay.exact, record.ooms) == (len(cuda.noted), True, bool(end))
+    # Of a segment of 26 MiB the last MiB is not split off.
+    assert record.peak.allocated_bytes == (3 << 20) + 512 + (300 << 10) + (26 << 20) + 7168
+    assert record.peak_reserved_bytes == (20 + 2 + 26) << 20
+    assert json.loads((tmp_path / "results/run.json").read_text())["snapshot"] == "of run/train.pickle"
+
+
+@pytest.mark.parametrize("cuda", [ModelledCuda], indirect=True)
+def test_a_run_out_of_memory_leaves_the_history_of_its_last_step(cuda, run, tmp_path):
+    """The snapshot is of the moment: the exception has not released the weights, which have their line."""
+    code, err = run(SCRIPT + RUNS_OUT, "--output", "out")
+    assert (code, "memcheck snapshot out/run-snapshot.pickle\n" in err) == (1, True)
+    path = tmp_path / "out/run-snapshot.pickle"
+    [events, _] = pickle.loads(path.read_bytes())["device_traces"]
+    end = [entry["action"] for entry in cuda.noted].index("oom") + 1
+    assert events == cuda.noted[end - len(events) : end]
+    assert 0 < len(events) < end
+    record = memcheck.Snapshot.load(path).record
+    assert (record.ooms, record.oom.requested_bytes, record.replay.exact) == (1, 62 << 20, True)
+    weights, kept = record.oom.moment.alive
+    assert (weights.place.operator, weights.bytes, kept.bytes) == ("aten::empty", 3 << 20, 512)
+    assert str(weights.place.line) == str(kept.place.line) == "/home/me/train.py:12 (train)"
+    assert "memcheck snapshot out/run-snapshot.pickle" in (tmp_path / "out/run.html").read_text()
+
+
+@pytest.mark.parametrize("cuda", [ModelledCuda], indirect=True)
+def test_a_run_that_does_not_end_out_of_memory_leaves_no_snapshot(run, tmp_path):
+    code, err = run(f"{SCRIPT}\ntry:\n cuda.allocate_traced(62 << 20)\nexcept RuntimeError: pass\n1 / 0")
+    assert (code, "memcheck snapshot" in err) == (1, False)
+    assert not (tmp_path / "results/run-snapshot.pickle").exists()
+
+
+@pytest.mark.parametrize("cuda", [ModelledCuda], indirect=True)
+def test_a_snapshot_that_cannot_be_written_is_a_doubt(run, tmp_path, monkeypatch):
+    (tmp_path / "old.pickle").write_text("of an earlier run")
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pickle, "dump", fail)
+    code, err = run(SCRIPT, "--snapshot", "old.pickle")
+    assert code == 0
+    assert "Doubt: the memory snapshot old.pickle could not be written: No space left on device." in err
+    assert (tmp_path / "old.pickle").read_text() == "of an earlier run"
+    assert {path.name for path in tmp_path.iterdir()} == {"old.pickle", "results", "train.py"}
 
 
 def test_cuda_times_come_from_events(cuda, monkeypatch):
