@@ -302,7 +302,7 @@ def folders(tmp_path_factory):
         ("report {}/nothing", "holds no rows"),
         ("report {}/empty", "holds no records.jsonl"),
         ("report {}/folder", "holds no records.jsonl"),
-        ("report {}/file", "holds no records.jsonl"),
+        ("report {}/file", "is no memory snapshot"),
         ("report {}/nowhere", "holds no records.jsonl"),
         ("report", "DIR"),
         ("report {}/good --pivot nothing", "--pivot"),
