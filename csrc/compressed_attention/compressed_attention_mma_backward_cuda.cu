@@ -102,12 +102,16 @@ struct MmaQueries {
   template <typename RowOf>
   __device__ __forceinline__ void find(const CompressedAttentionBackward& p, const QueryWork& work,
                                        const RowOf& row_of) {
-    unroll<kTall, 2>([&](int m, int half) {
-      const int64_t row = work.row + row_of(m, half);
-      const bool exists = row < work.of.rows();
-      limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
-      shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
-    });
+    // Plain loops, out of which the host's compiler, too, takes what they read of `work`.
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = work.row + row_of(m, half);
+        const bool exists = row < work.of.rows();
+        limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
+        shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
+      }
   }
 
   // Forms the weights of keys from row `first` of a tile on, of which the first is `key`, and the gradients of weights.
