@@ -38,6 +38,7 @@ class Device:
     total_bytes: as the driver reports it, else the nominal size.
     usable_bytes: what torch's allocator can get; None for a CPU, which has no limit of its own.
     given_context: what CUDA's context takes, if the caller says it.
+    multiprocessors: of a GPU; None if unknown.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Device:
     usable_bytes: int | None
     source: str
     given_context: int | None = None
+    multiprocessors: int | None = None
 
     @property
     def context_bytes(self) -> int | None:
@@ -86,7 +88,8 @@ def memory_sizes(row: dict[str, str]) -> tuple[int, int, str]:
 
 def read_device(row: dict[str, str]) -> Device:
     major, _, minor = row["architecture"].partition(".")
-    return Device(row["name"], "cuda", (int(major), int(minor)), *memory_sizes(row))
+    count = int(row["multiprocessors"]) if row["multiprocessors"] else None
+    return Device(row["name"], "cuda", (int(major), int(minor)), *memory_sizes(row), multiprocessors=count)
 
 
 ROWS = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
@@ -198,6 +201,7 @@ def this_gpu(index: int = 0) -> Device:
         total_bytes,
         free_bytes + torch.cuda.memory_reserved(index),
         "torch.cuda.mem_get_info of this machine, now: total, and free with what this process has reserved",
+        multiprocessors=properties.multi_processor_count,
     )
 
 

@@ -207,7 +207,14 @@ def target_at(place: Place) -> Target:
     """The target of predictions for the place; by default with this process's threads and torch version."""
     device, version = place.for_device, cast(Version | None, place.torch_version)
     threads, searches = place.threads or torch.get_num_threads(), torch.backends.cudnn.benchmark
-    return Target(device.kind, threads, device.architecture, version or running(), searches=searches)
+    return Target(
+        device.kind,
+        threads,
+        device.architecture,
+        version or running(),
+        multiprocessors=device.multiprocessors,
+        searches=searches,
+    )
 
 
 def allocator_at(place: Place) -> CachingAllocator | PlainAllocator:

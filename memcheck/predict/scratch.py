@@ -29,6 +29,7 @@ class Target:
     architecture: tuple[int, int] | None = None  # Compute capability of a GPU: (8, 0).
     torch_version: Version = NEWEST_TRIED
     has_workspaces: bool = True  # False: cuBLAS's workspaces are left out.
+    multiprocessors: int | None = None  # Of a GPU; None: unknown.
     searches: bool = False  # As torch.backends.cudnn.benchmark: cuDNN tries all algorithms of a new convolution.
 
     def has(self, change: TorchChange) -> bool:

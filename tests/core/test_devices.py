@@ -142,7 +142,7 @@ def test_what_drivers_call_them(driver: str | None, name: str | None) -> None:
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9)
+    properties = SimpleNamespace(name="NVIDIA L40S", major=8, minor=9, multi_processor_count=142)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -44,6 +44,12 @@ def copies_in_one_format(call: OperatorCall) -> Iterator[Scratch]:
             yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
 
 
+def gradient_in_its_format(call: OperatorCall) -> Iterator[Scratch]:
+    """The gradient of the output is copied unless it is contiguous in its own memory format."""
+    if not (call.grad_output.is_contiguous() or suggests_channels_last(call.grad_output)):
+        yield Scratch("grad output, laid out", call.grad_output.nbytes, first=True)
+
+
 def batch_norm(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """cuDNN normalizes what has a weight and a bias, in training: _batch_norm_impl_index.
 
@@ -79,6 +85,10 @@ RESAMPLED = {"nearest": "UpSampleNearest2d.cu", "bicubic": "UpSampleBicubic2d.cu
 for kind, source in RESAMPLED.items():
     names = f"upsample_{kind}2d upsample_{kind}2d_backward"
     add(names, f"F.interpolate(batch[None], scale_factor=2, mode='{kind}')", cuda=unread, source=f"cuda/{source}")
+BILINEAR = "ops.upsample_bilinear2d(batch[None], [6, 6], False)"
+RESAMPLING: Facts = {"source": "cuda/UpSampleBilinear2d.cu"}
+add("upsample_bilinear2d", BILINEAR, cuda=nothing, **RESAMPLING)
+add("upsample_bilinear2d_backward", BILINEAR, cuda=gradient_in_its_format, **RESAMPLING)
 PADS = "reflection_pad2d reflection_pad2d_backward"
 add(PADS, "F.pad(batch[None], (1, 1, 1, 1), mode='reflect')", cuda=unread, source="cuda/ReflectionPad.cu")
 PRELU = "_prelu_kernel _prelu_kernel_backward"

@@ -3,23 +3,97 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from memcheck.predict.operators.creation import block_copying
 from memcheck.predict.operators.facts import Facts, add, doubt, nothing, unlisted
-from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
+from memcheck.predict.scratch import OperatorCall, Scratch, Target, Unknown
 
-# From this many elements per result on, CUDA's reductions may take two steps with a buffer.
+# From this many elements per result on, blocks of threads may share a result.
 LONG_REDUCTION, FEW_SUMS = 4096, 8192
+# Of Reduce.cuh: threads of a block, of a warp, and values that a thread adds.
+MOST_THREADS, WARP, LEAST_VALUES, MOST_VALUES = 512, 32, 16, 256
+# Threads that a multiprocessor holds, by compute capability; 2048 on others.
+THREADS_OF_A_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+MOST_BYTES = 2**31  # Of operands that a kernel indexes by 32 bits; larger ones are reduced in parts.
 
 
-def cuda_reduction(call: OperatorCall) -> Iterator[Unknown]:
-    sums = max(call.outputs[0].numel(), 1)
-    if sums < FEW_SUMS and call.self.numel() // sums >= LONG_REDUCTION:
-        yield Unknown(f"the buffer of {call.name} over {call.self.numel() // sums} elements")
+def cuda_reduction(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    """Sums of the blocks that share a result, and a counter for each group of them: gpu_reduce_kernel."""
+    x, results = call.self, max(call.outputs[0].numel(), 1)
+    if x.numel() // results < MOST_VALUES:
+        return
+    if call.target.multiprocessors is None or x.nbytes >= MOST_BYTES:
+        if results < FEW_SUMS and x.numel() // results >= LONG_REDUCTION:
+            yield Unknown(f"the buffer of {call.name} over {x.numel() // results} elements")
+        return
+    wide = torch.promote_types(call.outputs[0].dtype, torch.float32) if x.is_floating_point() else x.dtype
+    # Extremes along a dimension are pairs with a place.
+    size = 16 if len(call.outputs) == 2 else wide.itemsize
+    sums, counters = shared_sums(x, reduced_dimensions(call), results, size, call.target)
+    yield Scratch("sums of blocks of threads", sums)
+    yield Scratch("counters of blocks of threads", counters)
+
+
+def reduced_dimensions(call: OperatorCall) -> list[int]:
+    dims = call.arguments.get("dim")
+    chosen = [dims] if isinstance(dims, int) else dims or range(call.self.dim())
+    return [dim % max(call.self.dim(), 1) for dim in chosen]
+
+
+def joined(x: Tensor, dims: Iterable[int]) -> list[tuple[int, int]]:
+    """(stride, size) of the dimensions, the fastest first. Those that lie one behind the other are one."""
+    found: list[tuple[int, int]] = []
+    for stride, size in sorted((x.stride(dim), x.shape[dim]) for dim in dims if x.shape[dim] != 1):
+        if found and found[-1][0] * found[-1][1] == stride:
+            found[-1] = found[-1][0], found[-1][1] * size
+        else:
+            found.append((stride, size))
+    return found
+
+
+def shared_sums(x: Tensor, dims: list[int], results: int, size: int, target: Target) -> tuple[int, int]:
+    """Bytes of the sums and of the counters, if several blocks of threads share a result: setReduceConfig.
+
+    size: bytes of a sum.
+    """
+    reduced, kept = joined(x, dims), joined(x, (dim for dim in range(x.dim()) if dim not in dims))
+    terms = x.numel() // results
+    along = not kept or reduced[0][0] < kept[0][0]  # The fastest dimension is reduced.
+    first, second, vector = (terms, results, 1) if along else (results, terms, 1)
+    if along and reduced[0][0] == 1 and terms >= 128 and len(reduced) == 1:
+        first //= 4
+    elif not along and kept[0][0] == 1:
+        steps = [x.storage_offset(), kept[0][1], *(stride for stride, _ in (*reduced, *kept[1:]))]
+        vector = next(width for width in (4, 2, 1) if all(step % width == 0 for step in steps))
+        first //= vector
+    most = MOST_THREADS // vector
+    wide, high = (min(power_of_two(count), most) for count in (first, second))
+    height = min(high, most // min(wide, WARP))
+    width = min(wide, most // height)
+    # Threads of a row share a result, or have one each; so do rows.
+    values = -(-terms // (width if along else 1))
+    if values < min(16 * height, MOST_VALUES):
+        return 0, 0
+    values = -(-values // height)
+    groups = -(-results // vector // (1 if along else width))
+    room = (target.multiprocessors or 0) * (
+        THREADS_OF_A_MULTIPROCESSOR.get(target.architecture or (0, 0), 2048) // (width * height)
+    )
+    if values < MOST_VALUES or groups > room:
+        return 0, 0
+    blocks = max(min(-(-room // groups), -(-values // LEAST_VALUES)), -(-values // MOST_VALUES))
+    if blocks == 1:
+        return 0, 0
+    return size * results * blocks * (1 if along else width * vector), 4 * groups
+
+
+def power_of_two(count: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << max(count, 1).bit_length() - 1
 
 
 def mean_scratch(call: OperatorCall) -> Iterator[Scratch]:
