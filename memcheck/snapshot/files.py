@@ -31,7 +31,7 @@ def read_data(path: Path, progress: Callable[[int], object] | None = None) -> An
     UsageError: the file cannot be read, is torn, is neither format, or holds objects of classes.
     """
     try:
-        with path.open("rb") as file, uncollected():
+        with path.open("rb") as file:
             return parsed(Watched(file, progress))
     except OSError as error:
         if isinstance(error, gzip.BadGzipFile):

@@ -28,7 +28,7 @@ from memcheck.report.snapshots import (
 )
 from memcheck.report.tables import Sentences, Tables, to_html
 from memcheck.snapshot.analysis import analyse
-from memcheck.snapshot.files import read_data
+from memcheck.snapshot.files import read_data, uncollected
 from memcheck.snapshot.recording import ForeignDataError, recordings_of
 from memcheck.snapshot.what_if import what_would_fit
 
@@ -80,14 +80,15 @@ class Snapshot:
                 AllocatorSettings.parse(text)
             except ValueError as error:
                 raise UsageError(f"{named('settings')} {text}: {error}") from None
-        try:
-            recordings = recordings_of(read_data(path, progress))
-        except ForeignDataError as error:
-            raise UsageError(f"{path} is no memory snapshot: {error}") from None
-        if not recordings:
-            raise UsageError(f"{path} has no segments and no events of any device")
         what_if = partial(what_would_fit, settings=texts, limit_bytes=limit)
-        records = [analyse(recording, str(path), what_if) for recording in recordings]
+        with uncollected():
+            try:
+                recordings = recordings_of(read_data(path, progress))
+            except ForeignDataError as error:
+                raise UsageError(f"{path} is no memory snapshot: {error}") from None
+            if not recordings:
+                raise UsageError(f"{path} has no segments and no events of any device")
+            records = [analyse(recording, str(path), what_if) for recording in recordings]
         gpu = None if device is None else (place.for_device.name, place.for_device.total_bytes)
         return cls([dataclasses.replace(record, gpu=gpu) for record in records])
 

@@ -36,9 +36,11 @@ def what_would_fit(
     settings: texts as in PYTORCH_ALLOC_CONF, which change the recorded ones; None: the usual ones.
     limit_bytes: what the process may reserve; None: what it could when it was recorded, if memory ran out then.
 
-    ValueError: a text is no such settings.
+    Nothing is tried by default in a recording of more than MOST_EVENTS. ValueError: a text is no such settings.
     """
     limit = history.limit_bytes if limit_bytes is None else limit_bytes
+    if settings is None and limit_bytes is None and len(history.events) > MOST_EVENTS:
+        return []
     texts: Iterable[str] = usual_settings(history) if settings is None else settings
     return [tried(history, text, limit) for text in (AS_RECORDED, *texts)]
 

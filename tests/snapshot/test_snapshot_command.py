@@ -37,6 +37,15 @@ def test_the_table_of_the_page_is_that_of_the_histories() -> None:
     assert table in (ROOT / "docs" / "snapshots.md").read_text(encoding="utf-8")
 
 
+def test_the_cost_of_a_large_file_is_that_of_the_results() -> None:
+    (row,) = json.loads((ROOT / "benchmarks" / "results" / "snapshots.json").read_text(encoding="utf-8"))["rows"]
+    shown = (
+        f"A file of {row['events'] / 1e6:.1f} million events, {row['file_bytes'] / 1e9:.2f} GB, takes "
+        f"{row['seconds']:.0f} s and {row['peak_bytes'] / 1e9:.1f} GB of memory"
+    )
+    assert shown in (ROOT / "docs" / "snapshots.md").read_text(encoding="utf-8")
+
+
 def test_json_has_the_fields_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["snapshot", str(RAN_OUT), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
