@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memcheck.core.ranks import RESERVED_MORE
-from memcheck.studies.field import RESULTS, TOLERANCE, read_results
+from memcheck.studies.field import RESULTS, TOLERANCE, read_results, spread
 
 pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="an installed package has no results of studies")
 PAGE = (Path(__file__).parents[2] / "docs" / "real-gpus.md").read_text(encoding="utf-8")
@@ -18,9 +18,21 @@ def test_most_mlps_are_within_two_mib() -> None:
     known = [result for result in results if result.predicted is not None]
     off = [abs((result.predicted or 0) - result.published) for result in known]
     within = sum(size <= 2 for size in off)
-    assert f"a random sample of {len(results)} rows: of the {len(known)} whose program ran, {within} " in PAGE
+    equal = sum(result.equal for result in known)
+    assert f"the first {len(results)} rows of the table" in PAGE
+    assert f"of the {len(known)} whose program ran, {equal} are equal as printed, and {within} " in PAGE
     assert within >= 0.95 * len(known)
-    assert f"the largest difference is {max(off):.0f} MiB" in PAGE
+    assert f"The largest difference is {max(off):.0f} MiB" in PAGE
+
+
+def test_most_models_of_timm_are_within_a_percent() -> None:
+    results = read_results(RESULTS / "timm.csv")
+    errors = sorted(abs(result.error) for result in results if result.error is not None)
+    middle, most, largest = (100 * (error or 0) for error in spread(errors))
+    assert f"a random sample of {len(results)} rows: of the {len(errors)} whose run succeeded" in PAGE
+    assert f"the median error is {middle:.2f} %, 90 % are within {most:.1f} %" in PAGE
+    assert f"the largest is {largest:.0f} %" in PAGE
+    assert middle <= 1
 
 
 def test_most_figures_are_equal_and_the_others_doubted() -> None:
