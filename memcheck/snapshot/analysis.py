@@ -21,7 +21,7 @@ from memcheck.snapshot.recording import (
     CODES,
     FREE_COMPLETED,
     FREE_REQUESTED,
-    NO_ADDRESS,
+    NO_PLACE,
     OOM,
     Ints,
     Recording,
@@ -135,38 +135,36 @@ def blocks_of(recording: Recording, replayed: Replayed | None) -> Blocks:
     addresses, actions = recording.addresses[order], recording.actions[order]
     # A life begins with an allocation, or with the first event of an address.
     starts = np.flatnonzero((actions == ALLOC) | np.r_[True, addresses[1:] != addresses[:-1]][: len(order)])
+    freed = ended = np.zeros(0, np.int64)
     if len(starts):
         freed, ended = (
             np.minimum.reduceat(np.where(actions == action, order, events), starts)
             for action in (FREE_REQUESTED, FREE_COMPLETED)
         )
         freed = np.minimum(freed, ended)
-    else:
-        freed = ended = np.zeros(0, np.int64)
-    first = order[starts]
-    is_new = actions[starts] == ALLOC
-    begin = np.where(is_new, first, -1)
-    places = np.where(is_new, recording.stacks[first], len(recording.places))
-    sizes = recording.sizes[first]
-    addresses = addresses[starts]
-    found = {address: size for segment in recording.segments for address, (size, _) in segment.blocks.items()}
+    first, addresses, is_new = order[starts], addresses[starts], actions[starts] == ALLOC
+    # Blocks of the segments at the end that no event names were there before the first one.
+    at_end = {address: size for segment in recording.segments for address, (size, _) in segment.blocks.items()}
     living = set(addresses[ended == events].tolist())
-    rest = [address for address in found if address not in living]
-    for address in rest:
-        number = recording.place_of_block.get(address, NO_ADDRESS)
-        rest_place = len(recording.places) if number == NO_ADDRESS else number
-        places = np.append(places, rest_place)
-    count = len(rest)
-    begin, freed, ended = (
-        np.append(column, np.full(count, value)) for column, value in ((begin, -1), (freed, events), (ended, events))
+    rest = [address for address in at_end if address not in living]
+    numbers = (recording.place_of_block[address] for address in rest)
+    unknown = len(recording.places)  # The number of BEFORE.
+    blocks = Blocks(
+        begin=np.append(np.where(is_new, first, -1), np.full(len(rest), -1)),
+        freed=np.append(freed, np.full(len(rest), events)),
+        ended=np.append(ended, np.full(len(rest), events)),
+        addresses=np.append(addresses, np.array(rest, np.int64)),
+        sizes=np.append(recording.sizes[first], np.zeros(len(rest), np.int64)),
+        places=np.append(
+            np.where(is_new, recording.stacks[first], unknown),
+            np.array([unknown if number == NO_PLACE else number for number in numbers], np.int64),
+        ),
     )
-    addresses = np.append(addresses, np.array(rest, np.int64))
-    sizes = np.append(sizes, np.zeros(count, np.int64))
-    blocks = Blocks(begin, freed, ended, addresses, sizes, places)
-    return Blocks(begin, freed, ended, addresses, _sizes(recording, replayed, blocks, found), places)
+    return replace(blocks, sizes=_sizes(recording, replayed, blocks, at_end))
 
 
 def _sizes(recording: Recording, replayed: Replayed | None, blocks: Blocks, at_end: dict[int, int]) -> Ints:
+    """The bytes of the blocks, of which the sizes so far are as requested."""
     requested, places = np.unique(blocks.sizes, return_inverse=True)
     rounded = np.array([recording.settings.rounded(int(size)) for size in requested], np.int64)
     sizes = rounded[places] if len(requested) else blocks.sizes

@@ -30,7 +30,7 @@ ALLOC, FREE_REQUESTED, FREE_COMPLETED, OOM, IGNORED = (
 )
 UNTRACED = Origin("no traceback was recorded", "elsewhere")
 BEFORE = Origin("before the recording", "elsewhere")
-NO_ADDRESS = -1
+NO_ADDRESS = NO_PLACE = -1
 
 
 class ForeignDataError(ValueError):
@@ -222,7 +222,7 @@ class _Reader:
                 first = (block.get("history") or [{}])[0]  # Of torch up to 2.0.
                 requested = block.get("requested_size") or first.get("real_size") or block["size"]
                 blocks[begin] = block["size"], whole(requested)
-                places[begin] = self.place(block.get("frames") or first.get("frames")) or NO_ADDRESS
+                places[begin] = self.place(block.get("frames") or first.get("frames")) or NO_PLACE
             kind = segment.get("segment_type", "large")
             expandable = bool(segment.get("is_expandable", False))
             found.append(
