@@ -245,11 +245,11 @@ class _Reader:
             self.doubts.append(f"the settings {text!r} were not understood: {error}")
             settings = AllocatorSettings()
         fields = dict(vars(settings), expandable_segments=bool(found.get("expandable_segments", expandable)))
-        if (most := found.get("max_split_size", -1)) and 0 < most < 2**62:
+        if 0 < (most := operator.index(found.get("max_split_size", -1))) < 2**56:
             fields["max_split_size"] = most
-        if threshold := found.get("garbage_collection_threshold"):
+        if threshold := float(found.get("garbage_collection_threshold", 0)):
             fields["garbage_collection_threshold"] = threshold
-        divisions = found.get("roundup_power2_divisions")
-        if isinstance(divisions, dict) and any(divisions.values()):
-            fields["roundup_divisions"] = tuple(divisions.values())
+        divisions = tuple(map(whole, (found.get("roundup_power2_divisions") or {}).values()))
+        if any(divisions):
+            fields["roundup_divisions"] = divisions
         return AllocatorSettings(**fields)
