@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING, Any
 # First, as it registers the operators. What needs the extension says so where it is missing.
 from memcheck import _extension as _extension
 from memcheck import nn
-from memcheck.bench.api import calibrate, largest, predict_memory, write_record
 from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
 from memcheck.core.step import Program, Step
 from memcheck.core.version import __version__ as __version__
-from memcheck.measure.measurement import measure_memory
-from memcheck.measure.tracker import MemoryTracker, track
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
@@ -28,9 +25,22 @@ from memcheck.ops.softplus_attention import softplus_attention, softplus_attenti
 
 if TYPE_CHECKING:
     from memcheck import distributed
+    from memcheck.bench.api import calibrate, largest, predict_memory, write_record
+    from memcheck.measure.measurement import measure_memory
+    from memcheck.measure.tracker import MemoryTracker, track
     from memcheck.notebook import Results, load, profile, sweep
     from memcheck.ops.decompose import decompositions
     from memcheck.snapshot import Snapshot
+
+# What is loaded when it is first used, so that the operators are there at once.
+LATER = {
+    **dict.fromkeys(("calibrate", "largest", "predict_memory", "write_record"), "memcheck.bench.api"),
+    "measure_memory": "memcheck.measure.measurement",
+    **dict.fromkeys(("MemoryTracker", "track"), "memcheck.measure.tracker"),
+    **dict.fromkeys(("Results", "load", "profile", "sweep"), "memcheck.notebook"),
+    "decompositions": "memcheck.ops.decompose",
+    "Snapshot": "memcheck.snapshot",
+}
 
 __all__ = [
     "CompressedAttentionState",
@@ -71,15 +81,11 @@ __all__ = [
 if not TYPE_CHECKING:  # For a type checker every name would exist.
 
     def __getattr__(name: str) -> Any:
-        # These need reports and the command line, which operators do without.
-        if name in ("Results", "load", "profile", "sweep"):
-            return getattr(importlib.import_module("memcheck.notebook"), name)
-        if name == "Snapshot":
-            return importlib.import_module("memcheck.snapshot").Snapshot
-        if name == "decompositions":
-            return importlib.import_module("memcheck.ops.decompose").decompositions
-        if name == "distributed":  # torch.distributed is loaded only by those who use it.
+        if name == "distributed":
             return importlib.import_module("memcheck.distributed")
+        if name in LATER:
+            globals()[name] = getattr(importlib.import_module(LATER[name]), name)
+            return globals()[name]
         raise AttributeError(f"module 'memcheck' has no attribute {name!r}")
 
 
