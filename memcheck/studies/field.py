@@ -215,7 +215,7 @@ def write_results(results: Sequence[Result], path: Path) -> None:
 def evidence_in(results: Iterable[Result]) -> Iterator[tuple[str, str, Sequence[str], float]]:
     """Source, GPU, operators and error of the results, for memcheck.predict.evidence."""
     for result in results:
-        gpu = catalog_name(result.gpu)
+        gpu = catalog_name(result.gpu) or catalog_name(f"NVIDIA {result.gpu}")
         if result.error is not None and result.operators and gpu is not None:
             yield result.source, gpu, result.operators, result.error
 
