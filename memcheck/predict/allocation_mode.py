@@ -27,6 +27,7 @@ from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_co
 from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
 from memcheck.predict.known_contents import NEEDS_VALUES, UNKNOWN, KnownContents, flagged_as, is_meta, written_by
 from memcheck.predict.live_storages import LiveStorages, running_node
+from memcheck.predict.meta_cache import result_of
 from memcheck.predict.meta_copy import NESTED, MetaCopies, all_on_meta
 from memcheck.predict.meta_results import (
     ADAFACTOR,
@@ -252,7 +253,7 @@ class AllocationMode(TorchDispatchMode):
         if decided is not None and decided.output is not None:
             return decided.output, None
         try:
-            return as_computed(func, func(*args, **kwargs), args), None
+            return as_computed(func, result_of(func, args, kwargs), args), None
         except (NotImplementedError, RuntimeError) as error:
             if "overflow" in str(error):
                 raise
