@@ -35,11 +35,21 @@ _SPARSE_PARTS = {
     torch.sparse_csc: _COMPRESSED_COLUMNS,
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
+LEAVES = {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """The tensors in a tensor, module (parameters, buffers), optimizer (parameters, state) or containers of these."""
-    return (tensor for _, tensor in named_tensors_in(thing))
+    # Arguments of operators, which are asked often, are lists and tuples of tensors and numbers.
+    if type(thing) is tuple or type(thing) is list:
+        for part in thing:
+            if isinstance(part, torch.Tensor):
+                yield part
+            elif part is not None and type(part) not in LEAVES:
+                yield from tensors_in(part)
+    elif type(thing) is not dict or thing:
+        for _, tensor in named_tensors_in(thing):
+            yield tensor
 
 
 def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import FrameType
 from typing import Any
@@ -14,11 +15,12 @@ from memcheck.core.tensors import tensors_in
 from memcheck.core.torch_versions import FLOAT64_LOGSUMEXP_ON_META, running
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.probed import Probed, Result, made
-from memcheck.predict.scratch import Scratch, Target, Unknown, Unlisted
+from memcheck.predict.scratch import Scratch, Target, Unknown, Unlisted, defaults_of
 
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+@functools.cache
 def returns_numbers(func: Any) -> bool:
     return bool(func._schema.returns) and not any("Tensor" in str(result.type) for result in func._schema.returns)
 
@@ -38,7 +40,7 @@ def with_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def placed(func: Any, args: Any, kwargs: dict[str, Any], target: Target) -> dict[str, Any]:
     """The keyword arguments, with meta for a device that the operator is told, or takes by default, of the target."""
-    if not any(argument.name == "device" for argument in func._schema.arguments):
+    if "device" not in defaults_of(func):
         return kwargs
     device = kwargs.get("device")
     if device is None and (next(tensors_in(args), None) is not None or target.kind != "cpu"):

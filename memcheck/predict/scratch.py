@@ -5,6 +5,7 @@ memcheck.predict.operators has the rules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -98,15 +99,19 @@ class FreedLate(RunDependent):
     """A sentence about an allocation that another thread may free only after the operator, even after the phase."""
 
 
+@functools.cache
+def defaults_of(func: Any) -> dict[str, Any]:
+    """The names of the operator's arguments, in order, with the values that they have if they are left out."""
+    return {argument.name: argument.default_value for argument in func._schema.arguments}
+
+
 def call_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target, **more: Any
 ) -> OperatorCall:
-    schema = func._schema
-    names = [argument.name for argument in schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    schema, defaults = func._schema, defaults_of(func)
     outputs = output if isinstance(output, tuple | list) else (output,)
     tensors = tuple(tensor for tensor in outputs if isinstance(tensor, Tensor))
-    arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
     return OperatorCall(schema.name, arguments, tensors, target, is_view(schema), **more)
 
 
