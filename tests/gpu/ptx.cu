@@ -198,10 +198,6 @@ struct Exp2Approximate {
   __device__ float operator()(float x) const { return exp2_approximate(x); }
 };
 
-struct ReciprocalApproximate {
-  __device__ float operator()(float x) const { return reciprocal_approximate(x); }
-};
-
 struct Exp2Flushed {
   __device__ float operator()(float x) const { return exp2_flushed(x); }
 };
@@ -295,7 +291,6 @@ void run_all() {
   for (size_t i = kAll / 2; i < kAll; ++i) exponents[i] = bits_of(random_float(-150, 130));
   run_each<OnBits<Exp2Approximate>>("exp2_approximate", exponents);
   run_each<OnBits<Exp2Flushed>>("exp2_flushed", exponents);
-  run_each<OnBits<ReciprocalApproximate>>("reciprocal_approximate", random_words(kAll));
   run_each<OnBits<ReciprocalFlushed>>("reciprocal_flushed", random_words(kAll));
   run_exchange<float>("exchange.float32");
   run_exchange<double>("exchange.float64");
