@@ -50,7 +50,7 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
     ends += [(block.born, block) for block in timeline.blocks if block.bytes < 0]
     frees = [(step, _entry(action, block)) for step, block in ends for action in ("free_requested", "free_completed")]
     trace = [entry for _, entry in sorted(births + frees, key=lambda pair: pair[0])]
-    return {"segments": _segments(timeline), "device_traces": [trace]}
+    return {"segments": _segments(timeline), "device_traces": [trace], "device_type": "cpu"}
 
 
 def _entry(action: str, block: Allocation) -> dict[str, Any]:

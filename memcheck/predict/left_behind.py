@@ -2,7 +2,7 @@
 
 A prediction runs the user's own functions. What they store outside of the model's copy would hold tensors without data,
 and the model itself would fail afterwards. A traced run knows the storages that it made. Only if one of them outlives
-the run, its holders are searched. They get back what a shallow snapshot from before the run has, else they lose the
+the run, its holders are searched. They get back what a shallow copy from before the run has, else they lose the
 entry.
 """
 
@@ -23,8 +23,8 @@ import torch
 
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.tensors import storages_in
+from memcheck.predict.held_state import UNSET, HeldState, is_plain, slots_of
 from memcheck.predict.python_functions import EMPTY
-from memcheck.predict.snapshot import UNSET, Snapshot, is_plain, slots_of
 
 # Levels of objects between a tensor and the holder that is older than the prediction.
 MOST_LEVELS = 12
@@ -40,7 +40,7 @@ class LeftBehind:
     """
 
     def __init__(self, *roots: Any) -> None:
-        self.before = Snapshot(*roots)
+        self.before = HeldState(*roots)
         self.alive: list[Callable[[], set[int]]] = []
 
     def put_back(self) -> list[str]:
@@ -101,7 +101,7 @@ class Search:
     young: identities of the objects that the prediction made.
     """
 
-    def __init__(self, before: Snapshot, young: set[int], storages: set[int]) -> None:
+    def __init__(self, before: HeldState, young: set[int], storages: set[int]) -> None:
         self.before = before
         self.young = young
         self.lost: set[int] = set()  # Identities of tensors without data, and of new objects that hold them.

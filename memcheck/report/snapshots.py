@@ -196,7 +196,7 @@ def replay_sentence(record: SnapshotRecord) -> str:
     )
     return (
         f"The model of the allocator replayed {replay.at_recorded_address:,} of {replay.allocations:,} allocations at "
-        f"their recorded addresses, {how}."
+        f"their recorded addresses, {how}{'' if replay.exact else '; what other settings would do is uncertain'}."
     )
 
 

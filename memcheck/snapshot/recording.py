@@ -96,6 +96,10 @@ def recordings_of(data: Any) -> list[Recording]:
     try:
         if "segments_at_end" in data:
             return [_from_history(data)]
+        if data.get("device_type") == "cpu":
+            raise ForeignDataError(
+                "it is of the CPU, for the viewer at pytorch.org/memory_viz; memcheck run reports that"
+            )
         if "segments" not in data:
             raise ForeignDataError(f"it has no segments, only {', '.join(map(str, data)) or 'nothing'}"[:120])
         return list(_from_torch(data))

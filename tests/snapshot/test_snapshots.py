@@ -379,6 +379,7 @@ class Malicious:
         (lambda: pickle.dumps({"state_dict": 1}), "it has no segments, only state_dict"),
         (lambda: pickle.dumps(3), "it holds a int, not a dict"),
         (lambda: pickle.dumps({"segments": []}), "has no segments and no events"),
+        (lambda: pickle.dumps({"segments": [], "device_type": "cpu"}), "it is of the CPU, for the viewer"),
         (lambda: pickle.dumps({"segments": [{"address": "x"}]}), "a part of it is missing or wrong"),
     ],
 )

@@ -29,7 +29,7 @@ NO_HOLDERS = (*PLAIN, torch.Tensor, types.ModuleType)
 CONTAINERS = (dict, list, deque, set, tuple, frozenset)
 
 
-class Snapshot:
+class HeldState:
     """What namespaces and containers hold: globals, attributes of classes and objects, cells, and their containers.
 
     They are those that functions of the roots name or hold, and functions that these name, with the attributes of all
