@@ -36,7 +36,7 @@ void backward_channel(const GatedSumBackward& p, int64_t b, int64_t r) {
 void forward(const GatedSumForward& p, Dtype dtype, cudaStream_t) {
   with_scalar_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
-    parallel_tasks(p.B * p.R, [&](int64_t begin, int64_t end, int) {
+    parallel_tasks(p.B * p.R, p.B * p.R, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) forward_channel<scalar_t, acc_type<scalar_t>>(p, i / p.R, i % p.R);
     });
   });
@@ -45,7 +45,7 @@ void forward(const GatedSumForward& p, Dtype dtype, cudaStream_t) {
 void backward(const GatedSumBackward& p, Dtype dtype, cudaStream_t) {
   with_scalar_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
-    parallel_tasks(p.B * p.R, [&](int64_t begin, int64_t end, int) {
+    parallel_tasks(p.B * p.R, p.B * p.R, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) backward_channel<scalar_t, acc_type<scalar_t>>(p, i / p.R, i % p.R);
     });
   });
