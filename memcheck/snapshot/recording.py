@@ -65,19 +65,14 @@ class Recording:
     @functools.cached_property
     def history(self) -> History:
         """The recording for the model of the allocator."""
-        return self.history_from(0)
-
-    def history_from(self, begin: int) -> History:
-        """That of the events from `begin` on."""
         columns = (self.actions, self.sizes, self.addresses, self.streams)
-        actions, sizes, addresses, streams = (column[begin:].tolist() for column in columns)
+        actions, sizes, addresses, streams = (column.tolist() for column in columns)
         names = map(ACTIONS.__getitem__, actions)
         # As fast as it goes: a large recording has millions.
         rows = zip(names, sizes, addresses, streams, itertools.repeat(None), strict=False)
         events = list(map(functools.partial(tuple.__new__, Event), rows))
         for index, free in self.free_bytes.items():
-            if index >= begin:
-                events[index - begin] = events[index - begin]._replace(address=None, free_bytes=free)
+            events[index] = events[index]._replace(address=None, free_bytes=free)
         return History(events, self.segments, self.settings)
 
 

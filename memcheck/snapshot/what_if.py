@@ -10,14 +10,14 @@ from memcheck.predict.allocator.history import History
 from memcheck.predict.allocator.replay import replay_history
 
 AS_RECORDED = "as recorded"
-# What is tried unless the caller asks for settings: one option at a time.
+# What is tried unless the caller asks for settings. torch collects garbage only where the process has a fraction.
 OPTIONS = (
     "max_split_size_mb:128",
-    "garbage_collection_threshold:0.8",
+    "garbage_collection_threshold:0.8,per_process_memory_fraction:1.0",
     "roundup_power2_divisions:4",
     "large_segment_size_mb:64",
 )
-# A replay takes 2.5 s per million events, so a large recording is tried with fewer settings.
+# A replay takes seconds per million events, so a large recording is tried with fewer settings.
 FEW_EVENTS, MOST_EVENTS = 500_000, 3_000_000
 
 
@@ -47,9 +47,9 @@ def what_would_fit(
 
 def tried(history: History, text: str, limit: int | None) -> WhatIf:
     settings = history.settings if text == AS_RECORDED else history.settings.changed_by(text)
-    # Garbage is collected above a share of what the process is allowed.
-    allowed = limit if settings.garbage_collection_threshold else None
-    allocator = CachingAllocator(limit, settings, allowed_bytes=allowed)
+    # A fraction of the process is that of the memory which it could reserve.
+    total = None if settings.memory_fraction is None else limit
+    allocator = CachingAllocator(limit, settings, total_bytes=total)
     replayed = replay_history(history, allocator)
     peak = max(replayed.reserved.peak, replayed.reserved.current)
     return WhatIf(text, limit, replayed.refused is None, peak, replayed.refused)

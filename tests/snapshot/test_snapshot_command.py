@@ -96,6 +96,13 @@ def test_report_and_plot_take_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "<svg" in (tmp_path / f"{RAN_OUT.name.partition('.')[0]}.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("words", [["report", "--scaling"], ["plot", "--kind", "memory"]])
+def test_options_of_folders_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command, flag, *value = words
+    assert main([command, str(RAN_OUT), flag, *value]) == 2
+    assert f"{flag} is for folders of results, not for memory snapshots" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -29,6 +29,7 @@ from memcheck.studies.published import published_rows, published_tables
 
 def run(request: Report) -> int:
     if all(path.is_file() for path in request.folders):
+        snapshot.check_only(request, ("folders", "format", "html"))
         return snapshot.run(Snapshot(files=request.folders, format=request.format, html=request.html))
     records = read_selected(request.folders, request.case)
     tables = requested_tables(records, request)

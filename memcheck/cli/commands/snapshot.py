@@ -14,6 +14,7 @@ from typing import Any
 from memcheck.cli.output import check_picture, make_room, progress_bar
 from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
+from memcheck.core.options import named, options_of
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.report.plots.snapshot_plot import plot_snapshot
 from memcheck.report.plots.style import inline_svg
@@ -72,17 +73,21 @@ def show(snapshots: Sequence[Snapshot], form: str) -> None:
     elif len(snapshots) > 2:
         tables = [overview_table(records)]
     if form != "table":
-        print(
-            render(
-                tables or [table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)], form
-            )
-        )
+        whole = [table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)]
+        print(render(tables or whole, form))
         return
     parts = ["\n".join(map(screen.fill, sentences))] if sentences else []
     parts += [to_text(table, screen) for table in tables]
     if len(snapshots) < 3:
         parts += [f"{screen.fill(heading(record))}\n\n{snapshot_report(record, screen)}" for record in records]
     print("\n\n".join(parts))
+
+
+def check_only(request: Any, kept: Sequence[str]) -> None:
+    """UsageError: a command that was given snapshots has another option, which is for folders of results."""
+    for name in options_of(request):
+        if name not in kept and request.given(name):
+            raise UsageError(f"{named(name)} is for folders of results, not for memory snapshots")
 
 
 def heading(record: SnapshotRecord) -> str:
