@@ -9,9 +9,10 @@ import argparse
 import dataclasses
 import inspect
 import re
-import shutil
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from memcheck.cli.flags import parser_of, split_help
 from memcheck.cli.requests import COMMANDS
@@ -19,23 +20,29 @@ from memcheck.core.options import options_of
 from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
-from memcheck.core.step import Step
+from memcheck.core.step import Program, Step
 from memcheck.core.version import __version__
 
 project = "memcheck"
 author = "the memcheck authors"
 version = release = __version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"memcheck {__version__}"
 nb_execution_mode = "off"
 smartquotes = False
 myst_heading_anchors = 3
 autodoc_typehints = "none"
-# Notebooks and result files are linked where they lie, outside this folder.
-suppress_warnings = ["myst.xref_missing"]
+python_maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+napoleon_use_param = False
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+napoleon_custom_sections = ["Equivalent to", "Returns", ("Attributes", "params_style"), ("Keywords", "params_style")]
+nitpicky = True
 
 DOCS = Path(__file__).parent
+BACKSLASH = "\\"
 
 
 def cell(text: str) -> str:
@@ -100,20 +107,67 @@ def record_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def as_written(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Shows docstrings as they are written: a first line, and the rest as preformatted text."""
-    if lines:
-        first = re.sub(r"([*_`|\\])", r"\\\1", lines[0])
-        rest = [f"    {line}".rstrip() for line in lines[1:]]
-        lines[:] = [first, "", "::", "", *rest, ""] if any(rest) else [first, ""]
+def links_within_the_site(app: Any, page: str, source: list[str]) -> None:
+    """On GitHub links lead to files of the repository. The site has the notebooks itself, and other pages as files."""
+    text = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)", r"](generated/\1", source[0])
+    source[0] = re.sub(r"\]\((\.\./[\w./]+/README\.md)", r"](path:\1", text)
+
+
+# What other pages list.
+OPTIONS = "Its options: see :doc:`/reference/options`."
+FIELDS = "Its fields: see :doc:`/reference/records`."
+
+
+def field_lines(kind: type) -> list[str]:
+    """A docstring's section of the fields of a class, with the comments beside them in the source."""
+    source = inspect.getsource(kind).replace(kind.__doc__ or "", "")
+    fields = re.findall(r"^    (\w+): ([^=#\n]+?)(?: = [^#\n]+?)?(?:  # (.*))?$", source, re.MULTILINE)
+    return ["Attributes:", *(f"    {name}: `{hint}`. {comment}" for name, hint, comment in fields), ""]
+
+
+def to_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Makes the plain text of docstrings reStructuredText, before napoleon reads their sections."""
+    first_option = next((index for index, line in enumerate(lines) if line.startswith("Options of the ")), None)
+    if first_option is not None:
+        lines[first_option:] = []
+    if is_result(obj) and obj is not Record and "Attributes:" not in lines:
+        lines += field_lines(obj)
+    for index, line in enumerate(lines):
+        if not line.lstrip().startswith((">>>", "...")):
+            escaped = re.sub(r"[*_|\\]", r"\\\g<0>", line)
+            lines[index] = re.sub(r"`([^`]+)`", lambda code: f"``{code[1].replace(BACKSLASH, '')}``", escaped)
+    if first_option is not None or obj in (Step, Place, Ranks):
+        lines += [OPTIONS, ""]
+    if obj is Record:
+        lines += [FIELDS, ""]
+
+
+def is_result(kind: Any) -> bool:
+    """Whether it is a class of fields which only memcheck makes."""
+    fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    return inspect.isclass(kind) and fields and kind not in (Step, Place, Ranks, Program)
+
+
+def without_arguments(app: Any, what: str, name: str, obj: Any, *rest: Any) -> tuple[str, str] | None:
+    """Nobody calls the class of a result."""
+    return ("", "") if is_result(obj) else None
+
+
+def undocumented(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out fields, which the page of the class explains, and methods of torch's modules."""
+    is_field = not callable(obj) and not isinstance(obj, property | classmethod | staticmethod)
+    return True if is_field or inspect.getdoc(obj) == inspect.getdoc(getattr(torch.nn.Module, name, None)) else None
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", as_written)
+    app.connect("autodoc-process-docstring", to_markup, priority=400)
+    app.connect("autodoc-process-signature", without_arguments)
+    app.connect("autodoc-skip-member", undocumented)
+    app.connect("source-read", links_within_the_site)
     notebooks = DOCS / "generated" / "notebooks"
     notebooks.mkdir(parents=True, exist_ok=True)
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
-        shutil.copyfile(notebook, notebooks / notebook.name)
+        (notebooks / notebook.name).write_text(notebook.read_text("utf-8").replace("](../", "](../../../"), "utf-8")
     write_reference()
 
 

@@ -47,17 +47,22 @@ def predicted_of_case(
 def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = True) -> Prediction:
     """The record that measuring the step at the place would give. Nothing of its size is allocated.
 
-        memcheck.predict_memory(model, x, optimizer="adamw", device="A100-40GB")
-        memcheck.predict_memory(Step(model, x), Place("A100-40GB", torch_version="2.13"))
-        memcheck.predict_memory(Program([Step(model, x, optimizer="adamw"), Step(model, x[:3], optimizer="adamw")]))
+    Examples:
+        >>> memcheck.predict_memory(model, x, optimizer="adamw", device="A100-40GB")
+        >>> memcheck.predict_memory(Step(model, x), Place("A100-40GB", torch_version="2.13"))
+        >>> last = Step(model, x[:3], optimizer="adamw")
+        >>> memcheck.predict_memory(Program([Step(model, x, optimizer="adamw"), last]))
 
-    model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only input.
-        Model and inputs may be real or on meta. They are copied to meta and are not modified, and what the model stores
-        elsewhere is put back.
-    inputs: its positional inputs. kwargs: its keyword inputs, whatever their names. A keyword that this function lacks
-        is one of them, too; one that both have must be given in kwargs, and with kwargs={} it is this function's.
-    probe: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and in a
-        table on disk (memcheck.bench.probe.table_path). With False these operators are unknown. A Probe replaces it.
+    Args:
+        model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only
+            input. Model and inputs may be real or on meta. They are copied to meta and are not modified, and what the
+            model stores elsewhere is put back.
+        inputs: its positional inputs.
+        kwargs: its keyword inputs, whatever their names. A keyword that this function lacks is one of them, too; one
+            that both have must be given in kwargs, and with kwargs={} it is this function's.
+        probe: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and in
+            a table on disk (memcheck.bench.probe.table_path). With False these operators are unknown. A Probe replaces
+            it.
 
     The prediction of a Program has that of every step, and is itself that of the first step which does not fit, else
     that of the step with the highest peak.
@@ -68,8 +73,10 @@ def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = 
     cached nothing yet. If the version to predict for, or the installed one, is newer than the newest that predictions
     were compared with, no figure is exact. The record's backward_from says which tensor the backward starts from.
 
-    UsageError, a ValueError: an option breaks its rule or does not fit the others. TypeError: a keyword belongs to the
-    model as well as to this function, or to neither; or a case is given what it says itself.
+    Raises:
+        UsageError: an option breaks its rule or does not fit the others.
+        TypeError: a keyword belongs to the model as well as to this function, or to neither; or a case is given what it
+            says itself.
     """
     if not isinstance(probe, bool | None) and not hasattr(probe, "check"):
         raise ValueError(f"probe must be True, False or a Probe, got {probe!r}")
@@ -101,7 +108,8 @@ def default_probe() -> CpuProbe:
 def calibrate(step: Step, place: Place, *, path: Path | str) -> Prediction:
     """Probes the operators of a step on this machine's CPU and adds them to the table at `path`.
 
-        memcheck.calibrate(model, x, path="cpu.jsonl")
+    Examples:
+        >>> memcheck.calibrate(model, x, path="cpu.jsonl")
 
     Another machine can use the table: MEMCHECK_PROBES=path. Other arguments and the result are those of predict_memory.
     Operators run on this machine, in as many threads as torch.set_num_threads says.
@@ -115,10 +123,11 @@ def calibrate(step: Step, place: Place, *, path: Path | str) -> Prediction:
 class Largest:
     """The largest size that fits, and the predictions for it and for the next size.
 
-    size: 0 if nothing fits.
-    at: the prediction at that size.
-    beyond: the prediction at the next size, which does not fit; None if every size that was allowed fits.
-    tried: the number of sizes that were predicted.
+    Attributes:
+        size: 0 if nothing fits.
+        at: the prediction at that size.
+        beyond: the prediction at the next size, which does not fit; None if every size that was allowed fits.
+        tried: the number of sizes that were predicted.
     """
 
     size: int
@@ -146,16 +155,22 @@ def largest(
 ) -> Largest:
     """The largest size n that fits the device: of make(n), a Step, or of model(*make(n)).
 
-        memcheck.largest(lambda n: Step(model, torch.empty(n, 512), optimizer="adamw"), device="A100-40GB")
-        memcheck.largest(lambda n: torch.empty(n, 512), model, "A100-40GB", optimizer="adamw")
+    Examples:
+        >>> memcheck.largest(lambda n: Step(model, torch.empty(n, 512), optimizer="adamw"), device="A100-40GB")
+        >>> memcheck.largest(lambda n: torch.empty(n, 512), model, "A100-40GB", optimizer="adamw")
 
-    make: returns the step of a size, or its inputs: a tensor, a tuple of arguments, or a dict of keyword arguments. It
-        is called with meta as the default device, so that factories allocate nothing.
-    model, options: as of predict_memory. device: also a Place, alone or as place=.
-    step: sizes are its multiples. up_to: the largest size that is tried. start: the first size that is tried.
+    Args:
+        make: returns the step of a size, or its inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
+            It is called with meta as the default device, so that factories allocate nothing.
+        model, options: as of predict_memory.
+        device: also a Place, alone or as place=.
+        step: sizes are its multiples.
+        up_to: the largest size that is tried.
+        start: the first size that is tried.
 
-    UsageError: the place has no limit; step, up_to or start is below 1, or up_to is below step. TypeError: make returns
-    a Step, and a model is given, too.
+    Raises:
+        UsageError: the place has no limit; step, up_to or start is below 1, or up_to is below step.
+        TypeError: make returns a Step, and a model is given, too.
     """
     options = renamed(options)
     up_to = options.pop("up_to", up_to)
@@ -191,8 +206,11 @@ def write_record(folder: Path | str, record: Record, *, name: str) -> Path:
     A measured record replaces the measured one of that name, and a predicted record the predicted one; all other lines
     stay as they are. Processes may write to a folder at the same time. The folder is created if needed.
 
-    Returns the path of the file. TypeError: it is no record; that of a prediction is prediction.record.
-    ValueError: the name is empty or longer than a line.
+    Returns the path of the file.
+
+    Raises:
+        TypeError: it is no record; that of a prediction is prediction.record.
+        ValueError: the name is empty or longer than a line.
     """
     if not isinstance(record, Record):
         raise TypeError(f"write_record takes a Record, such as prediction.record, got {type(record).__name__}")

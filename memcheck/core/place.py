@@ -30,12 +30,14 @@ HERE = ("device", "memory_limit")
 class Place:
     """A device with its limit, and the software and settings that run there.
 
-        Place("A100-40GB", torch_version="2.13")
-        Place("cpu", memory_limit="16GiB", threads=8)
+    Examples:
+        >>> Place("A100-40GB", torch_version="2.13")
+        >>> Place("cpu", memory_limit="16GiB", threads=8)
 
     A measurement happens here: it takes a device of this machine and a memory_limit. A prediction takes all of them.
 
-    UsageError: an option breaks its rule.
+    Raises:
+        UsageError: an option breaks its rule.
     """
 
     device: Device | torch.device | str | None = option(
@@ -90,7 +92,7 @@ class Place:
 
     @property
     def room_bytes(self) -> int | None:
-        """What fits: the device's usable bytes or the limit, whichever is less; None without either."""
+        """The bytes that fit, of the device or the limit, whichever is less; None without either."""
         rooms = (self.for_device.usable_bytes, self.limit_bytes)
         return min((room for room in rooms if room is not None), default=None)
 

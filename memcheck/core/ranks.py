@@ -25,8 +25,9 @@ class Ranks:
 
     Exactly one of fsdp, tp and ddp: the number of processes, or a torch.distributed DeviceMesh over them.
 
-    split_by: called with the model and the mesh, splits the model in another way; returns the split model, or None if
-        it changed the one it was given.
+    Args:
+        split_by: called with the model and the mesh, splits the model in another way; returns the split model, or None
+            if it changed the one it was given.
     """
 
     fsdp: int | DeviceMesh | None = option(

@@ -85,6 +85,8 @@ class WhatIf:
 
 @dataclass
 class SnapshotRecord:
+    """A device of a snapshot: its peak, why memory ran out, and what would have fitted."""
+
     file: str
     device: int
     settings: str  # As in PYTORCH_ALLOC_CONF; empty: the defaults.

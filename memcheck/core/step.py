@@ -16,13 +16,17 @@ from memcheck.core.options import convert_options, named, option, options_of
 class Step:
     """A step of a model: a forward, and unless told otherwise a backward and the step of an optimizer.
 
-        Step(model, x, optimizer="adamw", loss=lambda y: y.mean())
-        Step(model, (x, mask), kwargs={"labels": labels}, backward=False)
+    Examples:
+        >>> Step(model, x, optimizer="adamw", loss=lambda y: y.mean())
+        >>> Step(model, (x, mask), kwargs={"labels": labels}, backward=False)
 
-    model: a module, a method of one, or another callable. inputs: its positional inputs: a tuple, or a single one.
-    kwargs: its keyword inputs.
+    Args:
+        model: a module, a method of one, or another callable.
+        inputs: its positional inputs: a tuple, or a single one.
+        kwargs: its keyword inputs.
 
-    UsageError: an option breaks its rule, or does not fit the others.
+    Raises:
+        UsageError: an option breaks its rule, or does not fit the others.
     """
 
     model: Any
@@ -148,7 +152,7 @@ class Step:
 
     @property
     def mode(self) -> str:
-        """A record's mode: "train" or "inference"."""
+        """The mode of its record, "train" or "inference"."""
         return "train" if self.backward else "inference"
 
     @property
@@ -184,22 +188,25 @@ class Program:
     """Steps of one model, one after another, in one process: for example training steps, a last one with fewer samples,
     and an evaluation.
 
-        Program(model, [x, last, Step(model, validation, backward=False, training=False)], optimizer="adamw")
-        Program([Step(model, x, optimizer="adamw"), Step(model, validation, backward=False, training=False)])
+    Examples:
+        >>> Program(model, [x, last, Step(model, validation, backward=False, training=False)], optimizer="adamw")
+        >>> Program([Step(model, x, optimizer="adamw"), Step(model, validation, backward=False, training=False)])
 
-    steps, inputs: the steps; or a model, and for each step its inputs: a tensor, a tuple of arguments, or a dict of
-        keyword arguments. An entry may also be a Step of the model. options: of each step that is given by its inputs.
+    Args:
+        steps, inputs: the steps; or a model, and for each step its inputs: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. An entry may also be a Step of the model.
+        options: of each step that is given by its inputs.
+        outputs_stay: what a model and a loss returned is alive until those of the next step return, as the variables of
+            a loop keep it. keeps_outputs is another name of it.
+        inputs_stay: the inputs of all steps are alive from the start. Else those of a step are made when it begins,
+            after those of the step before are gone and before gradients are cleared, as in
+            `for x in loader: y = model(x.to(device))`. Default: False for a program of a model and inputs.
 
     Every step begins with what the ones before it left: the optimizer's state, and on CUDA the segments of the
     allocator. All steps have one optimizer, that of the first step which has one.
 
-    outputs_stay: what a model and a loss returned is alive until those of the next step return, as the variables of a
-        loop keep it. keeps_outputs is another name of it.
-    inputs_stay: the inputs of all steps are alive from the start. Else those of a step are made when it begins, after
-        those of the step before are gone and before gradients are cleared, as in
-        `for x in loader: y = model(x.to(device))`. Default: False for a program of a model and inputs.
-
-    UsageError: there is no step, or the steps are of several models, or their backwards differ in checkpointing.
+    Raises:
+        UsageError: there is no step, or the steps are of several models, or their backwards differ in checkpointing.
     """
 
     steps: tuple[Step, ...]

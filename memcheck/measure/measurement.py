@@ -23,16 +23,19 @@ from memcheck.measure.run import MeasuredCall, MeasuredRun, timed_pass
 def measure_memory(step: Step, place: Place, *, details: bool = False) -> Record:
     """Runs a step once, and returns the memory that it took, to the byte.
 
-        memcheck.measure_memory(model, x, optimizer="adamw", loss=lambda y: y.mean())
-        memcheck.measure_memory(Step(model, x), Place("cpu", memory_limit="1GiB"))
+    Examples:
+        >>> memcheck.measure_memory(model, x, optimizer="adamw", loss=lambda y: y.mean())
+        >>> memcheck.measure_memory(Step(model, x), Place("cpu", memory_limit="1GiB"))
 
-    model: a callable or a module. The parameters and buffers of a module, or of the one whose method or
-        functools.partial it is, are counted separately, as parameter_bytes.
-    inputs: its positional inputs. kwargs: its keyword inputs, whatever their names. A keyword that this function lacks
-        is one of them, too; one that both have must be given in kwargs, and with kwargs={} it is this function's.
-    device: where to measure; by default the CUDA device of the given tensors, else the CPU.
-    details: two more passes, each with its steps, fill saved_tensors and alive_at_peak, and count saved_bytes by
-        another method; disagreements are in doubts.
+    Args:
+        model: a callable or a module. The parameters and buffers of a module, or of the one whose method or
+            functools.partial it is, are counted separately, as parameter_bytes.
+        inputs: its positional inputs.
+        kwargs: its keyword inputs, whatever their names. A keyword that this function lacks is one of them, too; one
+            that both have must be given in kwargs, and with kwargs={} it is this function's.
+        device: where to measure; by default the CUDA device of the given tensors, else the CPU.
+        details: two more passes, each with its steps, fill saved_tensors and alive_at_peak, and count saved_bytes by
+            another method; disagreements are in doubts.
 
     With an optimizer the record is of a step in the steady state, unless steps=1: a step before it, in which the
     optimizer makes its state, is not part of the record. The state is alive in every phase and is optimizer_bytes. The
@@ -43,16 +46,19 @@ def measure_memory(step: Step, place: Place, *, details: bool = False) -> Record
     Gradients that accumulate include those of inputs that require grad. If each pass of a loop has new inputs, give
     inputs that do not require grad.
 
-    ValueError: an input, parameter or output is a meta or fake tensor, which has no data to measure; or an argument
-    breaks its rule. If no output requires grad there is no backward, and a doubt says why.
-    memcheck.track lists what is counted on the CPU and what is not.
+    If no output requires grad there is no backward, and a doubt says why. memcheck.track lists what is counted on the
+    CPU and what is not.
 
     Running out of memory is a result: status "oom", with the figures known until then. Any other error of the model is
-    raised. The .grad of inputs and parameters is restored. The garbage collector is disabled meanwhile, so that
-    figures do not depend on when it runs. Outputs are found in containers and dataclasses; tensors in other objects
-    that the model returns, and caches that it fills, count as saved. So does, with 8 bytes on the CPU, a Python number
-    that autograd keeps as an operand. The record's backward_from says which tensor the backward starts from.
-    TypeError: a keyword belongs to the model as well as to this function, or to neither.
+    raised. The .grad of inputs and parameters is restored. The garbage collector is disabled meanwhile, so that figures
+    do not depend on when it runs. Outputs are found in containers and dataclasses; tensors in other objects that the
+    model returns, and caches that it fills, count as saved. So does, with 8 bytes on the CPU, a Python number that
+    autograd keeps as an operand. The record's backward_from says which tensor the backward starts from.
+
+    Raises:
+        ValueError: an input, parameter or output is a meta or fake tensor, which has no data to measure; or an argument
+            breaks its rule.
+        TypeError: a keyword belongs to the model as well as to this function, or to neither.
     """
     call = MeasuredCall(step, place.device)
     record = MeasuredRun(call, place.limit_bytes).measure()

@@ -328,7 +328,7 @@ class MemoryTracker:
 
     @property
     def by_device(self) -> dict[str, DeviceMemory]:
-        """The figures of the CPU and of every CUDA device used by this process, by name: "cpu", "cuda:0"."""
+        """The figures of the CPU and of every CUDA device used by this process, by names such as `cpu` and `cuda:0`."""
         self._watch_late_devices()
         return {str(device): self._figures(device) for device in sorted(self._counters, key=str)}
 
@@ -412,19 +412,22 @@ def track(
 ) -> MemoryTracker:
     """Tracks the memory of tensors while a block runs.
 
-        with memcheck.track(model, x) as memory:
-            y = model(x)
-            memory.hold(y)
-        memory.peak_bytes, memory.current_bytes, memory.saved_bytes
-        memory.by_device["cuda:1"].peak_bytes
+    Examples:
+        >>> with memcheck.track(model, x) as memory:
+        ...     y = model(x)
+        ...     memory.hold(y)
+        >>> memory.peak_bytes, memory.current_bytes, memory.saved_bytes
+        >>> memory.by_device["cpu"].peak_bytes
 
-    held: tensors, modules, optimizers or nested containers of them that the caller owns. saved_bytes excludes them.
-    device: the device of the figures; by default the CUDA device of `held`, else the CPU. by_device has the figures of
-        the CPU and, in a process that uses CUDA, of every CUDA device.
-    memory_limit: a budget for `held` and everything above the level at entry, or a text, "40GiB". An allocation beyond
-        it raises torch.OutOfMemoryError. It is exact on the CPU; on CUDA it limits the caching allocator's segments.
-    saved: with False there is no saved_bytes, and autograd gets no hooks. torch.func.grad refuses to run under hooks,
-        and they take time for every saved tensor; docs/measure.md has figures.
+    Args:
+        held: tensors, modules, optimizers or nested containers of them that the caller owns. saved_bytes excludes them.
+        device: the device of the figures; by default the CUDA device of `held`, else the CPU. by_device has the figures
+            of the CPU and, in a process that uses CUDA, of every CUDA device.
+        memory_limit: a budget for `held` and everything above the level at entry, or a text, "40GiB". An allocation
+            beyond it raises torch.OutOfMemoryError. It is exact on the CPU; on CUDA it limits the caching allocator's
+            segments.
+        saved: with False there is no saved_bytes, and autograd gets no hooks. torch.func.grad refuses to run under
+            hooks, and they take time for every saved tensor; docs/measure.md has figures.
 
     Bytes are those requested. Trackers nest. All threads count, but for saved_bytes only the thread that opened the
     tracker. The figures stay readable after the block. On CUDA torch.cuda's own peak statistics are reset.
@@ -438,7 +441,8 @@ def track(
     A tracker must be opened around a compiled function. Inside one, torch.compile breaks the graph, and with
     fullgraph=True raises.
 
-    ValueError: `held` has a meta or fake tensor, which has no data, or memory_limit is no positive number of bytes.
+    Raises:
+        ValueError: `held` has a meta or fake tensor, which has no data, or memory_limit is no positive number of bytes.
     """
     given = {"memory_limit": memory_limit} if limit_bytes is None else renamed({"limit_bytes": limit_bytes})
     return MemoryTracker(*held, device=device, saved=saved, **given)

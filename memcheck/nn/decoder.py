@@ -227,9 +227,10 @@ class Decoder(torch.nn.Module):
     def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """tokens (B,S) -> logits (B,S,V).
 
-        cu_seqlens: (N+1,), for N documents that are packed one behind the other: B = 1, and document n is positions
-            cu_seqlens[n] to cu_seqlens[n+1]. No document sees another, and the positions of each begin at 0. Needs
-            linear, compressed or softplus attention.
+        Args:
+            cu_seqlens: (N+1,), for N documents that are packed one behind the other: B = 1, and document n is positions
+                cu_seqlens[n] to cu_seqlens[n+1]. No document sees another, and the positions of each begin at 0. Needs
+                linear, compressed or softplus attention.
         """
         if is_symbolic(tokens):
             raise NotImplementedError("Decoder: torch.fx.symbolic_trace cannot check tokens; use torch.export.export")

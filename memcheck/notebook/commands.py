@@ -96,14 +96,16 @@ def in_python(text: str) -> str:
 def profile(request: ProfileAttention, steps: list[Step]) -> Results:
     """Measures memory and time of attention operators in this process, and returns their records. Writes no file.
 
-        memcheck.profile(["naive", "softplus"], seq_len=[256, 1024], dim=256)
-        memcheck.profile(memcheck.Step(model, x, optimizer="adamw"), predict=True)
+    Examples:
+        >>> memcheck.profile(["naive", "softplus"], seq_len=[256, 1024], dim=256)
+        >>> memcheck.profile(memcheck.Step(model, x, optimizer="adamw"), predict=True)
 
     The first argument may be a Step, or several, in place of operators: then device, memory_limit, passes, no_time,
     predict and explain are the only keywords. The others are the flags of `memcheck profile-attention`. explain=True
     adds the tensors alive at each peak to the records; predict=True adds predicted records.
 
-    UsageError: a keyword or a value is wrong.
+    Raises:
+        UsageError: a keyword or a value is wrong.
     """
     if steps:
         if wrong := [name for name in options_of(request) if name not in OF_STEPS and request.given(name)]:
@@ -125,14 +127,15 @@ def profile(request: ProfileAttention, steps: list[Step]) -> Results:
 def sweep(request: Sweep, steps: list[Step]) -> Results:
     """Runs a grid of cases in processes of their own, and returns their records.
 
-        memcheck.sweep(preset="quick")
-        memcheck.sweep(["naive", "softplus"], bsz=[1, 8], seq_len="256:4096:x2", output="results/")
-        memcheck.sweep("naive", seq_len=4096, device="A100-40GB", predict_only=True)
+    Examples:
+        >>> memcheck.sweep(["naive", "softplus"], bsz=[1, 2], seq_len="256:1024:x2", output="results/")
+        >>> memcheck.sweep("naive", seq_len=4096, device="A100-40GB", predict_only=True)
 
     The keywords are the flags of `memcheck sweep`. With output, the folder keeps every record as soon as it is there,
     and the same call continues where the last one stopped; without it nothing is kept.
 
-    UsageError: a keyword or a value is wrong.
+    Raises:
+        UsageError: a keyword or a value is wrong.
     """
     if steps:
         raise UsageError("sweep takes operators of the catalog; profile takes Steps")

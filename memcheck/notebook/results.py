@@ -38,9 +38,11 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 class Results(Sequence[Record]):
     """A sequence of records. As the last line of a cell it shows the answer, the main picture and the table.
 
-        memcheck.Results({"mine": memcheck.measure_memory(mine, x), "theirs": memcheck.measure_memory(theirs, x)})
+    Examples:
+        >>> memcheck.Results({"mine": memcheck.measure_memory(mine, x), "theirs": memcheck.measure_memory(theirs, x)})
 
-    records: any records; with a mapping, each is shown under its name.
+    Args:
+        records: any records; with a mapping, each is shown under its name.
     """
 
     def __init__(self, records: Iterable[Record] | Mapping[str, Record]) -> None:
@@ -81,7 +83,10 @@ class Results(Sequence[Record]):
     def select(self, **wanted: Any) -> Results:
         """The records whose fields have these values: select(operator="naive", kv_len=[256, 1024]).
 
-        seq_len stands for both lengths. UsageError: there is no such field.
+        seq_len stands for both lengths.
+
+        Raises:
+            UsageError: there is no such field.
         """
         chosen = self.records
         for name, value in wanted.items():
@@ -99,11 +104,13 @@ class Results(Sequence[Record]):
     def table(self, kind: str | None = None, *, units: bool = False) -> Tables:
         """The rows as a table.
 
-        kind: "scaling", "prediction", "accounting" or "cs336", as of `memcheck report`; or a field of the records in
-            bytes or milliseconds, such as "saved_bytes", for a table by length, and by operator or dimension.
-        units: bytes also in U, the bytes of one main tensor, and per query and key.
+        Args:
+            kind: "scaling", "prediction", "accounting" or "cs336", as of `memcheck report`; or a field of the records
+                in bytes or milliseconds, such as "saved_bytes", for a table by length, and by operator or dimension.
+            units: bytes also in U, the bytes of one main tensor, and per query and key.
 
-        UsageError: the kind is unknown.
+        Raises:
+            UsageError: the kind is unknown.
         """
         if kind is None:
             return Tables(main_tables(self.records, units))
@@ -130,12 +137,17 @@ class Results(Sequence[Record]):
     ) -> Figure:
         """The main picture of a kind, as a matplotlib figure.
 
-        kind: memory, prediction, terms, savings, time, decode or models; by default the first that the records allow.
-        x: seq_len, query_len, kv_len or dim; by default what varies.
-        y: a field in bytes or ms instead of a kind, such as "saved_bytes".
-        log: logarithmic axes, or with False linear ones. title: text before the title.
+        Args:
+            kind: memory, prediction, terms, savings, time, decode or models; by default the first that the records
+                allow.
+            x: seq_len, query_len, kv_len or dim; by default what varies.
+            y: a field in bytes or ms instead of a kind, such as "saved_bytes".
+            log: logarithmic axes, or with False linear ones.
+            title: text before the title.
 
-        UsageError: a name is unknown. MemcheckError: there is nothing to draw.
+        Raises:
+            UsageError: a name is unknown.
+            MemcheckError: there is nothing to draw.
         """
         request = make_request([kind] if kind else None, x, y, log)
         pictures = self.pictures(request, title)
@@ -156,15 +168,18 @@ class Results(Sequence[Record]):
     def compare(self, after: Iterable[Record] | Path | str) -> Comparison:
         """These results beside later ones, or beside those of a folder, case by case: bytes to the byte.
 
-        UsageError: the folder holds no records.
+        Raises:
+            UsageError: the folder holds no records.
         """
         return compare(self.records, read_results(after) if isinstance(after, str | Path) else list(after))
 
     def save(self, folder: Path | str) -> Path:
         """Writes records.jsonl and records.csv, and models.jsonl of whole models, which load() and the commands read.
 
-        Records of the same cases that are in the folder are replaced, others stay. Returns the folder. UsageError: it
-        cannot be written to, or holds a sweep.
+        Records of the same cases that are in the folder are replaced, others stay. Returns the folder.
+
+        Raises:
+            UsageError: it cannot be written to, or holds a sweep.
         """
         folder = Path(folder)
         operators, models = Store(folder), Store(folder, ModelRecord)
@@ -183,7 +198,8 @@ class Results(Sequence[Record]):
 def load(folder: Path | str, *more: Path | str) -> Results:
     """The records of one or more folders of results, as `memcheck profile-attention`, `sweep` or save() wrote them.
 
-    UsageError: a folder holds no records.
+    Raises:
+        UsageError: a folder holds no records.
     """
     return Results(record for one in (folder, *more) for record in read_results(one))
 

@@ -67,14 +67,15 @@ class Peak:
 class Prediction:
     """The record that a measurement would give, and how its figures are known.
 
-    terms: field of the record -> its summands: name -> bytes.
-    basis: "verified": the rules were compared with measurements on this kind of device: on the CPU by tests, on a GPU
-        because published runs have all these operators. "derived": the rules were only read in sources.
-    unknown: descriptions of unknown allocations.
-    bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
-        number of concurrent threads is unknown; estimates if sizes or branches that depend on values are assumed.
-    exact: nothing is unknown and such predictions were equal to the byte, so every figure equals the measured one.
-    steps: the predictions of a Program's steps, up to the first that does not fit.
+    Attributes:
+        terms: field of the record -> its summands: name -> bytes.
+        basis: "verified": the rules were compared with measurements on this kind of device: on the CPU by tests, on a
+            GPU because published runs have all these operators. "derived": the rules were only read in sources.
+        unknown: descriptions of unknown allocations.
+        bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
+            number of concurrent threads is unknown; estimates if sizes or branches that depend on values are assumed.
+        exact: nothing is unknown and such predictions were equal to the byte, so every figure equals the measured one.
+        steps: the predictions of a Program's steps, up to the first that does not fit.
     """
 
     case: Any = field(repr=False)  # Case, ModelCase or Step.

@@ -40,11 +40,14 @@ class Snapshot:
     """What a snapshot of torch's CUDA allocator says. As the last line of a cell it shows the answer, the picture and
     the tables.
 
-        snapshot = memcheck.Snapshot.load("snapshot.pickle")
-        snapshot.record.peak.allocated_bytes
-        memcheck.Snapshot.load("snapshot.pickle", device="L40S").table("what-if")
+    Examples:
+        >>> snapshot = memcheck.Snapshot.load("snapshot.pickle")
+        >>> snapshot.record.peak.allocated_bytes
+        >>> memcheck.Snapshot.load("snapshot.pickle", device="L40S").table("what-if")
 
-    records: a SnapshotRecord for each device that has events or segments, the one with the most reserved memory first.
+    Args:
+        records: a SnapshotRecord for each device that has events or segments, the one with the most reserved memory
+            first.
     """
 
     def __init__(self, records: Sequence[SnapshotRecord]) -> None:
@@ -63,13 +66,17 @@ class Snapshot:
         """Reads a file of torch.cuda.memory._dump_snapshot: a pickle, of which only plain data is read so that no code
         of it runs, or the same as JSON; either may be compressed by gzip.
 
-        settings: what to replay the recorded requests under, as in PYTORCH_ALLOC_CONF, beside the recorded settings:
-            a text such as "expandable_segments:True,max_split_size_mb:256", or several; default: a few usual ones.
-        device: the GPU to replay them on, such as "L40S" or "40GiB". memory_limit: what the process may reserve there,
-            in bytes or as "78GiB". Default of both: what it could reserve if memory ran out, else no limit.
-        progress: is called with the bytes of the file that were read since its last call.
+        Args:
+            settings: what to replay the recorded requests under, as in PYTORCH_ALLOC_CONF, beside the recorded
+                settings: a text such as "expandable_segments:True,max_split_size_mb:256", or several; default: a few
+                usual ones.
+            device: the GPU to replay them on, such as "L40S" or "40GiB".
+            memory_limit: what the process may reserve there, in bytes or as "78GiB". Default of both: what it could
+                reserve if memory ran out, else no limit.
+            progress: is called with the bytes of the file that were read since its last call.
 
-        UsageError: the file cannot be read, is torn or no snapshot; a setting or a device is unknown.
+        Raises:
+            UsageError: the file cannot be read, is torn or no snapshot; a setting or a device is unknown.
         """
         path = Path(path)
         place = Place(device, memory_limit)
@@ -114,7 +121,8 @@ class Snapshot:
     def table(self, kind: str | None = None) -> Tables:
         """The tables of each device. kind: "what-if", "lines", "modules", "sizes", "pools" or "growing"; default: all.
 
-        UsageError: the kind is unknown.
+        Raises:
+            UsageError: the kind is unknown.
         """
         kinds = ("what-if", "lines", "modules", "sizes", "pools", "growing")
         if kind is not None and kind not in kinds:

@@ -30,6 +30,33 @@ def run_equivalent(function, names):
     return names
 
 
+ROOMS = (memcheck, memcheck.nn, memcheck.distributed)
+PUBLIC = {f"{room.__name__}.{name}": getattr(room, name) for room in ROOMS for name in room.__all__}
+
+
+def test_the_api_pages_have_every_public_name():
+    shown = "".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", shown, re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    assert PUBLIC.keys() - {"memcheck.nn", "memcheck.distributed"} <= set(documented)
+
+
+@pytest.mark.parametrize(
+    "function", [shown for shown in PUBLIC.values() if "Examples:" in (shown.__doc__ or "")], ids=lambda it: it.__name__
+)
+def test_the_examples_of_a_docstring_run(function, tmp_path, monkeypatch):
+    model, x = torch.nn.Linear(512, 4), torch.randn(4, 512)
+    shown = {name: getattr(memcheck, name) for name in ("Step", "Place", "Program")}
+    given = {"memcheck": memcheck, "torch": torch, "model": model, "x": x, "last": x[:3], "validation": x[:2], **shown}
+    if function is memcheck.Step:
+        given |= {"model": lambda x, mask, labels=None: x * mask, "mask": x, "labels": None}
+    given |= {"mine": model, "theirs": torch.nn.Linear(512, 8)}
+    monkeypatch.chdir(tmp_path)
+    history = ROOT / "tests/data/histories/Da1sypetals-snapshot-0-ec612c.json.gz"
+    Path("snapshot.pickle").write_bytes(history.read_bytes())
+    run_equivalent(function, given)
+
+
 def random(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
