@@ -25,6 +25,7 @@ from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.step import MEASURED_ONLY, Program, Step
 from memcheck.core.torch_versions import running
+from memcheck.core.verdict import few_lines, largest_words
 from memcheck.predict.probed import Probe
 from memcheck.predict.replay import Prediction, target_at
 
@@ -135,6 +136,9 @@ class Largest:
     at: Prediction | None
     beyond: Prediction | None
     tried: int
+
+    def __repr__(self) -> str:
+        return few_lines([largest_words("size", self.size, self.step, self.at, self.beyond)])
 
     @classmethod
     def of(cls, search: Search, start: int) -> Largest:

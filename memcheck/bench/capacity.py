@@ -22,6 +22,7 @@ from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.place import Place, as_place
+from memcheck.core.verdict import few_lines, largest_words, size_words
 from memcheck.predict.replay import Prediction
 
 AXES = ("seq_len", "bsz", "dim")
@@ -57,6 +58,11 @@ class Capacity:
     beyond: Prediction | None
     gaps: tuple[int, ...] = ()
     tried: int = 0
+
+    def __repr__(self) -> str:
+        return few_lines(
+            [largest_words(size_words(self.axis, self.case), self.largest, self.step, self.at, self.beyond)]
+        )
 
     @property
     def next_size(self) -> int:

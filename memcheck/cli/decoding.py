@@ -19,10 +19,11 @@ from memcheck.core.errors import UsageError
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.units import counted, format_bytes
+from memcheck.core.verdict import certainty
 from memcheck.predict.replay import Prediction
-from memcheck.report.predictions import terms_table
+from memcheck.report.predictions import figures_table
 from memcheck.report.rows import MIB
-from memcheck.report.tables import THREE_DIGITS, Cell, Column, Table, render
+from memcheck.report.tables import THREE_DIGITS, Cell, Column, Screen, Table, render
 
 
 def of_case(request: Predict, case: Case) -> CachedModel:
@@ -112,11 +113,14 @@ def predict_decoding(request: Predict, model: CachedModel) -> Prediction:
         more = {**known, "device_source": place.for_device.source, "cache": figures}
         print(json.dumps({**dataclasses.asdict(whole.record), **more}))
     else:
-        table = terms_table(step)
-        table.title, table.notes = f"One layer's step. {table.title}", table.notes[1:]
-        states = states_table(model, figures)
-        states.notes = list(verdict(model, figures, whole, step, place))
-        print(render([states, table], "table", sys.stdout))
+        screen = Screen.of(sys.stdout)
+        words = [*verdict(model, figures, whole, step, place), certainty(step)]
+        words += [f"doubt: {doubt}" for doubt in step.record.doubts] if request.doubts else []
+        print(*map(screen.fill, filter(None, words)), sep="\n")
+        table = figures_table(step, with_terms=request.explain)
+        table.title = f"One layer's step. {table.title}"
+        tables = [states_table(model, figures), *([table] if table.rows else [])]
+        print(f"\n{render(tables, 'table', sys.stdout)}")
     return whole
 
 
@@ -150,19 +154,20 @@ def verdict(
     model: CachedModel, figures: Mapping[str, Cell], whole: Prediction, step: Prediction, place: Place
 ) -> Iterator[str]:
     """Whether it fits, and how many sequences do."""
-    record, need = whole.record, figures["need_bytes"]
-    words = {"ok": "ok, it fits", "oom": "oom, it does not fit"}.get(record.status, f"{record.status}, {record.reason}")
-    needed = f"; it needs {format_bytes(need)}" if isinstance(need, int) and record.status == "oom" else ""
-    yield f"verdict: {words}{needed}"
-    if (room := place.room_bytes) is None:
-        yield f"{place.for_device.name} has no limit of its own; with --memory-limit the largest batch is found"
+    record, need, device = whole.record, figures["need_bytes"], place.for_device
+    if whole.fits is None:
+        yield f"{record.operator} is not predicted: {record.reason or record.status}."
         return
+    needs = f"needs {format_bytes(need)}" if isinstance(need, int) else "is not known to the byte"
+    batch = f"{sequences(model.case.bsz)} of {model.layer(1).kv_len:,} tokens"
+    if (room := place.room_bytes) is None:
+        yield f"Decoding {batch} {needs}. The {device.name} has no limit of its own (--memory-limit)."
+        return
+    fits, allocator = "fits" if whole.fits else "does not fit", " for torch's allocator" * (device.kind == "cuda")
+    yield f"Decoding {batch} {fits} {device.name}: it {needs} of {format_bytes(room)}{allocator}."
     count = sequences(int(figures["sequences"] or 0))
     but = ", at most, as something of a step is not known" if "forward_peak_bytes" in step.bounds else ""
-    yield (
-        f"largest batch: {count} of {model.layer(1).kv_len:,} tokens in the {format_bytes(room)} "
-        f"of {place.for_device.name}{but}"
-    )
+    yield f"The largest batch that fits is {count}{but}."
 
 
 def sequences(count: int) -> str:

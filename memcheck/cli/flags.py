@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from memcheck.core import converters
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.options import Request, RuleError, options_of, spoken_as_flags
+from memcheck.core.units import exact_bytes
 
 METAVARS: dict[Any, str] = {
     converters.count: "N",
@@ -143,5 +144,5 @@ def words_of(request: Request) -> list[str]:
         several = value if field.metadata["flag"].get("repeatable") and isinstance(value[0], list) else [value]
         for one in several:
             text = ",".join(map(str, one)) if isinstance(one, list) else str(one)
-            words += [flag, f"{text}B" if field.metadata["convert"] is converters.size_in_bytes else text]
+            words += [flag, exact_bytes(one) if field.metadata["convert"] is converters.size_in_bytes else text]
     return words

@@ -325,7 +325,7 @@ class ModelStep(Request):
 # Options that models do not take, and those of their output.
 OF_OPERATORS = (
     *("attention_type", "query_len", "kv_len", "lengths", "packed", "padded", "dim", "heads", "core_dim", "factor"),
-    *("causal", "compile", "plot"),
+    *("causal", "compile", "plot", "explain"),
 )
 OF_OUTPUT = ("calibration", "no_changes", "doubts")
 

@@ -231,6 +231,7 @@ class Predict(PredictedModel, OfTwoLengths):
     cuda_context: int | None = of_place("cuda_context")
     compile: bool = option(False, "the case runs under torch.compile, for which nothing is predicted", switch)
     dense_grad: bool = of_step("dense_grad")
+    explain: bool = option(False, "each figure of the case as the sum of its terms", switch)
     layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
     kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
     block_size: int | None = option(None, "tokens per block of a paged cache; default: 1", count, group=DECODING)

@@ -16,7 +16,7 @@ FIGURES = (
 )
 
 
-@dataclass
+@dataclass(repr=False)
 class ModelRecord(Record):
     """A record whose operator is the attention and whose query_len is the context. Peaks include the model itself."""
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from memcheck.core import html
 from memcheck.core.units import format_bytes
+from memcheck.core.verdict import alive_words, few_lines
 
 SCHEMA = 1
 R = typing.TypeVar("R", bound="Record")
@@ -194,6 +195,27 @@ class Record:
             return f"at the peak of the {highest}", terms[f"{highest}_peak_bytes"]
         return None
 
+    def __repr__(self) -> str:
+        """The result in a few lines; dataclasses.asdict() has every field."""
+        sizes = [f"{name} {format_bytes(size)}" for name, _, size in self.bars()]
+        alive = self.alive_then()
+        doubts = [f"Doubt: {doubt}." for doubt in self.doubts[:2]]
+        doubts += [f"{len(self.doubts) - 2} more doubts."] if len(self.doubts) > 2 else []
+        start = [f"Backward from {self.backward_from}."] if self.backward_from else []
+        return few_lines(
+            [
+                self.headline(),
+                *([f"{', '.join(sizes).capitalize()}."] if sizes else []),
+                *([f"Alive {alive[0]}: {alive_words(alive[1].items())}."] if alive else []),
+                *start,
+                *doubts,
+            ]
+        )
+
+    def bars(self) -> list[tuple[str, str, int]]:
+        """The main figures that are known: words, the kind of bytes, and bytes."""
+        return [(*name, size) for field, name in BARS.items() if (size := getattr(self, field)) is not None]
+
     def _repr_html_(self) -> str:
         return self.to_html()
 
@@ -206,12 +228,13 @@ class Record:
     ) -> str:
         """The record in a notebook: how it ended, its peaks, what was alive at the highest, and its doubts.
 
-        words: further sentences about the result. steps: (phase, bytes alive), for a picture over time. modules: path
-        -> its bytes at the "peak" and "saved" for backward.
+        words: sentences about the result; by default its headline. steps: (phase, bytes alive), for a picture over
+        time. modules: path -> its bytes at the "peak" and "saved" for backward.
         """
         start = [f"Backward from {self.backward_from}."] if self.backward_from else []
-        bars = [(*name, size) for field, name in BARS.items() if (size := getattr(self, field)) is not None]
-        parts = [html.paragraphs([self.headline(), *start, *words]), html.bars(bars) if bars else ""]
+        bars = self.bars()
+        parts = [html.paragraphs(filter(None, words or [self.headline(), *start]))]
+        parts += [html.bars(bars)] if bars else []
         steps = steps or [(phase, size) for phase, sizes in (self.over_time or {}).items() for size in sizes]
         parts.append(html.timeline(steps))
         parts += [html.modules(modules)] if modules and set(modules) != {""} else []

@@ -64,6 +64,13 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
 
 
+def exact_bytes(size: int) -> str:
+    """The bytes in the largest unit of which they are a multiple: "100MiB", "12345B"."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+    unit, scale = next(pair for pair in units.items() if size % pair[1] == 0)
+    return f"{size // scale}{unit}"
+
+
 def counted(number: int, noun: str) -> str:
     """ "1 step", or "1,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

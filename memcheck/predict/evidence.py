@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memcheck.core.devices import DEVICES
+from memcheck.core.units import counted
 
 DATA = Path(__file__).parents[1] / "data"
 # A measured program is like a predicted one if it runs this share of its operators.
@@ -58,11 +59,13 @@ class Evidence:
 
     def __str__(self) -> str:
         if self.median is None or self.most is None:
-            return "like no measured run"
-        runs = f"{self.rows:,} measured {'run' if self.rows == 1 else 'runs'} on {', '.join(self.gpus)}"
-        words = f"like {runs}: median error {self.median:.1%}, 95 % within {self.most:.1%}"
-        missing = f", none of which has {', '.join(self.missing[:3])}" if self.missing else ""
-        return f"{words}{missing}{f' and {len(self.missing) - 3} more operators' if len(self.missing) > 3 else ''}"
+            return "No published run is like it"
+        runs = f"{counted(self.rows, 'published run')} of such programs on {', '.join(self.gpus)}"
+        words = f"{runs} were predicted with a median error of {self.median:.1%}, 95 % of them within {self.most:.1%}"
+        if not self.missing:
+            return words
+        more = f" and {len(self.missing) - 3} more operators" if len(self.missing) > 3 else ""
+        return f"{words}; none of them has {', '.join(self.missing[:3])}{more}"
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,6 +18,7 @@ from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.torch_versions import OLDEST_TRIED, Version, running, untried, version_name
 from memcheck.core.units import format_bytes
+from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
@@ -62,6 +65,12 @@ class Peak:
     alive: list[Allocation]
     is_bound: bool
 
+    def __repr__(self) -> str:
+        where = place_words(self.phase, self.module, self.operator)
+        size = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)}"
+        names = ((allocation.name, allocation.bytes) for allocation in self.alive)
+        return few_lines([f"The peak is {size}, {where}.", f"Alive then: {alive_words(names)}."])
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -101,6 +110,14 @@ class Prediction:
         if self.record.status not in ("ok", "oom"):
             return None
         return self.record.status == "ok"
+
+    @functools.cached_property
+    def segments_bytes(self) -> int | None:
+        """What the segments of the GPU's allocator take; without a limit, if it does not fit. None if unknown."""
+        if self.record.status == "ok" or self.trace is None or self.record.reserved_bytes is None:
+            return self.record.reserved_bytes
+        record = dataclasses.replace(self.record, status="ok")
+        return Replay(self.trace, self.case, self.place.unlimited, record).prediction().record.reserved_bytes
 
     @property
     def evidence(self) -> Evidence | None:
@@ -155,8 +172,19 @@ class Prediction:
                 sums[allocation.name] += allocation.bytes
         return dict(sums)
 
+    def __repr__(self) -> str:
+        return few_lines(self.sentences())
+
+    def sentences(self) -> list[str]:
+        """Whether it fits, how that is known, and what is alive at the peak."""
+        words = [verdict(self), certainty(self)]
+        if self.peak is not None and self.peak.alive:
+            alive = alive_words((allocation.name, allocation.bytes) for allocation in self.peak.alive)
+            words.append(f"Alive at the peak: {alive}.")
+        return list(filter(None, words))
+
     def _repr_html_(self) -> str:
-        words = ["Every figure is exact."] if self.exact else []
+        words = [verdict(self), certainty(self)]
         return self.record.to_html(words=words, steps=self.timeline, modules=self.by_module)
 
     @property

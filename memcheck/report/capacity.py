@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.record import sequence_words
 from memcheck.core.units import format_bytes
+from memcheck.core.verdict import size_words
 from memcheck.report.cases import FIELD_WORDS, NEEDS, common_case
 from memcheck.report.records import Footnotes
 from memcheck.report.rows import MIB, quotient
@@ -16,15 +17,12 @@ from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
     from memcheck.bench.capacity import Capacity
-    from memcheck.bench.catalog import Case
 
-FOUND = {"seq_len": "sequence length", "bsz": "batch size", "dim": "dimension"}
-FOUND_OF_SEQUENCES = {"seq_len": "length of the longest sequence", "bsz": "number of sequences"}
 FOLLOWERS = {"dim": ("core_dim",)}
 SIZES = {"bsz": "B", "query_len": "N", "dim": "dim"}
 BYTES = (*NEEDS, "reserved_bytes")
 RANKS = {"forward_peak_bytes": 3, "saved_bytes": 2, "backward_peak_bytes": 1}  # Of columns, see Column.rank.
-DERIVED = "derived: by rules read in sources, which were not compared with a measurement on such a device"
+DERIVED = "calculated from PyTorch's source, not measured on such a GPU"
 NOTE = (
     "Everything is predicted, nothing was run. The largest size was predicted and fits; the next one was predicted and "
     "does not: the last columns are its failed request, and the bytes in use at that moment. -: not known."
@@ -35,11 +33,6 @@ HOW_SEQUENCES_GROW = {
     "seq_len": "The other sequences keep their proportion to the longest.",
     "bsz": "The sequences repeat the given lengths.",
 }
-
-
-def size_words(axis: str, case: Case) -> str:
-    """The size in words: "batch size", or "number of sequences" for padded and packed batches."""
-    return FOUND[axis] if case.lengths is None else FOUND_OF_SEQUENCES.get(axis, FOUND[axis])
 
 
 def capacity_table(capacities: Sequence[Capacity], limit_bytes: int | None = None) -> Table:

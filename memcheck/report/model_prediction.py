@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from memcheck.core.devices import Device
 from memcheck.core.options import named
-from memcheck.core.ranks import RESERVED_MORE
-from memcheck.core.record import Record
-from memcheck.core.units import counted, format_bytes
-from memcheck.report.predictions import BASES, TO_THE_BYTE, UNCOMPARED
+from memcheck.core.units import format_bytes
+from memcheck.core.verdict import OUTSIDE, largest_words, need_of
 from memcheck.report.script_tables import by_size, size_cells, unit_of
 from memcheck.report.tables import Cell, Column, Table
 
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     from memcheck.predict.replay import Prediction
 
 MOST_ROWS = 16
-OUTSIDE = "outside of submodules"
 # Kinds of memory that a table of modules tells apart.
 KINDS = ("parameters", "gradients", "optimizer state", "kept for backward", "other")
 NOTE = "name.*: layers with the same place in a list. kept for backward: by the forward. other: everything else."
@@ -35,93 +31,9 @@ class SettingChange:
     prediction: Prediction
 
 
-def room_of(device: Device, limit_bytes: int | None) -> int | None:
-    """The bytes that torch's allocator can get; None if there is no limit."""
-    rooms = [room for room in (device.usable_bytes, limit_bytes) if room is not None]
-    return min(rooms, default=None)
-
-
-def need_of(prediction: Prediction) -> int | None:
-    """The highest sum that is alive at once, whether it fits or not. None if it is not predicted."""
+def tensors_of(prediction: Prediction) -> int | None:
+    """The highest sum of tensors that is alive at once, whether it fits or not. None if it is not predicted."""
     return prediction.peak.bytes if prediction.peak is not None and prediction.terms else None
-
-
-def need_words(prediction: Prediction) -> str:
-    """ "12.3 GiB", or "at least 12.3 GiB" if that is a bound."""
-    peak = prediction.peak
-    return f"{'at least ' if peak and peak.is_bound else ''}{format_bytes(peak.bytes if peak else 0)}"
-
-
-def verdict(prediction: Prediction, limit_bytes: int | None = None) -> str:
-    """Whether it fits, the claim, and what the backward starts from."""
-    record, device = prediction.record, prediction.device
-    if prediction.peak is None or prediction.fits is None:
-        return f"{record.operator} is not predicted: {(record.reason or '').removeprefix('not predicted: ')}."
-    if room_of(device, limit_bytes) is None:
-        return f"{record.operator} on the {device.name}, which has no limit: {claim(prediction)}{start_words(record)}"
-    fits = "fits" if prediction.fits else "does not fit"
-    return f"{record.operator} {fits} {device.name}: {claim(prediction, limit_bytes)}{start_words(record)}"
-
-
-def start_words(record: Record) -> str:
-    """ " Backward from the second output, a scalar; the first stays alive.", or "" without a backward."""
-    return f" Backward from {record.backward_from}." if record.backward_from else ""
-
-
-def claim(prediction: Prediction, limit_bytes: int | None = None) -> str:
-    """The bytes that a step needs, the bytes that are usable, and where the peak is or memory runs out."""
-    record, peak, refused = prediction.record, prediction.peak, prediction.refused
-    assert peak is not None
-    room = room_of(prediction.device, limit_bytes)
-    step = f"{'a training step' if record.mode == 'train' else 'a forward'} needs {need_words(prediction)}"
-    place = place_words(peak.phase, peak.module, peak.operator)
-    segments = f" ({segments_words(prediction)})" if record.reserved_bytes else ""
-    if record.status == "ok":
-        usable = "" if room is None else f", and {format_bytes(room)} are usable"
-        return f"{step}{segments}{usable}. The peak is {place}."
-    more = ", more in the allocator's segments" if room is not None and peak.bytes <= room else ""
-    where = "with its inputs alone"
-    if record.oom_phase and refused is not None:
-        where = place_words(record.oom_phase, refused.module, refused.name)
-    return f"{step}{more}, and {format_bytes(room or 0)} are usable. It runs out {where}. The peak would be {place}."
-
-
-def segments_words(prediction: Prediction) -> str:
-    """ "12.3 GiB in the allocator's segments", for FSDP2 with what published runs had more."""
-    reserved, ranks = prediction.record.reserved_bytes or 0, prediction.place.ranks
-    words = f"{format_bytes(reserved)} in the allocator's segments"
-    if ranks is None or ranks.kind != "fsdp":
-        return words
-    return f"{words}, up to {format_bytes(int(reserved * (1 + RESERVED_MORE)))} as in published runs of FSDP2"
-
-
-def nvidia_smi_words(prediction: Prediction) -> str:
-    """What nvidia-smi would show of the process, in a sentence; "" if it is not known."""
-    record, context = prediction.record, prediction.device.context_bytes
-    if record.status != "ok" or record.process_bytes is None or context is None:
-        return ""
-    source = "as given" if prediction.place.cuda_context is not None else f"an estimate: see {named('cuda_context')}"
-    shown = f"nvidia-smi would show {format_bytes(record.process_bytes)}"
-    return f"{shown}, of which {format_bytes(context)} are the CUDA context ({source})."
-
-
-def place_words(phase: str, module: str, operator: str) -> str:
-    """ "in the backward, in layers.3.mlp (GeluBackward0)"."""
-    return f"in the {phase}, {f'in {module}' if module else OUTSIDE} ({operator})"
-
-
-def certainty(prediction: Prediction) -> str:
-    """How the figures are known, in a line."""
-    if not prediction.terms:
-        return ""
-    doubts = len(prediction.record.doubts)
-    words = f"{prediction.basis}: {BASES[prediction.basis]}"
-    if doubts:
-        words += f", but for {counted(doubts, 'doubt')} (--doubts)"
-    elif prediction.exact:
-        words += TO_THE_BYTE
-    evidence = prediction.evidence
-    return f"{words.replace(UNCOMPARED, '')}; {evidence}" if evidence is not None and evidence.rows else words
 
 
 def buffers_words(prediction: Prediction) -> str:
@@ -166,7 +78,7 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     return Table("modules", title, columns, rows, [NOTE])
 
 
-def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_bytes: int | None = None) -> Table:
+def changes_table(base: Prediction, changes: Sequence[SettingChange]) -> Table:
     """What each change would need, beside what is needed without any."""
     columns = [
         Column("change", "one change"),
@@ -175,13 +87,13 @@ def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_byte
         Column("fits", "fits"),
         Column("runs_out_in", "runs out in", rank=2),
     ]
-    current = need_of(base) or 1
+    current = need_of(base)
     rows: list[list[Cell]] = []
     for change in [SettingChange("as it is", base), *changes]:
         found = change.prediction
-        need, limited = need_of(found), room_of(found.device, limit_bytes) is not None
-        share = None if need is None else 100 * need / current
-        words = need_words(found) if need is not None else None
+        need, limited = need_of(found), found.place.room_bytes is not None
+        share = None if need is None or current is None else 100 * need.bytes / current.bytes
+        words = str(need) if need is not None else None
         rows.append([change.flags, words, share, found.fits if limited else None, found.record.oom_phase])
     helping = base.fits is False
     title = "What would help, one change at a time" if helping else "What other settings would need"
@@ -204,18 +116,10 @@ class Edge:
 SIZE_WORDS = {"bsz": "batch", "seq_len": "length"}
 
 
-def edge_verdict(edge: Edge, axis: str, step: int, limit_bytes: int | None = None) -> str:
+def edge_verdict(edge: Edge, axis: str, step: int) -> str:
     """The largest size that fits, what it needs, and why the next size does not fit."""
-    word, at, beyond, after = SIZE_WORDS[axis], edge.at, edge.beyond, f"{edge.size + step:,}"
-    if beyond is not None and beyond.fits is None:
-        return verdict(beyond)
-    past = "" if beyond is None else claim(beyond, limit_bytes)
-    if at is None:
-        start = start_words(beyond.record) if beyond else ""
-        return f"Not even {word} {after} fits {beyond.device.name}: {past}{start}" if beyond else ""
-    past = f"With {word} {after}, {past}" if beyond else "The search ended there: more may fit (--up-to)."
-    largest = f"The largest {word} that fits {at.device.name} is {edge.size:,}"
-    return f"{largest}: {claim(at, limit_bytes)} {past}{start_words(at.record)}"
+    words = largest_words(SIZE_WORDS[axis], edge.size, step, edge.at, edge.beyond)
+    return words.replace("more may fit.", f"more may fit ({named('up_to')}).")
 
 
 def edges_table(edges: Sequence[Edge], axis: str, step: int) -> Table:
@@ -231,7 +135,8 @@ def edges_table(edges: Sequence[Edge], axis: str, step: int) -> Table:
     ]
     rows: list[list[Cell]] = []
     for edge in edges:
-        sides = [need_words(side) if side is not None and side.peak else None for side in (edge.at, edge.beyond)]
+        needs = [None if side is None else need_of(side) for side in (edge.at, edge.beyond)]
+        sides = [None if need is None else str(need) for need in needs]
         phase = edge.beyond.record.oom_phase or edge.beyond.record.status if edge.beyond else None
         rows.append([edge.flags, edge.size, sides[0], edge.size + step if edge.beyond else None, sides[1], phase])
     several = len(rows) > 1

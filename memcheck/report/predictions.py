@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from memcheck.core.record import Record
-from memcheck.core.units import format_bytes
+from memcheck.core.verdict import alive_words
 from memcheck.report.cases import (
     CASE_FIELDS,
     FIELD_WORDS,
@@ -14,7 +14,6 @@ from memcheck.report.cases import (
     common_case,
     count_of,
     describe,
-    failure_note,
     pair,
     ratio,
     ratio_words,
@@ -40,12 +39,6 @@ FIGURES = {
     "backward_max_allocated_bytes": "max_memory_allocated after the backward",
     "oom_in_use_bytes": "in use when there was no room",
     "reserved_bytes": "reserved: segments of the caching allocator",
-}
-UNCOMPARED = ", which were not compared with a measurement on this kind of device"
-TO_THE_BYTE = "; figures are to the byte"
-BASES = {
-    "verified": "by rules that were compared with measurements on this kind of device",
-    "derived": f"by rules read in sources{UNCOMPARED}",
 }
 
 
@@ -110,16 +103,11 @@ def unknown_words(predictions: Sequence[Record]) -> list[str]:
     return [f"not known of {', '.join(names)}: {doubt}" for doubt, names in operators.items()]
 
 
-def terms_table(prediction: Prediction, need_bytes: int | None = None) -> Table:
-    """Each figure of a prediction as the sum of its terms. The notes are the verdict and how it is known.
-
-    need_bytes: what a case that does not fit needs in all, if it is known.
-    """
+def figures_table(prediction: Prediction, *, with_terms: bool) -> Table:
+    """The figures of a prediction; with their terms, each as a sum."""
     record = prediction.record
-    lengths = f"S {record.query_len}" + (f", T {record.kv_len}" if record.kv_len else "")
-    backend = f", {record.backend}" if record.backend else ""
     columns = [
-        Column("figure", "figure, and what it is the sum of"),
+        Column("figure", "figure, and what it is the sum of" if with_terms else "figure"),
         Column("mib", "MiB", format=",.2f"),
         Column("bytes", "bytes", format=","),
     ]
@@ -128,21 +116,22 @@ def terms_table(prediction: Prediction, need_bytes: int | None = None) -> Table:
         if terms := prediction.terms.get(field):
             bound = ", not known to the byte" if field in prediction.bounds else ""
             rows.append([f"{title}{bound}", sum(terms.values()) / MIB, sum(terms.values())])
-            rows += [[f"  {name}", size / MIB, size] for name, size in sorted(terms.items(), key=lambda it: -it[1])]
+            largest = sorted(terms.items(), key=lambda it: -it[1]) if with_terms else ()
+            rows += [[f"  {name}", size / MIB, size] for name, size in largest]
+    return Table("terms", case_words(record), columns, rows)
+
+
+def case_words(record: Record) -> str:
+    """ "softplus: cuda, RTX-4090, float32, batch 8, dim 256, causal, train, predicted, S 4096, T 4096"."""
+    lengths = f"S {record.query_len}" + (f", T {record.kv_len}" if record.kv_len else "")
+    backend = f", {record.backend}" if record.backend else ""
     layout = f", {record.layout}" if record.layout else ""
-    title = f"{record.operator}: {common_case([record])}{layout}, {lengths}{backend}"
-    return Table("terms", title, columns, rows, list(verdict_lines(prediction, need_bytes)))
+    return f"{record.operator}: {common_case([record])}{layout}, {lengths}{backend}"
 
 
-def verdict_lines(prediction: Prediction, need_bytes: int | None) -> Iterator[str]:
-    """The verdict, the device's memory, and how the figures are known."""
-    record, device = prediction.record, prediction.device
-    whole = f"; the case needs {format_bytes(need_bytes)} in all" if need_bytes else ""
-    yield f"verdict: {'ok, it fits' if record.status == 'ok' else f'{record.status}, {failure_note(record)}{whole}'}"
-    if device.usable_bytes is not None:
-        yield f"{device.name}: {format_bytes(device.usable_bytes)} for torch's allocator ({device.source})"
-    if prediction.terms:
-        but = ", except for what is not known" if prediction.unknown else TO_THE_BYTE if prediction.exact else ""
-        yield f"{prediction.basis}: {BASES[prediction.basis]}{but}"
-    for words in record.doubts:
-        yield f"not known: {words}" if words in prediction.unknown else words
+def alive_sentence(prediction: Prediction) -> str:
+    """ "Alive at the peak: q 32 MiB, k 32 MiB, 7 more 1.5 MiB.", or "" without a peak."""
+    peak = prediction.peak
+    if peak is None or not peak.alive:
+        return ""
+    return f"Alive at the peak: {alive_words((allocation.name, allocation.bytes) for allocation in peak.alive)}."

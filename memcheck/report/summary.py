@@ -11,7 +11,7 @@ from typing import Any
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record, sequence_words
-from memcheck.core.units import format_bytes
+from memcheck.core.units import exact_bytes, format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
     OWN_SIZES,
@@ -58,7 +58,6 @@ FACTS = {
 
 PHASE_WORDS = {"forward": "the forward", "backward": "the backward", "optimizer": "the optimizer's step"}
 HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # What a model holds between steps.
-BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 NUMBER = re.compile(r"\d[\d.,]*")
 
 
@@ -110,7 +109,11 @@ def what_was_predicted(records: Sequence[Record]) -> str:
     parts += [f"nothing is known of {rest}"] if rest else []
     devices = listed(values_in_order(records, "device_name") or values_in_order(records, "device"))
     kinds = Counter("bounds" if row.doubts else row.basis for row in records if row.status in ("ok", "oom"))
-    words = {"verified": "verified", "derived": "derived", "bounds": "with figures that are bounds"}
+    words = {
+        "verified": "by rules that measurements confirm",
+        "derived": "from PyTorch's source alone",
+        "bounds": "with figures that are bounds",
+    }
     bases = ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
     return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases or 'no figures'}."
 
@@ -369,11 +372,8 @@ def flag_words(flags: Mapping[str, object]) -> str:
 
 
 def limit_flag(limit_bytes: int | None) -> str:
-    """The flag, with the bytes in the largest unit of which they are a multiple: " --memory-limit 100MiB"."""
-    if not limit_bytes:
-        return ""
-    unit, scale = next(pair for pair in reversed(BINARY_UNITS.items()) if limit_bytes % pair[1] == 0)
-    return f" --memory-limit {limit_bytes // scale}{unit}"
+    """ " --memory-limit 100MiB", or "" without a limit."""
+    return f" --memory-limit {exact_bytes(limit_bytes)}" if limit_bytes else ""
 
 
 def flags_of(record: Record, lengths: bool = True) -> str:

@@ -15,6 +15,7 @@ from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.place import Place
 from memcheck.core.snapshot_record import SnapshotRecord
+from memcheck.core.verdict import few_lines
 from memcheck.predict.allocator.settings import AllocatorSettings
 from memcheck.report.plots.snapshot_plot import snapshot_figure
 from memcheck.report.plots.style import inline_svg, shown
@@ -105,7 +106,7 @@ class Snapshot:
         return self.records[0]
 
     def __repr__(self) -> str:
-        return "\n\n".join(self.summary())
+        return few_lines(self.summary())
 
     def _repr_html_(self) -> str:
         parts = []

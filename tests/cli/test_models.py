@@ -222,8 +222,9 @@ def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(capsys.readouterr().out.split())
     found = predicted(capsys, *flags[1:], "--memory-limit", "500KiB")
     assert out.startswith("Net does not fit cpu: a training step needs ")
-    assert f"It runs out in the {found['oom_phase']}, in {found['oom_module']} (" in out
+    assert f"of the limit of 500 KiB. Memory runs out in the {found['oom_phase']}, in {found['oom_module']} (" in out
     assert f"The peak would be in the {found['peak_phase']}, in {found['peak_module']} (" in out
+    assert "Next: memcheck fit --device cpu --memory-limit 500KiB --model net.py:make --find bsz " in out
     assert (found["fits"], found["usable_bytes"]) == (False, 500 * 1024)
     assert main([*flags, "--memory-limit", "5MiB", "--fail-on-oom"]) == 0
     out = capsys.readouterr().out
@@ -392,7 +393,7 @@ def test_a_step_that_accumulates_and_clips(capsys: pytest.CaptureFixture[str]) -
     assert four["optimizer_peak_bytes"] > once["optimizer_peak_bytes"]
     assert main(["predict", *flags, "--accumulate", "4", "--clip-grad-norm", "0.5"]) == 0
     version = version_name(running())
-    assert f"optimizer sgd, accumulate 4, clipped to 0.5, torch {version};" in " ".join(capsys.readouterr().out.split())
+    assert f"optimizer sgd, accumulate 4, clipped to 0.5, torch {version}." in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -428,9 +429,10 @@ def test_the_verdict_about_the_largest_size(capsys: pytest.CaptureFixture[str]) 
     assert main([*flags, "2MiB"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith("The largest batch that fits cpu is ")
-    assert " 2 MiB are usable. It runs out in the " in out
+    assert " of the limit of 2 MiB. " in out
+    assert " Memory runs out " in out
     assert main([*flags, "1KiB", "--fail-on-oom"]) == 3
-    assert capsys.readouterr().out.startswith("Not even batch 1 fits cpu: a training step needs ")
+    assert capsys.readouterr().out.startswith("Not even batch 1 fits cpu: it needs ")
     assert main([*flags, "8MiB", "--up-to", "2"]) == 0
     assert "more may fit (--up-to)" in " ".join(capsys.readouterr().out.split())
 

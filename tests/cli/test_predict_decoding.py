@@ -104,7 +104,7 @@ def test_states_that_do_not_grow(capsys) -> None:
     assert found["sequences"] is None
     out = said(capsys, "--attention-type", "linear-causal", "--kv-len", "1000", "--device", "cpu")
     assert "state per sequence of 1,000 tokens" in out
-    assert "cpu has no limit of its own; with --memory-limit the largest batch is found" in out
+    assert "The cpu has no limit of its own (--memory-limit)." in out
     compressed = CachedModel(decoding("compressed"), layers=5)
     assert compressed.bytes_per_token == 5 * 2 * 48 * 4 / 4
 
@@ -126,11 +126,11 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
 
 def test_the_verdict_is_about_all_layers(capsys) -> None:
     words = ("--attention-type", "softmax", *LLAMA, "--kv-len", "8192", "--bsz", "16", "--device", "cpu")
-    assert "verdict: ok, it fits" in said(capsys, *words, "--memory-limit", "17GiB", "--fail-on-oom")
+    assert "16 sequences of 8,192 tokens fits cpu" in said(capsys, *words, "--memory-limit", "17GiB", "--fail-on-oom")
     out = said(capsys, *words, "--memory-limit", "15GiB", "--fail-on-oom", code=3)
-    assert "verdict: oom, it does not fit; it needs 16 GiB" in out
-    assert "largest batch: 14 sequences of 8,192 tokens in the 15 GiB of cpu" in out
-    assert "verdict: oom" in said(capsys, *words, "--memory-limit", "17GiB", "--weights", "2GiB")
+    assert "8,192 tokens does not fit cpu: it needs 16 GiB of 15 GiB." in out
+    assert "The largest batch that fits is 14 sequences." in out
+    assert "does not fit" in said(capsys, *words, "--memory-limit", "17GiB", "--weights", "2GiB")
 
 
 @pytest.mark.parametrize(

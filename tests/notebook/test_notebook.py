@@ -14,6 +14,7 @@ from memcheck.bench.models.case import make_model_case
 from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
+from memcheck.core.verdict import verdict
 from memcheck.ops.reference.naive_attention import naive_attention
 
 SMALL = {"seq_len": [16, 32], "dim": 8, "heads": 2, "no_time": True}
@@ -211,8 +212,10 @@ def test_a_prediction_shows_its_modules_and_memory_over_time():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     prediction = memcheck.predict_memory(model, torch.randn(3, 8), device="A100-40GB")
     page = Text(prediction._repr_html_())
-    assert " at 0x" not in repr(prediction)
-    assert "Predicted for A100-40GB" in page.text
+    first = verdict(prediction)
+    assert first.startswith("Sequential fits A100-40GB: a training step needs ")
+    assert repr(prediction).replace("\n", " ").startswith(first)
+    assert page.text.strip().startswith(first)
     assert "outside of modules" in page.text
     assert "svg" in page.tags
 

@@ -25,8 +25,10 @@ def test_runs_with_half_of_the_operators_on_gpus_of_the_kind_count() -> None:
     assert (found.rows, found.gpus, found.sources) == (3, {"A100-40GB": 3}, {"a": 3})
     assert (found.median, found.most, found.largest) == (0.01, 0.02, 0.02)
     assert found.missing == ("aten::exp",)
-    words = "like 3 measured runs on A100-40GB: median error 1.0%, 95 % within 2.0%, none of which has aten::exp"
-    assert str(found) == words
+    assert str(found) == (
+        "3 published runs of such programs on A100-40GB were predicted with a median error of 1.0%, 95 % of them "
+        "within 2.0%; none of them has aten::exp"
+    )
 
 
 def test_figures_are_verified_where_measured_runs_share_the_operators() -> None:
@@ -45,7 +47,7 @@ def test_there_may_be_no_evidence() -> None:
     for operators, architecture in ((["aten::sin"], (8, 0)), (["aten::mm"], None), (["aten::mm"], (9, 0))):
         found = evidence_of(operators, architecture)
         assert (found.rows, found.median, found.missing) == (0, None, tuple(operators))
-        assert str(found) == "like no measured run"
+        assert str(found) == "No published run is like it"
 
 
 def test_a_prediction_has_its_evidence() -> None:

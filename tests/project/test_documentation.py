@@ -430,7 +430,7 @@ def test_the_longest_context_of_the_questions_is_predicted(capsys):
     from memcheck.__main__ import main
 
     ((command, output),) = [(command, output) for command, output in QUESTIONS.items() if command.startswith("fit ")]
-    sizes = re.search(r"fits RTX-4090 is ([\d,]+): .* With length ([\d,]+), a ", " ".join(output)).groups()
+    sizes = re.search(r"fits RTX-4090 is ([\d,]+): .* Length ([\d,]+) needs ", " ".join(output)).groups()
     for size, code in zip(sizes, (0, 3), strict=True):
         words = command.replace("docs/", f"{ROOT}/docs/").split()[1:]
         assert main(["predict", *words, "--seq-len", size.replace(",", ""), "--fail-on-oom"]) == code

@@ -94,7 +94,10 @@ def test_a_prediction_of_a_model_says_what_it_is() -> None:
     assert isinstance(measured, ModelRecord)
     predicted = ModelRecord.from_json(measured.to_json())
     predicted.source, predicted.basis, predicted.device_name, predicted.predicted = "predicted", "derived", "T4", None
-    assert summary([predicted])[0] == "Whole models: 1 case predicted for T4: 1 fit, 0 run out of memory; 1 derived."
+    assert (
+        summary([predicted])[0]
+        == "Whole models: 1 case predicted for T4: 1 fit, 0 run out of memory; 1 from PyTorch's source alone."
+    )
     assert [row["source"] for row in data_rows(models_table([measured, predicted]))] == ["measured", "predicted"]
 
 

@@ -9,11 +9,12 @@ import torch
 
 from memcheck.bench.probe import CpuProbe, Table, environment
 from memcheck.cli.models import ModelPredictor
+from memcheck.cli.next_steps import after_calibrate
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Calibrate
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
-from memcheck.report.model_prediction import certainty, verdict
+from memcheck.core.verdict import certainty, verdict
 from memcheck.report.tables import Screen
 
 
@@ -36,4 +37,5 @@ def run(request: Calibrate) -> int:
     print(screen.fill(certainty(prediction)))
     counts = f"{operators} operators and {functions} functions, {done['new']} of them new"
     print(f"Wrote {request.output}: {counts} ({', '.join(environment())}).")
+    print(after_calibrate(request, str(request.output)))
     return 0

@@ -16,6 +16,7 @@ from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
+from memcheck.cli.next_steps import after_fit
 from memcheck.cli.options import DEFAULT_TYPES
 from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress_bar
 from memcheck.cli.requests import Fit
@@ -24,16 +25,16 @@ from memcheck.core.failures import failure
 from memcheck.core.options import named
 from memcheck.core.place import Place
 from memcheck.core.record import sequence_words
+from memcheck.core.verdict import certainty, size_words
 from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.replay import Prediction
-from memcheck.report.capacity import capacity_table, room_words, shared_words, size_words
+from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.model_prediction import (
     SIZE_WORDS,
     Edge,
-    certainty,
     edge_verdict,
     edges_table,
-    need_of,
+    tensors_of,
 )
 from memcheck.report.plots.capacity import Limit, plot_capacity
 from memcheck.report.tables import Screen, render
@@ -78,6 +79,9 @@ def run(request: Fit) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(render([capacity_table(capacities, request.memory_limit)], "table", sys.stdout))
+        most = max(capacities, key=lambda capacity: capacity.largest)
+        step = after_fit(request, most.case.operator, most.largest or most.step, most.at is not None)
+        print(f"\n{step}")
     if along and request.plot:
         draw(curves, capacities, along, request, request.plot)
         print(f"\nWrote {request.plot}", file=sys.stderr if request.format == "json" else sys.stdout)
@@ -98,14 +102,15 @@ def fit_model(request: Fit) -> int:
         print(json.dumps(model_object(edges, predictor, axis, step), indent=1))
     else:
         screen = Screen.of(sys.stdout)
-        print(screen.fill(edge_verdict(edges[0], axis, step, request.memory_limit)))
+        print(screen.fill(edge_verdict(edges[0], axis, step)))
         known = edges[0].at or edges[0].beyond
         if known is not None:
             words = predictor.words(known, predictor.setting.but(**{axis: edges[0].size or step}))
-            print(screen.fill(f"{words}; {certainty(known)}"))
+            print(*map(screen.fill, filter(None, [certainty(known), f"{words}."])), sep="\n")
             if request.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
         print(f"\n{render([edges_table(edges, axis, step)], 'table', sys.stdout)}")
+        print(f"\n{after_fit(request, None, edges[0].size or step, edges[0].at is not None)}")
     return DOES_NOT_FIT if request.fail_on_oom and edges[0].at is None else 0
 
 
@@ -154,7 +159,7 @@ def model_object(edges: list[Edge], predictor: ModelPredictor, axis: str, step: 
         "record": asdict(first.at.record) if first.at else None,
         "next_record": asdict(first.beyond.record) if first.beyond else None,
         "changes": [
-            {"change": edge.flags, "largest": edge.size, "need_bytes": edge.at and need_of(edge.at)}
+            {"change": edge.flags, "largest": edge.size, "need_bytes": edge.at and tensors_of(edge.at)}
             for edge in edges[1:]
         ],
     }

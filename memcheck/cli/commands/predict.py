@@ -12,25 +12,25 @@ from memcheck.bench.changes import single_changes
 from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case, note_unused_options
 from memcheck.cli.decoding import of_case, of_configuration, predict_decoding
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
+from memcheck.cli.next_steps import after_predict
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.requests import Predict
 from memcheck.core.case import Case
+from memcheck.core.verdict import certainty, verdict
 from memcheck.predict.replay import Prediction
-from memcheck.report.cases import need
 from memcheck.report.model_prediction import (
     SettingChange,
     buffers_words,
-    certainty,
     changes_table,
     modules_table,
-    need_of,
-    nvidia_smi_words,
-    verdict,
+    tensors_of,
 )
-from memcheck.report.predictions import terms_table
+from memcheck.report.predictions import alive_sentence, case_words, figures_table
 from memcheck.report.summary import padded_against_packed
-from memcheck.report.tables import Screen, Table, render
+from memcheck.report.tables import Screen, render
+
+FEW = 2  # Doubts of a case that are shown without --doubts.
 
 
 def run(request: Predict) -> int:
@@ -54,17 +54,23 @@ def predict_model(request: Predict) -> Prediction:
         print(json.dumps(model_object(prediction, changes)))
         return prediction
     screen = Screen.of(sys.stdout)
-    print(screen.fill(verdict(prediction, request.memory_limit)))
-    print(screen.fill(f"{predictor.words(prediction)}; {certainty(prediction)}"))
-    for words in filter(None, (nvidia_smi_words(prediction), buffers_words(prediction))):
-        print(screen.fill(words))
-    if request.doubts:
-        print(*(screen.fill(f"doubt: {doubt}") for doubt in prediction.record.doubts), sep="\n")
+    words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
+    words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
+    print(*map(screen.fill, filter(None, words)), sep="\n")
     tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []
-    tables += [changes_table(prediction, changes, request.memory_limit)] if changes else []
+    tables += [changes_table(prediction, changes)] if changes else []
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
+    print_next(request, prediction, changes)
     return prediction
+
+
+def print_next(request: Predict, prediction: Prediction, changes: list[SettingChange]) -> None:
+    """Prints the command that answers the next question, if the prediction has an answer."""
+    if prediction.fits is None:
+        return
+    fixes = [] if prediction.fits else [change.flags for change in changes if change.prediction.fits]
+    print(f"\n{after_predict(request, prediction.fits, fixes)}")
 
 
 def model_object(prediction: Prediction, changes: list[SettingChange]) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def model_object(prediction: Prediction, changes: list[SettingChange]) -> dict[s
     return {
         **prediction_object(prediction),
         "fits": prediction.fits,
-        "need_bytes": need_of(prediction),
+        "need_bytes": tensors_of(prediction),
         "usable_bytes": prediction.place.room_bytes,
         "peak_phase": peak and peak.phase,
         "peak_module": peak and peak.module,
@@ -83,7 +89,7 @@ def model_object(prediction: Prediction, changes: list[SettingChange]) -> dict[s
         "changes": [
             {
                 "change": change.flags,
-                "need_bytes": need_of(change.prediction),
+                "need_bytes": tensors_of(change.prediction),
                 "fits": change.prediction.fits,
                 "oom_phase": change.prediction.record.oom_phase,
             }
@@ -111,27 +117,36 @@ def predict_operator(request: Predict) -> list[Prediction]:
         lines = [json.dumps(prediction_object(prediction)) for prediction in predictions]
         print(lines[0] if len(lines) == 1 else "[" + ",\n ".join(lines) + "]")
         return predictions
-    tables = [table for prediction in predictions for table in tables_of(prediction, request.dense_grad)]
-    print(render(tables, "table", sys.stdout))
+    for prediction in predictions:
+        print_case(request, prediction)
+        if prediction is not predictions[-1]:
+            print("\n")
     for words in padded_against_packed([prediction.record for prediction in predictions]):
         print(f"\n{Screen.of(sys.stdout).fill(words)}")
     return predictions
 
 
-def tables_of(prediction: Prediction, dense_grad: bool) -> list[Table]:
-    """The terms, and what would help if the case does not fit."""
-    case, place = prediction.case, prediction.place
-    whole, tables = None, []
-    if prediction.record.status == "oom" and prediction.record.oom_phase:
-        unlimited = predict_case(case, place.unlimited, dense_grad=dense_grad)
-        whole = need(unlimited.record) if not unlimited.bounds else None
+def print_case(request: Predict, prediction: Prediction) -> None:
+    """Prints the verdict, how it is known, the figures, and what would help if the case does not fit."""
+    screen, place, doubts = Screen.of(sys.stdout), prediction.place, prediction.record.doubts
+    words = [verdict(prediction), certainty(prediction), alive_sentence(prediction)]
+    words += [f"doubt: {doubt}" for doubt in doubts[: None if request.doubts else FEW]]
+    print(*map(screen.fill, filter(None, words)), sep="\n")
+    changes: list[SettingChange] = []
+    if prediction.record.oom_phase and not request.no_changes:
         changes = [
-            SettingChange(flag, predicted_or_skipped(other, place, dense_grad=dense_grad))
-            for flag, other in single_changes(case)
+            SettingChange(flag, predicted_or_skipped(other, place, dense_grad=request.dense_grad))
+            for flag, other in single_changes(prediction.case)
         ]
         changes = [change for change in changes if change.prediction.record.status != "skipped"]
-        tables = [changes_table(prediction, changes, place.limit_bytes)]
-    return [terms_table(prediction, whole), *tables]
+    tables = [changes_table(prediction, changes)] if changes else []
+    if prediction.terms and (request.explain or not changes):
+        tables.insert(0, figures_table(prediction, with_terms=request.explain))
+    else:
+        print(screen.fill(f"{case_words(prediction.record)}."))
+    if tables:
+        print(f"\n{render(tables, 'table', sys.stdout)}")
+    print_next(request, prediction, changes)
 
 
 def make_cases(request: Predict) -> list[Case]:

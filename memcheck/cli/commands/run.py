@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memcheck.cli.next_steps import after_run
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.cli.streams import patient_streams
@@ -59,6 +60,7 @@ def run(request: Run) -> int:
             print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
     with patient_streams():
         print(f"\nWrote {', '.join(str(request.output / name) for name in FILES)}", file=sys.stderr)
+        print(f"\n{after_run(request)}", file=sys.stderr)
     return record.exit_code
 
 
