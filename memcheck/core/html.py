@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from memcheck.core.style import KINDS, colour_of
 from memcheck.core.units import format_bytes, largest_first
 
 STYLE = """<style>
@@ -24,7 +25,6 @@ STYLE = """<style>
 .memcheck .picture img { min-width: 32em; max-width: 100%; background: #fff; }
 .memcheck svg { display: block; width: 100%; max-width: 45em; height: 6em; margin: .5em 0; }
 </style>"""
-COLOURS = {"forward": "#0072B2", "kept": "#999999", "backward": "#D55E00", "optimizer": "#009E73"}
 MOST_ROWS = 10  # Of a list of tensors or modules.
 MOST_STEPS = 400  # Of a timeline; with more, each column shows its maximum.
 
@@ -61,7 +61,7 @@ def bars(rows: Sequence[tuple[str, str, int]]) -> str:
     highest = max((size for *_, size in rows), default=0) or 1
     lines = [
         f'<tr><td>{escape(name)}</td><td class="number">{format_bytes(size)}</td><td class="bars"><span class="bar" '
-        f'style="width:{100 * size / highest:.1f}%;background:{COLOURS[kind]}"></span></td></tr>'
+        f'style="width:{100 * size / highest:.1f}%;background:{colour_of(kind)}"></span></td></tr>'
         for name, kind, size in rows
     ]
     return "<table><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
@@ -88,10 +88,10 @@ def timeline(steps: Sequence[tuple[str, int]]) -> str:
             for x, (name, size) in enumerate(columns)
             if name == phase
         )
-        areas.append(f'<path d="{path}" fill="{COLOURS.get(phase, COLOURS["kept"])}"/>')
+        areas.append(f'<path d="{path}" fill="{colour_of(phase) or KINDS["others"]}"/>')
     label = f"memory over time, up to {format_bytes(highest)}"
     box = f'viewBox="0 0 {len(columns)} 100" preserveAspectRatio="none" shape-rendering="crispEdges"'
-    before = "; grey: the inputs, and the step before" if {phase for phase, _ in steps} - {*COLOURS} else ""
+    before = "; grey: the inputs, and the step before" if any(colour_of(phase) is None for phase, _ in steps) else ""
     note = paragraphs([f"Bytes alive, over the allocations and releases in order{before}."], "note")
     return f'<svg {box} role="img" aria-label="{label}">{"".join(areas)}</svg>\n{note}'
 

@@ -43,7 +43,7 @@ def published_figure(
             strip = [row for row in rows if row["ours"] == name]
             draw_strip(ax, strip, phase, place, drawn[name], edge, known_capacity(rows))
         ax.set_title(PHASES[phase])
-        ax.set_xlabel("published / ours, library workspaces set aside")
+        ax.set_xlabel("published / ours, without workspaces")
         ax.axvline(1, color="black", lw=0.8, ls=":", label="_one")
         ax.grid(axis="x")
     panels[0].set_yticks(range(len(names)), [strip_name(rows, name) for name in names])

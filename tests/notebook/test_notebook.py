@@ -279,7 +279,7 @@ def test_sequences_are_a_list_of_lists() -> None:
     ]
     assert [record.bsz for record in memcheck.profile("softplus", lengths=[8, 2], packed=True, **how)] == [1]
     figure = results.plot()
-    assert figure.axes[0].get_xlabel() == "tokens that count, % of the padded batch"
+    assert figure.axes[0].get_xlabel() == "used tokens, %"
     del how["no_time"]
     swept = memcheck.sweep("softplus", lengths=[[8, 8], (8, 2)], predict_only=True, padded=True, **how)
     assert {record.lengths for record in swept} == {(8, 8), (8, 2)}

@@ -421,4 +421,4 @@ def test_a_notebook_shows_the_answer_the_picture_and_the_tables(write: Callable[
     assert [table.name for table in snapshot.table("what-if")] == ["what-if"]
     with pytest.raises(UsageError, match="table: line is unknown"):
         snapshot.table("line")
-    assert len(snapshot.plot().axes) == 1
+    assert len(snapshot.plot().axes) == 2  # The events, and the bar of the peak.

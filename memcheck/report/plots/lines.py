@@ -87,7 +87,7 @@ def line_figure(
 
 def common_label(quantities: Sequence[Quantity]) -> str:
     labels = {quantity.label for quantity in quantities}
-    return labels.pop() if len(labels) == 1 else "memory, inputs and output included"
+    return labels.pop() if len(labels) == 1 else "peak memory"
 
 
 def dress(ax: Axes, view: View, title: str, *, log: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.model_record import ModelRecord
+from memcheck.core.style import KINDS
 from memcheck.core.units import format_bytes
 from memcheck.report.plots.style import GREY, in_house_style, is_narrow, new_figure, written
 
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
 
 GIB, MIB = 2**30, 2**20
 PARTS = {
-    "parameter_bytes": ("parameters", "#332288", ""),
-    "gradient_bytes": ("gradients", "#88CCEE", "///"),
-    "optimizer_bytes": ("AdamW", "#44AA99", "xx"),
-    "saved_bytes": ("kept for backward", "#DDCC77", "\\\\\\"),
+    "parameter_bytes": ("parameters", KINDS["parameters"], ""),
+    "gradient_bytes": ("gradients", KINDS["gradients"], "///"),
+    "optimizer_bytes": ("optimizer state", KINDS["optimizer state"], "xx"),
+    "saved_bytes": ("kept for backward", KINDS["forward"], "\\\\\\"),
 }
 OOM = "#AA0000"
 FLAGS = {"autocast": "autocast {}", "checkpointing": "checkpoints", "compiled": "compiled"}
 ABSENT = {"autocast": "no autocast", "checkpointing": "no checkpoints", "compiled": "eager"}
-REST = ("the rest of the peak", "#CC6677", "---")
+REST = ("the rest of the peak", KINDS["others"], "---")
 
 
 @in_house_style
@@ -42,12 +43,15 @@ def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> 
     ax.invert_yaxis()
     ax.set_xlabel(f"bytes, {name}")
     ax.grid(axis="x")
-    bars = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=part)
-        for part, colour, hatch in (*PARTS.values(), REST)
+    parts = [part for field, part in PARTS.items() if any(getattr(record, field) for record in drawn)]
+    known = [record for record in drawn if record.status != "oom"]
+    parts += [REST] if any(rest_of(record) > 0 for record in known) else []
+    handles: list[Any] = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=part) for part, colour, hatch in parts
     ]
     peak = Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak, not all at once")
-    figure.legend(handles=[*bars, peak], loc="outside lower center", ncols=2 if is_narrow() else 3, frameon=False)
+    handles += [peak] if known else []
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 if is_narrow() else 3, frameon=False)
     draw_capacities(ax, drawn, unit)
     if not drawn:
         ax.text(0.5, 0.5, "no case has a peak", ha="center", color=GREY, transform=ax.transAxes)
@@ -55,6 +59,11 @@ def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> 
 
 
 plot_models = written(model_bars)
+
+
+def rest_of(record: ModelRecord) -> int:
+    """The bytes of the peak beyond its parts; negative if these are not all alive at once."""
+    return (record.peak_bytes or 0) - sum(getattr(record, field) or 0 for field in PARTS)
 
 
 def draw_bar(ax: Axes, place: int, record: ModelRecord, unit: int) -> None:

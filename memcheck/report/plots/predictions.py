@@ -74,10 +74,11 @@ def expectation_figure(
             difference.plot(*zip(*shares, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
             off.append((line, shares))
     dress(both, view, f"{quantity.title}: bytes", log=log)
-    both.set_ylabel("memory, inputs and output included")
+    both.set_ylabel("peak memory")
     dress(difference, view, expectation.difference, log=log)
     set_difference_axis(difference, [share for _, shares in off for _, share in shares], expectation)
-    add_note(figure, f"lines: {expectation.lines}", "marks: measured", "hollow: not run")
+    not_run = any(x not in dict(quantity.along(line.points)) for line, wanted in lines for x, _ in wanted)
+    add_note(figure, f"lines: {expectation.lines}", "marks: measured", "hollow: not run" if not_run else "")
     figure.draw_without_rendering()
     set_y(both, [value for _, wanted in lines for _, value in wanted], quantity.unit, log=log)
     ends = [(line, wanted[-1][1]) for line, wanted in lines]

@@ -52,7 +52,9 @@ def savings_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitl
     set_ratio_axis(figure.axes[0], others, base, quantity)
     figure.supylabel(f"{standard} / operator", fontsize=10)
     what = f"peak memory, {quantity.title.lower()}"
-    add_note(figure, what, f"dotted: as much as {standard}", f"hollow: {standard} predicted, not run")
+    hollow = any(predicted for line in others for _, predicted in ratios(line, base, quantity).values())
+    not_run = f"hollow: {standard} predicted, not run" if hollow else ""
+    add_note(figure, what, f"dotted: as much as {standard}", not_run)
     return figure
 
 

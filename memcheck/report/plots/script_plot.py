@@ -22,8 +22,7 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
     # The limit is shown unless it is so far above the peak that it would flatten the picture.
     limit = record.limit_bytes or 0
     limit = limit if limit < 3 * record.peak.bytes else 0
-    # Edges would hide layers that are narrower.
-    figure, ax = stack_figure(layers_over_time(record), title, subtitle, top=max(record.peak.bytes, limit), edge=0)
+    figure, ax = stack_figure(layers_over_time(record), title, subtitle, top=max(record.peak.bytes, limit))
     ax.set_xlim(0, record.events + 1)
     show_seconds(ax, record)
     if limit:

@@ -44,7 +44,7 @@ AXES = {
     "query_len": "query length",
     "kv_len": "key length",
     "dim": "token dimension",
-    "counted": "tokens that count, % of the padded batch",
+    "counted": "used tokens, %",
 }
 # Cases with these statuses have no value and are marked where the value would be.
 MARKED = ("oom", "skipped", "timeout", "killed")
@@ -83,19 +83,19 @@ class Quantity:
         return record.status if record.status in MARKED and self.value(record) is None else None
 
 
-FORWARD = Quantity("Forward", ("forward_peak_bytes",), label="memory, inputs and output included")
+FORWARD = Quantity("Forward", ("forward_peak_bytes",), label="peak memory")
 BACKWARD = Quantity(
     "Forward + backward",
     ("forward_peak_bytes", "backward_peak_bytes"),
-    label="memory, inputs, output and gradients included",
+    label="peak memory",
 )
 WHOLE_STEP = Quantity(
     "With the optimizer's step",
     ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"),
-    label="memory, the optimizer's state included",
+    label="peak memory",
 )
-FORWARD_TIME = Quantity("Forward", ("forward_ms",), "ms", "time, median and quartiles")
-BACKWARD_TIME = Quantity("Backward", ("backward_ms",), "ms", "time, median and quartiles")
+FORWARD_TIME = Quantity("Forward", ("forward_ms",), "ms", "time")
+BACKWARD_TIME = Quantity("Backward", ("backward_ms",), "ms", "time")
 STATE = Quantity("State", ("state_bytes",), label="memory")
 STEP = Quantity("Peak of one step", ("forward_peak_bytes",), label="memory")
 

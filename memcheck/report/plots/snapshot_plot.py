@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def snapshot_figure(record: SnapshotRecord, *, title: str, subtitle: str = "") -> Figure:
     levels = record.levels
     stack = Layers([event + 1 for event in levels.events], short_names(levels.layers))
-    figure, ax = stack_figure(stack, title, subtitle, top=record.peak_reserved_bytes, edge=0)
-    ax.set_xlabel("events, in order")
+    figure, ax = stack_figure(stack, title, subtitle, top=record.peak_reserved_bytes)
+    ax.set_xlabel("events")
     end = max(record.events, 1) + 1
     ax.set_xlim(0, end)
     ax.step([*stack.steps, end], [*levels.reserved, *levels.reserved[-1:]], where="post", color="black", lw=1)

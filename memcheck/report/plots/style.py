@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 GREY = "#666666"
 GRID = "#dddddd"
+# The greys of a plot on a dark page, by those on a white one.
+DARK = {"#000000": "#e6e9eb", "#ffffff": "#16191c", GREY: "#a4adb5", GRID: "#3c444b"}
+LEAST_LIGHT = 0.2  # Luminance of any other colour there.
 FORMATS = ("png", "svg", "pdf")
 # Inches. At a width of 9 inches, 10-point text has 12 pixels on a web page; at the narrow width, 10 on a phone.
 WIDE, NARROW = 9.6, 4.8
@@ -238,11 +241,36 @@ def svg_element(figure: Figure, name: str, caption: str, share: float, rule: str
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
+    svg, dark = with_dark_colours(svg, name)
     # The global rule would also apply to the page's own elements.
-    svg = svg.replace("*{stroke-linejoin", f"#{name} *{{stroke-linejoin").replace("</style>", f" {rule}</style>", 1)
+    svg = svg.replace("*{stroke-linejoin", f"#{name} *{{stroke-linejoin").replace(
+        "</style>", f" {rule}\n  {dark}</style>", 1
+    )
     head = f'<svg id="{name}" role="img" style="max-width:{share:.1%};height:auto"'
     title = f"<title>{escape(caption)}</title>"
     return re.sub(r"<svg\b([^>]*)>", lambda found: f"{head}{found[1]}>\n {title}", svg, count=1)
+
+
+def with_dark_colours(svg: str, name: str) -> tuple[str, str]:
+    """The element with variables for colours, and the rules that give them other values on a dark page."""
+    colours = sorted({colour.lower() for colour in re.findall(r"(?<=: )#[0-9a-fA-F]{6}\b", svg)} | {"#000000"})
+    svg = re.sub(r"(?<=: )#([0-9a-fA-F]{6})\b", lambda found: f"var(--{name}-{found[1].lower()}, {found[0]})", svg)
+    values = "; ".join(f"--{name}-{colour[1:]}: {dark_colour(colour)}" for colour in colours)
+    # Matplotlib leaves out a black fill, which is SVG's default.
+    black = f"#{name} {{ fill: var(--{name}-000000, #000000) }}"
+    return svg, f"{black} @media screen and (prefers-color-scheme: dark) {{ #{name} {{ {values} }} }}"
+
+
+def dark_colour(colour: str) -> str:
+    """The colour on a dark page: greys are inverted, dark colours become lighter."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    if colour in DARK:
+        return DARK[colour]
+    red, green, blue = to_rgb(colour)
+    light = 0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2
+    share = max(0.0, LEAST_LIGHT - light) / (1 - light)
+    return to_hex((red + share * (1 - red), green + share * (1 - green), blue + share * (1 - blue)))
 
 
 def shown(figure: Figure) -> Figure:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memcheck.core.style import colour_of
 from memcheck.core.units import format_bytes
 from memcheck.report.plots.scales import set_linear_ticks
 from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, is_narrow, new_figure, written
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 # Number of layers with their own name; all others are combined.
 MOST_LAYERS = 11
 OTHERS = ("other", "others")
-OTHERS_COLOUR = "#BBBBBB"
+FEW_STEPS = 200
+LEAST_VISIBLE = 0.004  # Share of the picture's height.
 # Approximate number of columns; with more steps than this, each column shows its maximum.
 MOST_STEPS = 1500
 MOST_LETTERS = 36
@@ -63,17 +66,21 @@ def timeline_figure(timeline: Timeline, *, title: str = "Memory over one case", 
 plot_timeline = written(timeline_figure)
 
 
-def stack_figure(stack: Layers, title: str, subtitle: str, *, top: float = 0, edge: float = 0.5) -> tuple[Figure, Axes]:
-    """The layers on axes of bytes that reach to `top` at least. edge: the width of the layers' edges."""
+def stack_figure(stack: Layers, title: str, subtitle: str, *, top: float = 0) -> tuple[Figure, Axes]:
+    """The layers on axes of bytes that reach to `top` at least, beside a bar of what is alive at the peak."""
     figure = new_figure(WIDE, 6.4 if is_narrow() else 4.8, title, subtitle)
-    ax = figure.subplots()
-    draw_layers(ax, stack, edge)
-    figure.draw_without_rendering()
-    highest = max([top, *stack.tops]) or 1
+    ax, bar = figure.subplots(1, 2, width_ratios=[9 if is_narrow() else 18, 1])
+    tops = stack.tops
+    highest = max([top, *tops]) or 1
     lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
-    ax.set_ylim(1.1 * min(lowest, 0), 1.2 * highest)
+    looks = looks_of(stack)
+    draw_layers(ax, stack, looks)
+    draw_bar(bar, stack, looks, tops.index(max(tops, default=0)) if tops else 0, highest)
+    for each in (ax, bar):
+        each.set_ylim(1.1 * min(lowest, 0), 1.2 * highest)
+    figure.draw_without_rendering()
     set_linear_ticks(ax.yaxis, highest, "bytes")
-    ax.set_xlabel("allocations and frees, in order")
+    ax.set_xlabel("allocations and frees")
     ax.set_ylabel("alive")
     return figure, ax
 
@@ -108,28 +115,64 @@ def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
     return Layers([stack.steps[place] for place in places], layers)
 
 
-def draw_layers(ax: Axes, stack: Layers, edge: float) -> None:
+def looks_of(stack: Layers) -> dict[str, dict[str, Any]]:
+    """The colour and hatch of each layer; kinds of memory have their own colours, other names those that are left."""
+    kinds = {name: colour for name in stack.layers if (colour := colour_of(name)) is not None}
+    left = itertools.cycle([colour for colour in COLOURS if colour not in kinds.values()])
+    # White edges tell blocks apart where each has some width; they would hide narrow ones.
+    edge = 0.5 if len(stack.steps) < FEW_STEPS else 0
+    return {
+        name: {"facecolor": kinds.get(name) or next(left), "hatch": hatch, "edgecolor": "white", "lw": edge}
+        for name, hatch in zip(stack.layers, itertools.cycle(HATCHES))
+    }
+
+
+def draw_layers(ax: Axes, stack: Layers, looks: Mapping[str, Mapping[str, Any]]) -> None:
     # The last event gets the same width as any other.
     steps = [*stack.steps, *[step + 1 for step in stack.steps[-1:]]]
-    below, handles = [0] * len(steps), []
-    for number, (name, sizes) in enumerate(stack.layers.items()):
+    below = [0] * len(steps)
+    for name, sizes in stack.layers.items():
         levels = [*sizes, *sizes[-1:]]
         above = [low + size if size > 0 else low for low, size in zip(below, levels, strict=True)]
-        look: dict[str, Any] = {"edgecolor": "white", "hatch": HATCHES[number % len(HATCHES)], "lw": edge}
-        colour = OTHERS_COLOUR if name.rpartition(" ")[2] in OTHERS else COLOURS[number % len(COLOURS)]
-        layer = ax.fill_between(steps, below, above, step="post", facecolor=colour, label=name, **look)
-        handles.append(layer)
+        ax.fill_between(steps, below, above, step="post", label=name, **looks[name])
         if min(levels) < 0:
             under = [min(size, 0) for size in levels]
-            ax.fill_between(steps, under, 0, step="post", facecolor=colour, label="_under", **look)
+            ax.fill_between(steps, under, 0, step="post", label="_under", **looks[name])
         below = above
-    # Matplotlib omits labels that begin with an underscore, such as _softmax_backward_data.
-    names = [f" {short(name)}" if name.startswith("_") else short(name) for name in stack.layers]
-    # The legend lists the layers from top to bottom.
-    how: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+    # A spike that is narrower than a pixel has its outline.
+    ax.step(steps, below, where="post", color="black", lw=0.6, label="_outline")
+
+
+def draw_bar(ax: Axes, stack: Layers, looks: Mapping[str, Mapping[str, Any]], place: int, highest: float) -> None:
+    """A bar of what is alive at the place, and the legend: names from top to bottom, with their bytes there.
+
+    Layers that are too thin to be seen anywhere are not named.
+    """
+    below, handles, names = 0, [], []
+    for name, sizes in stack.layers.items():
+        size = max(sizes[place], 0) if sizes else 0
+        (drawn,) = ax.bar([0], [size], bottom=[below], width=1, **{**looks[name], "lw": 0})
+        below += size
+        if max(map(abs, sizes), default=0) >= LEAST_VISIBLE * highest:
+            handles.append(drawn)
+            # Matplotlib omits labels that begin with an underscore, such as _softmax_backward_data.
+            names.append(f" {short(name)}".removeprefix("" if name.startswith("_") else " ") + size_words(size))
+    ax.set_xlim(-0.5, 0.5)
+    ax.set_xticks([0], ["peak"])
+    ax.set_yticks([])
+    ax.spines[["left", "bottom"]].set_visible(False)
+    ax.tick_params(length=0)
+    how: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.1, 0.5)}
     if is_narrow():
-        how = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 2}
+        figure = ax.get_figure()
+        assert figure is not None
+        figure.legend(handles[::-1], names[::-1], frameon=False, fontsize=9, loc="outside lower center", ncols=1)
+        return
     ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=9, **how)
+
+
+def size_words(size: int) -> str:
+    return f", {format_bytes(size)}" if size else ""
 
 
 def short(name: str) -> str:

@@ -11,8 +11,9 @@ from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, reco
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
+from memcheck.core.style import KINDS, colour_of
 from memcheck.report.plots.lines import time_lines
-from memcheck.report.plots.models import model_bars
+from memcheck.report.plots.models import PARTS, model_bars
 from memcheck.report.plots.predictions import prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
@@ -119,12 +120,13 @@ def test_a_case_over_time(tmp_path) -> None:
     phases, peak = [("forward", 0, 1), ("backward", 2, 3)], {"forward": 1, "backward": 2}
     timeline = make_timeline(series, phases=phases, peak=peak)
     figure = plot_timeline(timeline, tmp_path / "timeline.svg", title="naive")
-    (ax,) = figure.axes
+    ax, bar = figure.axes
     assert texts(ax) == {"forward", "backward", "forward peak 5 MiB", "backward peak 6 MiB"}
     assert labelled(ax, "_peak") == [[(1.5, 5 * MIB)], [(2.5, 6 * MIB)]]
     # What lives longest lies at the bottom; the key names the topmost first.
     assert [layer.get_label() for layer in ax.collections] == ["q", "_softmax", "dq"]
-    assert [text.get_text().strip() for text in ax.get_legend().get_texts()] == ["dq", "_softmax", "q"]
+    names = [text.get_text().strip() for text in bar.get_legend().get_texts()]
+    assert names == ["dq, 1 MiB", "_softmax, 4 MiB", "q, 1 MiB"]
     assert [line.get_xdata()[0] for line in ax.get_lines() if line.get_label() == "_phase"] == [2]
     assert "_softmax" in (tmp_path / "timeline.svg").read_text()
     highest = [max(path.vertices[:, 1]) for layer in ax.collections for path in layer.get_paths()]
@@ -138,7 +140,7 @@ def test_labels_of_close_peaks_do_not_cross(tmp_path) -> None:
     phases = [("forward", 0, 39), ("backward", 40, 99)]
     timeline = make_timeline({"q": sizes}, phases=phases, peak={"forward": 38, "backward": 42, "step": 44})
     figure = plot_timeline(timeline, tmp_path / "timeline.png", title="")
-    (ax,) = figure.axes
+    ax, _ = figure.axes
     figure.draw_without_rendering()
     labels = [text for text in ax.texts if "peak" in text.get_text()]
     boxes = [label.get_window_extent() for label in labels]
@@ -146,6 +148,43 @@ def test_labels_of_close_peaks_do_not_cross(tmp_path) -> None:
     assert boxes[0].x1 <= line + 1
     assert boxes[1].x0 >= line - 1
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_a_bar_shows_what_is_alive_at_the_peak(tmp_path) -> None:
+    series = {"inputs": [MIB, MIB, MIB], "gradients": [0, 0, 3 * MIB], "y": [0, 8 * MIB, 0], "tiny": [0, 1, 0]}
+    figure = plot_timeline(make_timeline(series, peak={"forward": 1}), tmp_path / "timeline.png")
+    _, bar = figure.axes
+    assert [patch.get_height() for patch in bar.patches if patch.get_height() > 1] == [MIB, 8 * MIB]
+    # What is not alive at the peak has no size, and what is too thin to be seen no name.
+    assert sorted(text.get_text() for text in bar.get_legend().get_texts()) == [
+        "gradients",
+        "inputs, 1 MiB",
+        "y, 8 MiB",
+    ]
+
+
+def test_a_narrow_spike_has_an_outline(tmp_path) -> None:
+    sizes = [MIB] * MOST_STEPS
+    sizes[700] = 9 * MIB
+    figure = plot_timeline(make_timeline({"q": sizes}, peak={"forward": 700}), tmp_path / "timeline.png")
+    ax, _ = figure.axes
+    ((*outline,),) = labelled(ax, "_outline")
+    assert max(outline, key=lambda point: point[1]) == (700, 9 * MIB)
+    assert {layer.get_linewidth()[0] for layer in ax.collections} == {0}
+
+
+def test_a_kind_of_memory_has_one_colour_everywhere(tmp_path) -> None:
+    from matplotlib.colors import to_rgba
+
+    series = {"parameters": [MIB], "gradients": [MIB], "optimizer state": [MIB], "kept for backward": [MIB], "z": [MIB]}
+    ax, _ = plot_timeline(make_timeline(series), tmp_path / "timeline.png").axes
+    drawn = {layer.get_label(): tuple(layer.get_facecolor()[0]) for layer in ax.collections}
+    bars = {name: to_rgba(colour) for name, colour, _ in PARTS.values()}
+    assert {name: drawn[name] for name in bars} == bars
+    assert drawn.pop("z") not in drawn.values()
+    assert colour_of("from backward") == KINDS["backward"]
+    assert colour_of("3 others") == KINDS["others"]
+    assert colour_of("aten::mm") is None
 
 
 def test_small_layers_are_one() -> None:
@@ -169,7 +208,7 @@ def test_a_long_timeline_keeps_its_peaks() -> None:
 
 def test_what_was_freed_unseen_hangs_below(tmp_path) -> None:
     timeline = make_timeline({"freed, from before": [0, -MIB], "q": [2 * MIB, 3 * MIB]}, peak={"forward": 1})
-    (ax,) = plot_timeline(timeline, tmp_path / "timeline.png").axes
+    ax, _ = plot_timeline(timeline, tmp_path / "timeline.png").axes
     assert ax.get_ylim()[0] < -MIB
     assert texts(ax) == {"forward peak 2 MiB"}
     assert labelled(ax, "_peak") == [[(1.5, 3 * MIB)]]

@@ -16,6 +16,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report.plots.pictures import PictureRequest, choose_pictures, svg_plots, write_plots
 from memcheck.report.plots.series import quantity_of
+from memcheck.report.plots.style import dark_colour
 from memcheck.studies.published_plot import published_picture
 
 OPERATORS = {"naive": 40, "softplus": 4}
@@ -66,7 +67,7 @@ def test_padded_and_packed_batches_share_a_picture() -> None:
     ]
     (picture, *_) = choose_pictures(records, styles=STYLES, title="")
     ax = picture.draw().axes[0]
-    assert ax.get_xlabel() == "tokens that count, % of the padded batch"
+    assert ax.get_xlabel() == "used tokens, %"
     assert points(ax) == {
         "softplus, padded": [(55, 4096), (75, 4096), (100, 4096)],
         "softplus, packed": [(55, 4 * 564), (75, 4 * 768), (100, 4096)],
@@ -226,6 +227,25 @@ def test_inline_images_share_a_page() -> None:
         assert narrow[1] > narrow[0] or "savings" in pair[0].attrib["id"]
         hidden = re.findall(r"@media \((\w+)-width: [\d.]+rem\) { #([\w-]+) { display: none } }", svg)
         assert hidden == [("max", pair[0].attrib["id"]), ("min", pair[1].attrib["id"])]
+
+
+def test_colours_change_on_a_dark_page() -> None:
+    ((_, svg), *_) = svg_plots(grid({"naive": 40, "softplus": 4}, [256, 512], [64]), styles=STYLES, title="")
+    used = set(re.findall(r"var\((--[\w-]+), #", svg))
+    rules = re.findall(r"@media screen and \(prefers-color-scheme: dark\) { #[\w-]+ { (.*?) } }", svg)
+    given = {name: colour for rule in rules for name, colour in re.findall(r"(--[\w-]+): (#[0-9a-f]{6})", rule)}
+    assert len(rules) == 2
+    assert used <= given.keys()
+    assert {colour for name, colour in given.items() if name.endswith("-ffffff")} == {"#16191c"}
+    assert not re.search(r"(?<=[a-z]: )#[0-9a-fA-F]{6}", re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("colour", "dark"), [("#000000", "#e6e9eb"), ("#ffffff", "#16191c"), ("#e69f00", "#e69f00"), ("#332288", None)]
+)
+def test_dark_colours_become_lighter(colour: str, dark: str | None) -> None:
+    found = dark_colour(colour)
+    assert found == dark or (dark is None and int(found[1:3], 16) > int(colour[1:3], 16))
 
 
 def test_the_users_matplotlib_stays_as_it_was() -> None:
