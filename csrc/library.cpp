@@ -14,6 +14,7 @@
 #include "common/cpu_level.h"
 #include "common/cpu_products.h"
 #include "compressed_attention/compressed_attention_plan_cuda.h"
+#include "compressed_attention/compressed_attention_window.h"
 #include "linear_attention/linear_attention_plan_cuda.h"
 #include "memory/allocation_timeline.h"
 #include "memory/peak_ledger.h"
@@ -249,15 +250,15 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
                                                                 int64_t D, int64_t factor, bool causal,
                                                                 const std::string& dtype, int64_t threads,
                                                                 const std::string& device, const Lengths& lengths,
-                                                                bool packed) {
+                                                                bool packed, int64_t window, int64_t first) {
   const PlannedSequences sequences(lengths, packed);
   const int64_t C = memcheck::compressed_attention_blocks(T, factor, packed, sequences.table.count);
   memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   shape.sequences = sequences.table;
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan_of =
-      is_cuda(device) ? memcheck::compressed_attention_plan_cuda : memcheck::compressed_attention_cpu.plan;
-  const auto plan = plan_of(shape, type, threads);
+  const auto plan = is_cuda(device)
+                        ? memcheck::compressed_attention_plan_cuda(shape, type, threads)
+                        : memcheck::compressed_attention_window_cpu.plan(shape, {window, first}, type, threads);
   return {{"lse", B * H * S * memcheck::acc_bytes(type)},
           {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
           {"forward_scratch", plan.forward_scratch_bytes},
@@ -329,10 +330,10 @@ static void bind_plans(py::module_& m) {
   m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
         py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
         py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu", py::arg("sequences") = py::none(),
-        py::arg("packed") = false,
+        py::arg("packed") = false, py::arg("window") = 0, py::arg("first") = 0,
         "bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
         "those that came pooled), delta and backward_scratch; threads count on the CPU alone. sequences: (queries, "
-        "keys) of each, in a packed or padded batch");
+        "keys) of each, in a packed or padded batch. window: its size, 0 without one, and the first position of k");
 }
 
 PYBIND11_MODULE(_C, m) {

@@ -52,6 +52,29 @@ void zero_all(std::initializer_list<at::Tensor> tensors) {
     if (x.defined()) x.zero_();
 }
 
+// ---- kernels with a window or without
+
+#ifdef MEMCHECK_HOST_CUDA
+constexpr const CompressedAttentionWindowKernels* kWindowKernels = nullptr;
+#else
+constexpr const CompressedAttentionWindowKernels* kWindowKernels = &compressed_attention_window_cpu;
+#endif
+
+// k and v may be undefined without a window.
+CompressedAttentionWindow window_of(const char* op, const CompressedAttentionShape& shape, const Options& options,
+                                    const at::Tensor& k, const at::Tensor& v) {
+  if (!options.window) return {};
+  TORCH_CHECK_NOT_IMPLEMENTED(kWindowKernels != nullptr, op, ": window is not available on CUDA yet");
+  const int64_t size = std::min(*options.window, std::max<int64_t>(1, shape.T));
+  return {size, shape.T - k.size(2), reads<4>(k), reads<4>(v)};
+}
+
+CompressedAttentionPlan plan_of(const CompressedAttentionKernels& kernels, const CompressedAttentionShape& shape,
+                                const CompressedAttentionWindow& window, const at::Tensor& q, int64_t threads) {
+  if (window.size == 0) return kernels.plan(shape, dtype_of(q), threads);
+  return kWindowKernels->plan(shape, window, dtype_of(q), threads);
+}
+
 // The tensors of the forward kernel.
 struct ForwardTensors {
   const at::Tensor& q;     // (B,H,S,D)
@@ -61,6 +84,7 @@ struct ForwardTensors {
   const at::Tensor& y;     // (B,H,S,D)
   const at::Tensor& lse;   // (B,H,S), or without elements, or undefined
   void* scratch;
+  CompressedAttentionWindow window = {};
 };
 
 void run_forward(const CompressedAttentionKernels& kernels, const CompressedAttentionShape& shape,
@@ -71,7 +95,8 @@ void run_forward(const CompressedAttentionKernels& kernels, const CompressedAtte
                                      reads<4>(x.vc), data_of(x.sink),
                                      writes<4>(x.y), wants_lse ? writes<3>(x.lse) : Strided<3>(),
                                      x.scratch,      device.threads};
-  kernels.forward(p, dtype_of(x.q), device.stream);
+  if (x.window.size == 0) return kernels.forward(p, dtype_of(x.q), device.stream);
+  kWindowKernels->forward({p, x.window}, dtype_of(x.q), device.stream);
 }
 
 void fill_padded_outputs(const Sequences& sequences, const at::Tensor& y, const at::Tensor& lse) {
@@ -87,7 +112,8 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
   const Sequences sequences = sequences_of(kForward, arguments, *kernels.sequences, q, device, shape);
-  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
+  const CompressedAttentionWindow window = window_of(kForward, shape, options, in.k, in.v);
+  const auto plan = plan_of(kernels, shape, window, q, device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const at::Tensor kc = empty_compressed(n, q, true), vc = empty_compressed(n, q, true);
@@ -97,7 +123,7 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
   const CompressedAttentionPooling pooling{shape,         reads<4>(in.k), reads<4>(in.v), writes<4>(kc),
                                            writes<4>(vc), scratch.data(), device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
-  run_forward(kernels, shape, options, {q, kc, vc, sink, y, lse, scratch.data()}, device);
+  run_forward(kernels, shape, options, {q, kc, vc, sink, y, lse, scratch.data(), window}, device);
   if (in.keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
@@ -106,6 +132,7 @@ std::pair<Sizes, SequenceArguments> check_pooled(const Pooled::Arguments& in) {
   const Sizes n = check_blocks(kPooled, in.q, in.kc, in.vc, in.kv_len, options_of(in), true);
   SequenceArguments sequences = sequence_arguments(kPooled, in);
   check_block_count(kPooled, n, options_of(in), sequences);
+  check_window(kPooled, n, in.q, options_of(in), in.k, in.v, true, sequences);
   check_sink(kPooled, n, in.q, in.sink);
   return {n, sequences};
 }
@@ -123,12 +150,14 @@ Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
   const Sequences sequences = sequences_of(kPooled, arguments, *kernels.sequences, q, device, shape);
-  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
+  const CompressedAttentionWindow window =
+      window_of(kPooled, shape, options, tensor_or_none(in.k), tensor_or_none(in.v));
+  const auto plan = plan_of(kernels, shape, window, q, device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
   fill_padded_outputs(sequences, y, lse);
-  run_forward(kernels, shape, options, {q, in.kc, in.vc, sink, y, lse, scratch.data()}, device);
+  run_forward(kernels, shape, options, {q, in.kc, in.vc, sink, y, lse, scratch.data(), window}, device);
   return {y, lse};
 }
 
@@ -392,23 +421,29 @@ StepResult last_step(const CompressedAttentionKernels& kernels, const StepOp::Ar
 
 // ---- backward
 
-// Fills the gradients, of which those of keys and values are pooled or not.
+// Fills the gradients, of which those of keys and values are pooled or not. of_window: those of its keys and values.
 template <typename Arguments>
 void run_backward(const CompressedAttentionKernels& kernels, const char* op, const Sizes& n, const Arguments& in,
-                  bool pooled, const Gradients& gradients) {
+                  bool pooled, const Gradients& gradients, const std::array<at::Tensor, 2>& of_window) {
   const auto& [grad_q, grad_k, grad_v, grad_sink] = gradients;
   const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(in.q);
   CompressedAttentionShape shape = n.shape(options_of(in));
   const Sequences sequences = sequences_of(op, sequence_arguments(op, in), *kernels.sequences, in.q, device, shape);
-  const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
-  const bool keeps_delta = grad_k.defined() || grad_sink.defined();
+  CompressedAttentionWindow window = window_of(op, shape, options_of(in), tensor_or_none(in.k), tensor_or_none(in.v));
+  const auto plan = plan_of(kernels, shape, window, in.q, device.threads);
+  const bool keeps_delta = grad_k.defined() || grad_sink.defined() || of_window[0].defined();
   const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
   const Scratch scratch(plan.backward_scratch_bytes, in.q);
   sequences.fill_padded_queries(grad_q, 2);
   for (const at::Tensor& x : {grad_k, grad_v}) {
     if (!pooled) sequences.fill_padded_keys(x, 2);
     if (pooled && shape.sequences) zero_all({x});  // places without a block
+  }
+  if (window.size > 0) {
+    for (const at::Tensor& x : of_window) sequences.fill_padded_keys(x, 2);
+    window.grad_k = writes<4>(of_window[0]);
+    window.grad_v = writes<4>(of_window[1]);
   }
   const CompressedAttentionBackward p{shape,
                                       scale_of(shape, options_of(in)),
@@ -428,7 +463,8 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
                                       {delta.data(), {shape.H * shape.S, shape.S, 1}},
                                       scratch.data(),
                                       device.threads};
-  kernels.backward(p, dtype_of(in.q), device.stream);
+  if (window.size == 0) return kernels.backward(p, dtype_of(in.q), device.stream);
+  kWindowKernels->backward({p, window}, dtype_of(in.q), device.stream);
 }
 
 Gradients empty_gradients(const Sizes& n, const BackwardOp::Arguments& in) {
@@ -448,26 +484,34 @@ Gradients backward_meta(const BackwardOp::Arguments& in) {
 Gradients backward(const CompressedAttentionKernels& kernels, const BackwardOp::Arguments& in) {
   const Sizes n = check_backward(kBackward, in);
   const Gradients gradients = empty_gradients(n, in);
-  run_backward(kernels, kBackward, n, in, /*pooled=*/false, gradients);
+  run_backward(kernels, kBackward, n, in, /*pooled=*/false, gradients,
+               {std::get<1>(gradients), std::get<2>(gradients)});
   return gradients;
 }
 
-Gradients empty_pooled_gradients(const PooledBackwardOp::Arguments& in) {
+PooledBackwardOp::Results empty_pooled_gradients(const PooledBackwardOp::Arguments& in) {
   const auto& wanted = in.output_mask;
-  return {empty_gradient(wanted[0], in.q), empty_gradient(wanted[1], in.kc),
-          empty_gradient(wanted[2], tensor_or_none(in.vc), in.kc.sym_sizes(), in.kc.options()),
-          empty_gradient(wanted[3], tensor_or_none(in.sink))};
+  return {
+      empty_gradient(wanted[0], in.q),
+      empty_gradient(wanted[1], in.kc),
+      empty_gradient(wanted[2], tensor_or_none(in.vc), in.kc.sym_sizes(), in.kc.options()),
+      empty_gradient(wanted[3], tensor_or_none(in.sink)),
+      in.window ? empty_gradient(wanted[4], *in.k) : at::Tensor(),
+      in.window ? empty_gradient(wanted[5], tensor_or_none(in.v), in.k->sym_sizes(), in.kc.options()) : at::Tensor()};
 }
 
-Gradients pooled_backward_meta(const PooledBackwardOp::Arguments& in) {
+PooledBackwardOp::Results pooled_backward_meta(const PooledBackwardOp::Arguments& in) {
   check_backward(kPooledBackward, in);
   return empty_pooled_gradients(in);
 }
 
-Gradients pooled_backward(const CompressedAttentionKernels& kernels, const PooledBackwardOp::Arguments& in) {
+PooledBackwardOp::Results pooled_backward(const CompressedAttentionKernels& kernels,
+                                          const PooledBackwardOp::Arguments& in) {
   const Sizes n = check_backward(kPooledBackward, in);
-  const Gradients gradients = empty_pooled_gradients(in);
-  run_backward(kernels, kPooledBackward, n, in, /*pooled=*/true, gradients);
+  const PooledBackwardOp::Results gradients = empty_pooled_gradients(in);
+  const auto& [grad_q, grad_kc, grad_vc, grad_sink, grad_k, grad_v] = gradients;
+  run_backward(kernels, kPooledBackward, n, in, /*pooled=*/true, {grad_q, grad_kc, grad_vc, grad_sink},
+               {grad_k, grad_v});
   return gradients;
 }
 

@@ -38,13 +38,15 @@ std::optional<Tensor> kept_y(const Tensor& y) {
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the softmax weights from
 // scores. vc: for the gradient of a weight, but not for that of the values. y: grad_y . y, unless y was rounded to 16
 // bits, when that is a sum over blocks. sink: its weight, for its own gradient and for those of
-// gradients; the lse includes it. Lengths: which positions belong to which sequence.
+// gradients; the lse includes it. Lengths: which positions belong to which sequence. k and v of a window: as kc and vc.
 template <typename Arguments>
 variable_list saved_tensors(const Arguments& in, const Tensor& kc, const Tensor& vc, const Tensor& y, const Tensor& lse,
                             bool grads_scores) {
   const bool exact = acc_scalar_type(in.q.scalar_type()) == in.q.scalar_type();
+  const MaybeTensor k = in.k, v = in.v;
   return tensors_among(in.q, kc, vc, grads_scores && exact ? y : Tensor(), lse, in.sink, in.cu_seqlens_q,
-                       in.cu_seqlens_k, in.lengths);
+                       in.cu_seqlens_k, in.lengths, in.window ? k : std::nullopt,
+                       in.window && grads_scores ? v : std::nullopt);
 }
 
 // For each position its block among those that the forward kept, and how many positions that has, 0 for padding:
@@ -116,6 +118,8 @@ operators::CompressedAttentionGradients gradients_of(const Saved& saved, const v
           saved.tensors[4].detach(),
           if_defined(grads[1]),
           given(5),
+          given(9),
+          given(10),
           given(6),
           given(7),
           given(8),
@@ -124,7 +128,8 @@ operators::CompressedAttentionGradients gradients_of(const Saved& saved, const v
           std::move(kv_len),
           of.causal,
           of.strict,
-          of.scale};
+          of.scale,
+          of.window};
 }
 
 struct CompressedAttention : Differentiable<CompressedAttention, Op> {
@@ -133,7 +138,7 @@ struct CompressedAttention : Differentiable<CompressedAttention, Op> {
     const auto [y, lse, kc, vc] = call_below<Op>(in);
     const bool grads_scores = in.q.requires_grad() || in.k.requires_grad() || requires_gradient(in.sink);
     ctx->save_for_backward(saved_tensors(in, kc, grads_scores ? vc : Tensor(), y, lse, grads_scores));
-    // k and v are not saved, but the strides of their gradients.
+    // Without a window k and v are not saved, but the strides of their gradients.
     ctx->saved_data["kv_len"] = in.k.sym_size(2);
     ctx->saved_data["grad_k_stride"] = gradient_stride(in.k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(in.v);
@@ -165,7 +170,8 @@ struct PooledAttention : Differentiable<PooledAttention, Pooled> {
   static variable_list run(AutogradContext* ctx, Arguments in) {
     in.keep = true;
     const auto [y, lse] = call_below<Pooled>(in);
-    const bool grads_scores = in.q.requires_grad() || in.kc.requires_grad() || requires_gradient(in.sink);
+    const bool grads_scores =
+        in.q.requires_grad() || in.kc.requires_grad() || requires_gradient(in.sink) || requires_gradient(in.k);
     // The gradient of vc takes the strides of vc.
     const bool saves_vc = grads_scores || !in.vc.is_contiguous();
     ctx->save_for_backward(saved_tensors(in, in.kc, saves_vc ? in.vc : Tensor(), y, lse, grads_scores));
@@ -174,7 +180,7 @@ struct PooledAttention : Differentiable<PooledAttention, Pooled> {
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    return list_of(call<PooledBackwardOp>({gradients_of(saved, grads, saved.options.kv_len), saved.wanted_of<4>()}));
+    return list_of(call<PooledBackwardOp>({gradients_of(saved, grads, saved.options.kv_len), saved.wanted_of<6>()}));
   }
 };
 

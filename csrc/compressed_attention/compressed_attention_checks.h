@@ -12,8 +12,8 @@
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/sequences.h"
-#include "compressed_attention/compressed_attention.h"
 #include "compressed_attention/compressed_attention_operators.h"
+#include "compressed_attention/compressed_attention_window.h"
 
 // What the operators of compressed attention share: checks of their arguments, and results.
 
@@ -27,6 +27,7 @@ struct Options {
   int64_t factor;
   bool causal, strict;
   std::optional<double> scale;
+  std::optional<int64_t> window = std::nullopt;
 };
 
 // Symbolic while torch.compile traces.
@@ -52,6 +53,11 @@ inline void check_options(const char* op, const Options& options, const at::Tens
   TORCH_CHECK_VALUE(options.causal || !options.strict, op,
                     ": strict needs causal, as it is about the block a query is in, got strict=True and causal=False");
   if (options.scale) check_scale(op, *options.scale, q.scalar_type());
+  if (!options.window) return;
+  TORCH_CHECK_VALUE(options.causal, op, ": window needs causal, got causal=False");
+  TORCH_CHECK_VALUE(*options.window >= 1 && *options.window <= kMostPositions, op, ": window must be from 1 to ",
+                    kMostPositions, ", got ", *options.window);
+  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda(), op, ": window is not available on CUDA yet");
 }
 
 // The places for blocks of keys of T positions.
@@ -79,7 +85,7 @@ SequenceArguments sequence_arguments(const char* op, const Arguments& in) {
 }
 template <typename Arguments>
 Options options_of(const Arguments& in) {
-  return {in.factor, in.causal, in.strict, in.scale};
+  return {in.factor, in.causal, in.strict, in.scale, in.window};
 }
 
 // The sizes of k and v. The caller sets C.
@@ -112,6 +118,31 @@ inline Sizes check_blocks(const char* op, const at::Tensor& q, const at::Tensor&
   return n;
 }
 
+// The first position that a query at position t sees as it is.
+inline c10::SymInt first_in_window(const Sizes& n, const Options& options, const c10::SymInt& t) {
+  return (t - *options.window + 1).max(0) / options.factor * options.factor;
+}
+
+// With a window, the keys and values of the newest positions. v may be undefined unless it is needed.
+inline void check_window(const char* op, const Sizes& n, const at::Tensor& q, const Options& options,
+                         const std::optional<at::Tensor>& k, const std::optional<at::Tensor>& v, bool needs_v,
+                         const SequenceArguments& sequences) {
+  TORCH_CHECK_VALUE(options.window || (!k && !v), op, ": k and v need a window, got window=None");
+  if (!options.window) return;
+  const auto check = [&](const char* name, const at::Tensor& x) {
+    check_rank(op, name, x, 4, "(B,Hkv,n,D)");
+    check_shape(op, name, x, "(B,Hkv,n,D)", {n.B, n.Hkv, k->sym_size(2), n.D}, "kc");
+    check_like(op, name, x, q, "q");
+  };
+  check("k", tensor_or_none(k));
+  if (v || needs_v) check("v", tensor_or_none(v));
+  const c10::SymInt count = k->sym_size(2);
+  const c10::SymInt least =
+      sequences.packed() || sequences.padded() ? n.T : n.T - first_in_window(n, options, n.T - n.S);
+  TORCH_CHECK_VALUE(n.S == 0 || (count >= least && count <= n.T), op, ": k must be of ", least, " to ", n.T,
+                    " positions, those that queries see as they are, got ", count);
+}
+
 // There is a block for every `factor` positions of kv_len, or if packed, a place for it.
 inline void check_block_count(const char* op, const Sizes& n, const Options& options,
                               const SequenceArguments& sequences) {
@@ -120,6 +151,13 @@ inline void check_block_count(const char* op, const Sizes& n, const Options& opt
     TORCH_CHECK_VALUE(n.C == all, op, ": kc must be (1,Hkv,C,D) with C = floor(kv_len / factor) + N = ", all,
                       " for kv_len = ", n.T, ", factor = ", options.factor, " and N = ", sequences.count(n.B),
                       " packed sequences, got C = ", n.C);
+    return;
+  }
+  if (options.window) {
+    const c10::SymInt least = first_in_window(n, options, n.T - 1) / options.factor;
+    TORCH_CHECK_VALUE(n.C >= least && n.C <= all, op, ": kc must be (B,Hkv,C,D) with C from ", least, " to ", all,
+                      " for kv_len = ", n.T, ", factor = ", options.factor, " and window = ", *options.window,
+                      ", got C = ", n.C);
     return;
   }
   const bool fits = n.C == all || (options.causal && n.C == n.T / options.factor);
@@ -244,11 +282,13 @@ void check_results(const char* op, const Sizes& n, const Arguments& in, bool nee
 template <typename Arguments>
 Sizes check_backward(const char* op, const Arguments& in) {
   const auto& wanted = in.output_mask;
-  const bool needs_all = wanted[0] || wanted[1] || wanted[3];
+  const bool needs_all = wanted[0] || wanted[1] || wanted[3] || (wanted.size() > 4 && wanted[4]);
   const Sizes n = check_blocks(op, in.q, in.kc, tensor_or_none(in.vc), in.kv_len, options_of(in), needs_all);
   check_results(op, n, in, needs_all);
   if (in.sink || wanted[3]) check_sink(op, n, in.q, tensor_or_none(in.sink));
-  check_block_count(op, n, options_of(in), sequence_arguments(op, in));
+  const SequenceArguments sequences = sequence_arguments(op, in);
+  check_block_count(op, n, options_of(in), sequences);
+  check_window(op, n, in.q, options_of(in), in.k, in.v, needs_all, sequences);
   return n;
 }
 

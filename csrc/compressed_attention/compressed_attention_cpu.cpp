@@ -10,11 +10,13 @@ namespace {
 
 using namespace compressed_cpu;
 
-CompressedAttentionPlan plan_of_dense(const CompressedAttentionShape& shape, Dtype dtype, int64_t threads) {
-  const int64_t used = useful_threads(shape, threads);
+CompressedAttentionPlan plan_of_dense(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                                      Dtype dtype, int64_t threads) {
+  const int64_t used = useful_threads(shape, window, threads);
+  const int64_t columns = std::max(shape.C, window.size > 0 ? shape.T - window.first : 0);
   const int64_t query_workers = parallel_workers(query_tasks(shape), used);
-  const int64_t key_workers = parallel_workers(key_tasks(shape), used);
-  const int64_t pool_workers = parallel_workers(pool_tasks(shape), used);
+  const int64_t key_workers = parallel_workers(key_tasks(shape, columns), used);
+  const int64_t pool_workers = parallel_workers(pool_tasks(shape), useful_threads(shape, {}, threads));
   const int64_t forward_bytes = query_workers * forward_scratch_bytes(shape, dtype);
   const int64_t pool_bytes = pool_workers * pool_scratch_bytes(shape, dtype);
   return {std::max(forward_bytes, pool_bytes), forward_bytes, shape.B * shape.H * shape.S * acc_bytes(dtype),
@@ -54,18 +56,28 @@ CompressedAttentionPooling parameters_of(const CompressedAttentionPooling& p, Dt
   return {shape_of(p.shape, x), one.keys(p.k), one.keys(p.v), one.blocks(p.kc), one.blocks(p.vc), p.scratch, p.threads};
 }
 
-CompressedAttentionForward parameters_of(const CompressedAttentionForward& p, Dtype dtype, int64_t i,
-                                         const Sequence& x) {
-  const CompressedAttentionSequence one{p.shape, dtype, i, x};
-  return {
-      shape_of(p.shape, x), p.scale,   one.queries(p.q), one.blocks(p.kc), one.blocks(p.vc), p.sink, one.queries(p.y),
-      one.numbers(p.lse),   p.scratch, p.threads};
+CompressedAttentionWindow window_in(const CompressedAttentionSequence& one, const CompressedAttentionWindow& window) {
+  return {window.size,
+          window.first,
+          one.keys(window.k),
+          one.keys(window.v),
+          one.keys(window.grad_k),
+          one.keys(window.grad_v)};
 }
 
-CompressedAttentionBackward parameters_of(const CompressedAttentionBackward& p, Dtype dtype, int64_t i,
-                                          const Sequence& x) {
+CompressedAttentionWindowForward parameters_of(const CompressedAttentionWindowForward& p, Dtype dtype, int64_t i,
+                                               const Sequence& x) {
   const CompressedAttentionSequence one{p.shape, dtype, i, x};
-  CompressedAttentionBackward of_one = p;
+  return {{shape_of(p.shape, x), p.scale, one.queries(p.q), one.blocks(p.kc), one.blocks(p.vc), p.sink,
+           one.queries(p.y), one.numbers(p.lse), p.scratch, p.threads},
+          window_in(one, p.window)};
+}
+
+CompressedAttentionWindowBackward parameters_of(const CompressedAttentionWindowBackward& p, Dtype dtype, int64_t i,
+                                                const Sequence& x) {
+  const CompressedAttentionSequence one{p.shape, dtype, i, x};
+  CompressedAttentionWindowBackward of_one = p;
+  of_one.window = window_in(one, p.window);
   of_one.shape = shape_of(p.shape, x);
   for (auto member : {&CompressedAttentionBackward::grad_y, &CompressedAttentionBackward::q,
                       &CompressedAttentionBackward::y, &CompressedAttentionBackward::grad_q})
@@ -82,14 +94,19 @@ CompressedAttentionBackward parameters_of(const CompressedAttentionBackward& p, 
 
 // ---- all sequences
 
-SequenceTasks tasks_of(const CompressedAttentionShape& n, int64_t threads) {
-  return SequenceTasks(n.sequences, threads,
-                       [&](const Sequence& x) { return (n.H * x.queries * n.blocks_of(x) + n.Hkv * x.keys) * n.D; });
+SequenceTasks tasks_of(const CompressedAttentionShape& n, const CompressedAttentionWindow& window, int64_t threads) {
+  return SequenceTasks(n.sequences, threads, [&](const Sequence& x) {
+    const int64_t seen = n.blocks_of(x) + std::min(window.size, x.keys);
+    return (n.H * x.queries * seen + n.Hkv * x.keys) * n.D;
+  });
 }
 
 // The bytes of a part of the plan for one sequence.
-auto bytes_of(const CompressedAttentionShape& n, Dtype dtype, int64_t CompressedAttentionPlan::* part) {
-  return [=, &n](const Sequence& x, int64_t threads) { return plan_of_dense(shape_of(n, x), dtype, threads).*part; };
+auto bytes_of(const CompressedAttentionShape& n, const CompressedAttentionWindow& window, Dtype dtype,
+              int64_t CompressedAttentionPlan::* part) {
+  return [=, &n](const Sequence& x, int64_t threads) {
+    return plan_of_dense(shape_of(n, x), window, dtype, threads).*part;
+  };
 }
 
 // Calls run for the batch, or for each of its sequences as for a batch of its own. scratch: what it needs.
@@ -97,33 +114,49 @@ template <typename Parameters>
 void each_sequence(const Parameters& p, Dtype dtype, int64_t CompressedAttentionPlan::* scratch,
                    void (*run)(const Parameters&, Dtype)) {
   if (!p.shape.sequences) return run(p, dtype);
-  tasks_of(p.shape, p.threads)
+  tasks_of(p.shape, window_of(p), p.threads)
       .each(
-          bytes_of(p.shape, dtype, scratch), p.scratch,
+          bytes_of(p.shape, window_of(p), dtype, scratch), p.scratch,
           [&](int64_t i, const Sequence& x) { return parameters_of(p, dtype, i, x); },
           [&](const Parameters& one) { run(one, dtype); });
 }
 
 // All but those of sinks.
-void gradients(const CompressedAttentionBackward& p, Dtype dtype) {
+void gradients(const CompressedAttentionWindowBackward& p, Dtype dtype) {
   if (p.grad_q || p.delta) query_gradients(p, dtype);  // and delta, which the others read
-  if (p.grad_k || p.grad_v) key_gradients(p, dtype);
+  key_gradients(p, dtype);
+}
+
+CompressedAttentionPlan plan_of_window(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                                       Dtype dtype, int64_t threads) {
+  if (!shape.sequences) return plan_of_dense(shape, window, dtype, threads);
+  using Plan = CompressedAttentionPlan;
+  const SequenceTasks tasks = tasks_of(shape, window, threads);
+  const auto most = [&](int64_t Plan::* part) { return tasks.scratch_bytes(bytes_of(shape, window, dtype, part)); };
+  // Pooling deals out its work as without a window.
+  const int64_t pooling = window.size > 0 ? plan_of_window(shape, {}, dtype, threads).forward_scratch_bytes : 0;
+  return {std::max(most(&Plan::forward_scratch_bytes), pooling), most(&Plan::pooled_forward_scratch_bytes),
+          shape.B * shape.H * shape.S * acc_bytes(dtype), most(&Plan::backward_scratch_bytes)};
+}
+
+void forward_of_window(const CompressedAttentionWindowForward& p, Dtype dtype, cudaStream_t) {
+  each_sequence(p, dtype, &CompressedAttentionPlan::pooled_forward_scratch_bytes, forward);
+}
+
+void backward_of_window(const CompressedAttentionWindowBackward& p, Dtype dtype, cudaStream_t) {
+  each_sequence(p, dtype, &CompressedAttentionPlan::backward_scratch_bytes, gradients);
+  if (p.grad_sink != nullptr) sink_gradients(p, dtype);
 }
 
 }  // namespace
 
 CompressedAttentionPlan compressed_attention_plan_cpu(const CompressedAttentionShape& shape, Dtype dtype,
                                                       int64_t threads) {
-  if (!shape.sequences) return plan_of_dense(shape, dtype, threads);
-  using Plan = CompressedAttentionPlan;
-  const SequenceTasks tasks = tasks_of(shape, threads);
-  const auto most = [&](int64_t Plan::* part) { return tasks.scratch_bytes(bytes_of(shape, dtype, part)); };
-  return {most(&Plan::forward_scratch_bytes), most(&Plan::pooled_forward_scratch_bytes),
-          shape.B * shape.H * shape.S * acc_bytes(dtype), most(&Plan::backward_scratch_bytes)};
+  return plan_of_window(shape, {}, dtype, threads);
 }
 
 std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads) {
-  const int64_t used = compressed_cpu::useful_threads(shape, threads);
+  const int64_t used = compressed_cpu::useful_threads(shape, {}, threads);
   return {{"pooling", compressed_cpu::pool_work(shape), used},
           {"queries", compressed_cpu::query_work(shape), used},
           {"gradients of keys", compressed_cpu::key_work(shape), used}};
@@ -133,13 +166,12 @@ void compressed_attention_pool_cpu(const CompressedAttentionPooling& p, Dtype dt
   each_sequence(p, dtype, &CompressedAttentionPlan::forward_scratch_bytes, pool);
 }
 
-void compressed_attention_forward_cpu(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t) {
-  each_sequence(p, dtype, &CompressedAttentionPlan::pooled_forward_scratch_bytes, forward);
+void compressed_attention_forward_cpu(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+  forward_of_window({p, {}}, dtype, stream);
 }
 
-void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t) {
-  each_sequence(p, dtype, &CompressedAttentionPlan::backward_scratch_bytes, gradients);
-  if (p.grad_sink != nullptr) sink_gradients(p, dtype);
+void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  backward_of_window({p, {}}, dtype, stream);
 }
 
 const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu,
@@ -149,5 +181,8 @@ const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_p
                                                           extend,
                                                           extend_backward,
                                                           &sequences_cpu};
+
+const CompressedAttentionWindowKernels compressed_attention_window_cpu{plan_of_window, forward_of_window,
+                                                                       backward_of_window};
 
 }  // namespace memcheck

@@ -14,7 +14,7 @@
 #include "common/parallel.h"
 #include "common/row_product.h"
 #include "common/tile_product.h"
-#include "compressed_attention/compressed_attention.h"
+#include "compressed_attention/compressed_attention_window.h"
 
 // What pooling, forward and backward share on the CPU: matrices, sums and products in scratch, and tasks.
 //
@@ -43,16 +43,29 @@ MEMCHECK_INLINE int64_t front_and_back(int64_t index, int64_t count) {
 }
 
 // Of the threads there are, those worth waking.
-inline int64_t useful_threads(const CompressedAttentionShape& shape, int64_t threads) {
-  const int64_t scores = shape.B * shape.H * shape.S * shape.C * (shape.causal ? 1 : 2);
+inline int64_t useful_threads(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                              int64_t threads) {
+  const int64_t seen = window.size > 0 ? std::min(window.size + shape.factor, shape.T - window.first) : 0;
+  const int64_t scores = shape.B * shape.H * shape.S * (shape.C * (shape.causal ? 1 : 2) + 2 * seen);
   return memcheck::useful_threads((scores + shape.B * shape.Hkv * shape.T) * shape.D, threads);
+}
+
+inline CompressedAttentionWindow window_of(const CompressedAttentionPooling&) {
+  return {};
+}
+inline CompressedAttentionWindow window_of(const CompressedAttentionExtension&) {
+  return {};
+}
+template <typename Parameters>
+const CompressedAttentionWindow& window_of(const Parameters& p) {
+  return p.window;
 }
 
 // Calls run(begin, end, scratch) on every worker, each with its own part of the memory.
 template <typename Scratch, typename Parameters, typename Run>
 void run_with_scratch(int64_t tasks, const Parameters& p, const Run& run) {
   const int64_t bytes = scratch_bytes<Scratch>(p.shape);
-  parallel_tasks(tasks, useful_threads(p.shape, p.threads), [&](int64_t begin, int64_t end, int worker) {
+  parallel_tasks(tasks, useful_threads(p.shape, window_of(p), p.threads), [&](int64_t begin, int64_t end, int worker) {
     Arena arena = arena_of(p.scratch, bytes, worker);
     run(begin, end, Scratch(arena, p.shape));
   });
@@ -292,6 +305,48 @@ struct PairedRows {
   }
 };
 
+// ---- columns of scores
+
+// What queries attend to: blocks, or the positions of a window. Query s sees those from begin(s) to end(s), which may
+// be none.
+struct Columns {
+  const CompressedAttentionShape& shape;
+  const CompressedAttentionWindow& window;
+  bool of_window;
+  int64_t count;
+  Strided<4> k;  // (B,Hkv,count,D), as the next
+  Strided<4> v;
+
+  template <typename Parameters>
+  MEMCHECK_INLINE Columns(const Parameters& p, bool of_positions)
+      : shape(p.shape),
+        window(p.window),
+        of_window(of_positions),
+        count(of_positions ? p.shape.T - p.window.first : p.shape.C),
+        k(of_positions ? p.window.k : p.kc),
+        v(of_positions ? p.window.v : p.vc) {}
+
+  MEMCHECK_INLINE int64_t position(int64_t s) const { return s + shape.T - shape.S; }
+  MEMCHECK_INLINE int64_t begin(int64_t s) const {
+    return of_window ? window.begin(position(s), shape.factor) - window.first : 0;
+  }
+  MEMCHECK_INLINE int64_t end(int64_t s) const {
+    if (of_window) return position(s) + (shape.strict ? 0 : 1) - window.first;
+    return window.size > 0 ? window.begin(position(s), shape.factor) / shape.factor : shape.visible(s);
+  }
+  // The queries from the first one that sees column j, and before the first one that sees none up to j any more.
+  MEMCHECK_INLINE int64_t first_query(int64_t j) const {
+    if (window.size == 0) return shape.first_query(j);
+    const int64_t t = of_window ? window.first + j + (shape.strict ? 1 : 0) : (j + 1) * shape.factor + window.size - 1;
+    return std::clamp<int64_t>(t - (shape.T - shape.S), 0, shape.S);
+  }
+  MEMCHECK_INLINE int64_t end_of_queries(int64_t j) const {
+    if (!of_window) return shape.S;
+    const int64_t t = ((window.first + j) / shape.factor + 1) * shape.factor + window.size - 1;
+    return std::clamp<int64_t>(t - (shape.T - shape.S), 0, shape.S);
+  }
+};
+
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run
 
 // The keys of each task, one after the other; the next two: the scores.
@@ -308,14 +363,14 @@ void extend_backward(const CompressedAttentionExtension& p, Dtype dtype, cudaStr
 
 int64_t query_tasks(const CompressedAttentionShape& shape);
 int64_t forward_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
-void forward(const CompressedAttentionForward& p, Dtype dtype);
+void forward(const CompressedAttentionWindowForward& p, Dtype dtype);
 
 int64_t query_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
-void query_gradients(const CompressedAttentionBackward& p, Dtype dtype);  // and delta
+void query_gradients(const CompressedAttentionWindowBackward& p, Dtype dtype);  // and delta
 
-int64_t key_tasks(const CompressedAttentionShape& shape);
+int64_t key_tasks(const CompressedAttentionShape& shape, int64_t columns);
 int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
-void key_gradients(const CompressedAttentionBackward& p, Dtype dtype);  // of keys and values
-void sink_gradients(const CompressedAttentionBackward& p, Dtype dtype);
+void key_gradients(const CompressedAttentionWindowBackward& p, Dtype dtype);  // of keys and values
+void sink_gradients(const CompressedAttentionWindowBackward& p, Dtype dtype);
 
 }  // namespace memcheck::compressed_cpu

@@ -24,7 +24,7 @@ std::vector<double> query_work(const CompressedAttentionShape& shape) {
   std::vector<double> work;
   for (int64_t index = 0; index < query_tasks(shape); ++index) {
     const QueryTile tile = query_tile(shape, index);
-    work.push_back(static_cast<double>(tile.rows() * end_of_blocks(shape, tile)));
+    work.push_back(static_cast<double>(tile.rows() * shape.visible(tile.s + tile.positions - 1)));
   }
   return work;
 }
@@ -181,21 +181,19 @@ MEMCHECK_INLINE bool are_few(int64_t count, int64_t rows) {
   return (std::is_same_v<Rows, PairedRows> ? rows : count) <= kFewQueries && Rows::multiplies_few();
 }
 
-// The sum of weighted values of a tile of queries, which are in scratch.
+// Adds the weighted values of columns to the sum of a tile of queries, which are in scratch.
 template <typename Rows, typename acc_t = typename Rows::acc_t>
-MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
-                            const ForwardScratch<acc_t>& x, bool careful, Softmax<acc_t>& softmax) {
+MEMCHECK_INLINE void attend(const CompressedAttentionWindowForward& p, Dtype dtype, const QueryTile& tile,
+                            const Columns& of, const ForwardScratch<acc_t>& x, bool careful, Softmax<acc_t>& softmax) {
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   const int64_t rows = tile.rows();
-  const int64_t end = end_of_blocks(p.shape, tile);
-  x.sum.start(rows * columns);
-  int64_t tiles = 0;
-  for (int64_t j = 0; j < end; j += kBlocks) {
-    const Sight<acc_t> sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks);
+  const int64_t end = end_of_columns(of, tile);
+  for (int64_t j = begin_of_columns(of, tile); j < end; j += kBlocks) {
+    const Sight<acc_t> sight(of, tile, j, end - j < kBlocks ? end - j : kBlocks);
     const Factor of_kc = are_few<Rows>(rows, rows) ? Factor::AlongLanes : Factor::Left;
-    const Rows kc(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, D, of_kc, x.kc);
-    const Rows vc(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, D, Factor::Right, x.vc);
+    const Rows kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, D, of_kc, x.kc);
+    const Rows vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, D, Factor::Right, x.vc);
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
       const int64_t q_at = first * Rows::columns_of(D);
@@ -204,18 +202,18 @@ MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, co
         kc.multiply_few(count, x.q + q_at, x.q_lanes + q_at, x.scores);
         sight.scale_and_hide_few(first, count, static_cast<acc_t>(p.scale), x.scores);
         if (careful) hide_absent(kc, count, 1, kBlocks, x.scores);
-        softmax.add_few(first, count, sight.blocks, x.scores);
+        softmax.add_few(first, count, sight.count, x.scores);
         vc.weigh_few(careful, count, x.scores, product);
       } else {
         kc.multiply(x.q_lanes + q_at, x.scores);
         sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
         if (careful) hide_absent(kc, kLanes, kLanes, 1, x.scores);
-        softmax.add(first, sight.blocks, x.scores);
+        softmax.add(first, sight.count, x.scores);
         vc.weigh(careful, count, x.scores, product);
       }
     }
     softmax.rescale_and_add(rows, columns, x.product, x.sum.chunk);
-    if (++tiles % kChunkTiles == 0) end_chunk(rows, columns, softmax, x.sum);
+    if (ends_chunk(j)) end_chunk(rows, columns, softmax, x.sum);
   }
   end_chunk(rows, columns, softmax, x.sum);
 }
@@ -240,22 +238,24 @@ MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype d
 }
 
 template <typename Rows, typename acc_t = typename Rows::acc_t>
-MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
+MEMCHECK_INLINE void forward_task(const CompressedAttentionWindowForward& p, Dtype dtype, const QueryTile& tile,
                                   const ForwardScratch<acc_t>& x) {
   load_queries<Rows>(dtype, p.q, tile, p.shape.D, x.q);
   if (!are_few<Rows>(tile.rows(), tile.rows()))
     put_along_lanes(x.q, tile.rows(), Rows::columns_of(p.shape.D), x.q_lanes);
   for (const bool careful : {false, true}) {
     Softmax<acc_t> softmax;
-    attend<Rows>(p, dtype, tile, x, careful, softmax);
+    x.sum.start(tile.rows() * padded_columns(p.shape.D));
+    for (const bool of_window : {false, true})
+      if (!of_window || p.window.size > 0) attend<Rows>(p, dtype, tile, {p, of_window}, x, careful, softmax);
     if (!careful && !all_finite(tile.rows() * padded_columns(p.shape.D), x.sum.total)) continue;
     return finish_queries(p, dtype, tile, softmax, x.sum.total);
   }
 }
 
 template <typename acc_t>
-MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionForward& p, Dtype dtype, int64_t begin, int64_t end,
-                                        const ForwardScratch<acc_t>& x) {
+MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionWindowForward& p, Dtype dtype, int64_t begin,
+                                        int64_t end, const ForwardScratch<acc_t>& x) {
   const PairRegisters registers(dtype);
   for (int64_t index = begin; index < end; ++index) {
     const QueryTile tile = query_tile(p.shape, index);
@@ -269,7 +269,7 @@ MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionForward& p, Dty
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks,
-                       (const CompressedAttentionForward& p, Dtype dtype, int64_t begin, int64_t end,
+                       (const CompressedAttentionWindowForward& p, Dtype dtype, int64_t begin, int64_t end,
                         const ForwardScratch<acc_t>& x),
                        (p, dtype, begin, end, x))
 
@@ -279,7 +279,7 @@ int64_t forward_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<ForwardScratch<decltype(acc)>>(shape); });
 }
 
-void forward(const CompressedAttentionForward& p, Dtype dtype) {
+void forward(const CompressedAttentionWindowForward& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
     run_with_scratch<ForwardScratch<acc_t>>(query_tasks(p.shape), p, [&](int64_t begin, int64_t end, const auto& x) {

@@ -16,9 +16,16 @@ struct QueryTile {
 
 QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index);
 
-// The end of the blocks that some query of a tile sees.
-MEMCHECK_INLINE int64_t end_of_blocks(const CompressedAttentionShape& shape, const QueryTile& tile) {
-  return shape.visible(tile.s + tile.positions - 1);
+// The columns that some query of a tile sees. Tiles of columns begin at multiples of their size, so that the bits of a
+// query do not depend on the others of its tile.
+MEMCHECK_INLINE int64_t begin_of_columns(const Columns& columns, const QueryTile& tile) {
+  return columns.begin(tile.s) / kBlocks * kBlocks;
+}
+MEMCHECK_INLINE bool ends_chunk(int64_t j) {
+  return (j / kBlocks + 1) % kChunkTiles == 0;
+}
+MEMCHECK_INLINE int64_t end_of_columns(const Columns& columns, const QueryTile& tile) {
+  return columns.end(tile.s + tile.positions - 1);
 }
 
 // The element of row `row` of a tile in x, (B,H,S).
@@ -54,42 +61,57 @@ MEMCHECK_INLINE void put_along_lanes(const acc_t* from, int64_t rows, int64_t co
                    to + first * columns, kLanes);
 }
 
-// What a tile of queries sees of a tile of blocks.
+// What a tile of queries sees of a tile of columns.
 template <typename acc_t>
 struct Sight {
-  int64_t blocks;              // in the tile
-  int64_t by_all;              // all queries see the first so many
+  int64_t count;               // of columns in the tile
+  int64_t by_all;              // all queries see the first so many, but for those
+  int64_t not_by_all = 0;      // before this one, of which each query sees
+  acc_t start[kQueries];       // those from here on
   acc_t limit[kQueries] = {};  // each query sees the first so many
 
-  MEMCHECK_INLINE Sight(const CompressedAttentionShape& shape, const QueryTile& tile, int64_t j, int64_t count)
-      : blocks(count), by_all(count) {
-    const int64_t fewest = shape.visible(tile.s) - j;
-    if (fewest >= blocks) return;
+  MEMCHECK_INLINE Sight(const Columns& columns, const QueryTile& tile, int64_t j, int64_t size)
+      : count(size), by_all(size) {
+    const int64_t last_start = columns.begin(tile.s + tile.positions - 1) - j;
+    if (last_start > 0) {
+      not_by_all = last_start < count ? last_start : count;
+      for (int64_t row = 0; row < tile.rows(); ++row)
+        start[row] = static_cast<acc_t>(columns.begin(tile.position(row)) - j);
+    }
+    const int64_t fewest = columns.end(tile.s) - j;
+    if (fewest >= count) return;
     by_all = fewest > 0 ? fewest : 0;
     for (int64_t row = 0; row < tile.rows(); ++row) {
-      const int64_t seen = shape.visible(tile.position(row)) - j;
-      limit[row] = static_cast<acc_t>(seen < 0 ? 0 : seen < blocks ? seen : blocks);
+      const int64_t seen = columns.end(tile.position(row)) - j;
+      limit[row] = static_cast<acc_t>(seen < 0 ? 0 : seen < count ? seen : count);
     }
   }
 
-  // scores (blocks,kLanes) of the queries from `first` on: times scale, and -inf where a query does not see the block.
+  // scores (count,kLanes) of the queries from `first` on: times scale, and -inf where a query does not see the column.
   MEMCHECK_INLINE void scale_and_hide(int64_t first, acc_t scale, acc_t* scores) const {
     for (int64_t i = 0; i < by_all * kLanes; i += kLanes)
       for (int64_t lane = 0; lane < kLanes; ++lane) scores[i + lane] *= scale;
-    for (int64_t j = by_all; j < blocks; ++j)
+    for (int64_t j = by_all; j < count; ++j)
       for (int64_t lane = 0; lane < kLanes; ++lane) {
         acc_t& score = scores[j * kLanes + lane];
         score = static_cast<acc_t>(j) < limit[first + lane] ? score * scale : minus_infinity<acc_t>();
       }
+    for (int64_t j = 0; j < not_by_all; ++j)
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        acc_t& score = scores[j * kLanes + lane];
+        score = static_cast<acc_t>(j) < start[first + lane] ? minus_infinity<acc_t>() : score;
+      }
   }
 
   // The same of scores (count,kBlocks).
-  MEMCHECK_INLINE void scale_and_hide_few(int64_t first, int64_t count, acc_t scale, acc_t* scores) const {
-    for (int64_t row = 0; row < count; ++row) {
+  MEMCHECK_INLINE void scale_and_hide_few(int64_t first, int64_t queries, acc_t scale, acc_t* scores) const {
+    for (int64_t row = 0; row < queries; ++row) {
       acc_t* line = scores + row * kBlocks;
-      const int64_t seen = by_all < blocks ? static_cast<int64_t>(limit[first + row]) : blocks;
+      const int64_t seen = by_all < count ? static_cast<int64_t>(limit[first + row]) : count;
       for (int64_t j = 0; j < seen; ++j) line[j] *= scale;
-      for (int64_t j = seen; j < blocks; ++j) line[j] = minus_infinity<acc_t>();
+      for (int64_t j = seen; j < count; ++j) line[j] = minus_infinity<acc_t>();
+      for (int64_t j = 0; j < not_by_all && static_cast<acc_t>(j) < start[first + row]; ++j)
+        line[j] = minus_infinity<acc_t>();
     }
   }
 };

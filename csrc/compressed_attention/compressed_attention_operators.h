@@ -8,7 +8,7 @@ struct CompressedAttention {
   static constexpr const char* schema =
       "compressed_attention(Tensor q, Tensor k, Tensor v, Tensor? sink=None, *, Tensor? cu_seqlens_q=None,"
       " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, bool causal=True,"
-      " bool strict=False, float? scale=None, bool keep=False, bool return_lse=False)"
+      " bool strict=False, float? scale=None, bool keep=False, bool return_lse=False, int? window=None)"
       " -> (Tensor y, Tensor lse, Tensor kc, Tensor vc)";
   struct Arguments {
     Tensor q;          // (B,H,S,D)
@@ -20,10 +20,11 @@ struct CompressedAttention {
     bool causal, strict;
     std::optional<double> scale;
     bool keep, return_lse;
+    std::optional<int64_t> window;
 
     auto fields() {
       return std::tie(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, causal, strict, scale,
-                      keep, return_lse);
+                      keep, return_lse, window);
     }
   };
   // (B,H,S,D), (B,H,S), and twice (B,Hkv,C,D); those that are not kept have no elements.
@@ -40,25 +41,29 @@ struct CompressedAttentionGradients {
   Tensor lse;            // (B,H,S)
   MaybeTensor grad_lse;  // (B,H,S), none for zeros
   MaybeTensor sink;      // (H,)
+  MaybeTensor k;         // (B,Hkv,n,D) the newest positions, with a window
+  MaybeTensor v;         // (B,Hkv,n,D), none as vc is
   MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
   bool left_padded;
   int64_t factor;
   c10::SymInt kv_len;  // T
   bool causal, strict;
   std::optional<double> scale;
+  std::optional<int64_t> window;
 
   auto fields() {
-    return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor,
-                    kv_len, causal, strict, scale);
+    return std::tie(grad_y, q, kc, vc, y, lse, grad_lse, sink, k, v, cu_seqlens_q, cu_seqlens_k, lengths, left_padded,
+                    factor, kv_len, causal, strict, scale, window);
   }
 };
 
 struct CompressedAttentionBackward {
   static constexpr const char* schema =
       "compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
-      " Tensor? grad_lse=None, Tensor? sink=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
-      " Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len, bool causal, bool strict,"
-      " float? scale, SymInt[] grad_k_stride, SymInt[] grad_v_stride, bool[4] output_mask)"
+      " Tensor? grad_lse=None, Tensor? sink=None, Tensor? k=None, Tensor? v=None, *, Tensor? cu_seqlens_q=None,"
+      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len,"
+      " bool causal, bool strict, float? scale, int? window=None, SymInt[] grad_k_stride, SymInt[] grad_v_stride, "
+      "bool[4] output_mask)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)";
   struct Arguments : CompressedAttentionGradients {
     std::vector<c10::SymInt> grad_k_stride, grad_v_stride;
@@ -72,17 +77,19 @@ struct CompressedAttentionBackward {
   using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 };
 
-// Keys and values that are compressed already.
+// Keys and values that are compressed already. With a window, k and v are those of the newest positions.
 struct CompressedAttentionPooled {
   static constexpr const char* schema =
-      "compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, Tensor? sink=None, *, Tensor? cu_seqlens_q=None,"
-      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len,"
-      " bool causal=True, bool strict=False, float? scale=None, bool keep=False, bool return_lse=False)"
+      "compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, Tensor? sink=None, Tensor? k=None, Tensor? v=None,"
+      " *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False,"
+      " int factor, SymInt kv_len, bool causal=True, bool strict=False, float? scale=None, bool keep=False,"
+      " bool return_lse=False, int? window=None)"
       " -> (Tensor y, Tensor lse)";
   struct Arguments {
     Tensor q;          // (B,H,S,D)
     Tensor kc, vc;     // (B,Hkv,C,D)
     MaybeTensor sink;  // (H,)
+    MaybeTensor k, v;  // (B,Hkv,n,D)
     MaybeTensor cu_seqlens_q, cu_seqlens_k, lengths;
     bool left_padded;
     int64_t factor;
@@ -90,10 +97,11 @@ struct CompressedAttentionPooled {
     bool causal, strict;
     std::optional<double> scale;
     bool keep, return_lse;
+    std::optional<int64_t> window;
 
     auto fields() {
-      return std::tie(q, kc, vc, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, kv_len, causal, strict,
-                      scale, keep, return_lse);
+      return std::tie(q, kc, vc, sink, k, v, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor, kv_len, causal,
+                      strict, scale, keep, return_lse, window);
     }
   };
   using Results = std::tuple<Tensor, Tensor>;
@@ -102,16 +110,16 @@ struct CompressedAttentionPooled {
 struct CompressedAttentionPooledBackward {
   static constexpr const char* schema =
       "compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
-      " Tensor? grad_lse=None, Tensor? sink=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
-      " Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len, bool causal, bool strict,"
-      " float? scale, bool[4] output_mask)"
-      " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink)";
+      " Tensor? grad_lse=None, Tensor? sink=None, Tensor? k=None, Tensor? v=None, *, Tensor? cu_seqlens_q=None,"
+      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len,"
+      " bool causal, bool strict, float? scale, int? window=None, bool[6] output_mask)"
+      " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink, Tensor grad_k, Tensor grad_v)";
   struct Arguments : CompressedAttentionGradients {
-    std::array<bool, 4> output_mask;  // of q, kc, vc and sink
+    std::array<bool, 6> output_mask;  // of q, kc, vc, sink, k and v
 
     auto fields() { return std::tuple_cat(CompressedAttentionGradients::fields(), std::tie(output_mask)); }
   };
-  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+  using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 };
 
 // Blocks that go on from a state: of new positions, means of those that they complete, and the sums of the open block.

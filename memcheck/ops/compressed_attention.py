@@ -56,13 +56,19 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
 
 
-class WithState(Options, total=False):
+class WithWindow(Options, total=False):
+    """The same, with a window."""
+
+    window: int | None
+
+
+class WithState(WithWindow, total=False):
     """The same, with those of a single state."""
 
     initial_state: CompressedAttentionState | None
 
 
-class WithStates(Options, Sequences, total=False):
+class WithStates(WithWindow, Sequences, total=False):
     """The same, with those of packed or padded sequences, which have a tuple of states."""
 
     initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None
@@ -105,6 +111,7 @@ def compressed_attention(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
+    window: int | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -130,6 +137,10 @@ def compressed_attention(
             blocks, those that are complete at its position; needs S <= T. Otherwise every query sees every block.
         strict: with causal, t // factor blocks: those complete before its position.
         scale: of the scores; D**-0.5 by default.
+        window: W, at least 1; needs causal. The query at position t then sees positions as they are from the last block
+            boundary at or before t - W + 1 (at least 0) to t, or with strict to t - 1, and the means of the blocks
+            before that boundary. So it sees every position once, in one softmax. With W >= T this is softmax
+            attention. On the CPU only, and without states, so far.
         return_lse: return lse too, with which merge_attention merges y and other attention of the same queries.
         sink: (H,), a score of each head that every query sees, with a value of 0: it adds exp(sink) to the sum over
             which softmax divides, and so to exp(lse).
@@ -156,8 +167,8 @@ def compressed_attention(
 
     Returns:
         y (B,H,S,D), contiguous; 0 for a query that sees no block, or only scores of -inf. Kept for backward: q, y (not
-        in 16 bits), the means, and one number per query in the accumulation type, but not k and v. A gradient has its
-        input's strides. With return_lse: y and lse (B,H,S) in the accumulation type, the
+        in 16 bits), the means, and one number per query in the accumulation type, but k and v only with a window. A
+        gradient has its input's strides. With return_lse: y and lse (B,H,S) in the accumulation type, the
         natural logarithm of the sum of exp(score) over what a query sees, and -inf where y is 0 for lack of it. Both
         have gradients. With return_state: the state last, a CompressedAttentionState with which the next call goes on.
         Two calls with the state between equal one call over all positions up to rounding. The gradient flows through
@@ -171,9 +182,11 @@ def compressed_attention(
         reaches only the queries that see it.
 
     Raises:
-        ValueError: a shape, device, factor or scale, S > T when causal, strict or a state without causal, a state of
-            other sizes or another factor, another number of states than of sequences, a rule of cu_seqlens and lengths.
+        ValueError: a shape, device, factor, scale or window, S > T when causal, strict, a window or a state without
+            causal, a state of other sizes or another factor, another number of states than of sequences, a rule of
+            cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
+        NotImplementedError: a window on CUDA, or with a state.
 
     Equivalent to:
         >>> def blocks(x):
@@ -188,16 +201,29 @@ def compressed_attention(
         >>> lse = torch.logsumexp(scores, 3)
         >>> lse_with_sink = torch.logaddexp(lse, sink[:, None])
         >>> y_with_sink = y * torch.exp(lse - lse_with_sink)[..., None]
+        >>> t, j = torch.arange(T - q.shape[2], T)[:, None], torch.arange(T)
+        >>> begin = (t - window + 1).clamp(min=0) // factor * factor
+        >>> blocks_hidden = (torch.arange(kc.shape[2]) + 1) * factor > begin
+        >>> hidden = torch.cat([blocks_hidden, (j < begin) | (j > t - int(strict))], 1)
+        >>> keys = torch.cat([kc, k.repeat_interleave(group, 1)], 2)
+        >>> values = torch.cat([vc, v.repeat_interleave(group, 1)], 2)
+        >>> scores = (q @ keys.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
+        >>> y_with_window = torch.softmax(scores, 3).nan_to_num(0) @ values
     """
     op = "compressed_attention"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     check_int(op, "factor", factor, 1, LONGEST)
     check_scale(op, scale)
+    blocks = {"factor": factor} if window is None else {"factor": factor, "window": window}
+    if window is not None:
+        check_int(op, "window", window, 1, MOST_POSITIONS)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
     if initial_state is None and not return_state:
-        return attend(op, (q, k, v), sink, {"factor": factor}, options, **sequences)
+        return attend(op, (q, k, v), sink, blocks, options, **sequences)
+    if window is not None:
+        raise NotImplementedError(f"{op}: window is not available with initial_state and return_state yet")
     if not causal:
         raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
     outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memcheck._extension import extension
 from memcheck.ops.derivatives import wide
+from memcheck.ops.reference.compressed_attention import hidden_from_window
 
 Tensors = tuple[Tensor, ...]
 
@@ -242,21 +243,30 @@ def attend_to_blocks(
     causal: bool,
     strict: bool,
     scale: float | None,
+    positions: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q (B,H,S,D), kc and vc (B,Hkv,C+1,D), of which the last is the sink's -> y (B,H,S,D) and lse (B,H,S)"""
+    """q (B,H,S,D), kc and vc (B,Hkv,C+1,D), of which the last is the sink's -> y (B,H,S,D) and lse (B,H,S)
+
+    positions: with a window, the newest ones of k and v (B,Hkv,n,D).
+    """
     H, S, D = q.shape[1:]
+    column_of_sink, hidden = kc.shape[2] - 1, None
+    if positions is not None and window is not None:
+        hidden = hidden_from_window(q, kc, positions[0], factor, kv_len, strict, window)
+        kc, vc = (torch.cat(x, 2) for x in zip((kc, vc), positions, strict=True))
     queries, keys, values = grouped(wide(q), kc.shape[1]), wide(kc), wide(vc)
     absent = (keys == -torch.inf).sum(3) == max(D, 1)
     scores = queries @ keys.masked_fill(absent[..., None], 0.0)[:, :, None].mT
     scores = scores * (max(D, 1) ** -0.5 if scale is None else scale)  # (B,Hkv,G,S,C+1)
-    blocks = torch.arange(kc.shape[2], device=q.device)
-    hidden = absent[:, :, None, None]
-    if causal:
-        positions = torch.arange(kv_len - S, kv_len, device=q.device) + (0 if strict else 1)
-        hidden = hidden | (factor * (blocks + 1) > positions[:, None])
-    scores = scores.masked_fill(hidden, -torch.inf)
+    columns = torch.arange(kc.shape[2], device=q.device)
+    if causal and hidden is None:
+        ends = torch.arange(kv_len - S, kv_len, device=q.device) + (0 if strict else 1)
+        hidden = factor * (columns + 1) > ends[:, None]
+    absent = absent[:, :, None, None]
+    scores = scores.masked_fill(absent if hidden is None else absent | hidden, -torch.inf)
     last = scores.new_full((H,), -torch.inf) if sink is None else sink.to(scores.dtype)
-    scores = torch.where(blocks == kc.shape[2] - 1, grouped(last[None, :, None, None], kc.shape[1]), scores)
+    scores = torch.where(columns == column_of_sink, grouped(last[None, :, None, None], kc.shape[1]), scores)
     largest = scores.amax(4, keepdim=True)
     shift = largest.masked_fill(largest == -torch.inf, 0.0)
     weights = (scores - shift).exp()
@@ -282,11 +292,13 @@ def compressed_attention(
     scale: float | None = None,
     keep: bool = False,
     return_lse: bool = False,
+    window: int | None = None,
 ) -> Tensors:
     """q (B,H,S,D), k and v (B,Hkv,T,D) -> y (B,H,S,D), lse (B,H,S) if asked for, kc and vc (B,Hkv,C,D) if kept"""
     refuse_sequences("compressed_attention", cu_seqlens_q, cu_seqlens_k, lengths)
     kc, vc = block_means(k, factor), block_means(v, factor)
     options: dict[str, Any] = {"factor": factor, "causal": causal, "strict": strict, "scale": scale}
+    options |= {"positions": (k, v), "window": window}
     y, lse = attend_to_blocks(q, kc, vc, sink, kv_len=k.shape[2], **options)
     kc, vc = (x[:, :, :-1] if keep else x[:, :, :0] for x in (kc, vc))
     return y, lse if keep or return_lse else lse[:, :, :0], kc, vc
@@ -297,6 +309,8 @@ def compressed_attention_pooled(
     kc: Tensor,
     vc: Tensor,
     sink: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -307,12 +321,15 @@ def compressed_attention_pooled(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
+    window: int | None = None,
     **sizes: Any,
 ) -> Tensors:
-    """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), and lse (B,H,S) if asked for"""
+    """q (B,H,S,D), kc and vc (B,Hkv,C,D), k and v (B,Hkv,n,D) with a window -> y, and lse (B,H,S) if asked for"""
     refuse_sequences("compressed_attention", cu_seqlens_q, cu_seqlens_k, lengths)
     kc, vc = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (kc, vc))
-    y, lse = attend_to_blocks(q, kc, vc, sink, causal=causal, strict=strict, scale=scale, **sizes)
+    positions = None if k is None or v is None else (k, v)
+    options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}
+    y, lse = attend_to_blocks(q, kc, vc, sink, positions=positions, window=window, **options, **sizes)
     return y, lse if keep or return_lse else lse[:, :, :0]
 
 

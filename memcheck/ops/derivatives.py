@@ -196,12 +196,14 @@ def first_gradients(op: str, options: dict[str, Any], grad_y: Tensor, inputs: Te
         arguments = [grad_y, q, kc, vc, y if exact else None, lse]
         strides = {name: torch.empty_like(x).stride() for name, x in (("grad_k_stride", k), ("grad_v_stride", v))}
         options |= strides | {"kv_len": k.shape[2], "output_mask": [*mask, False]}
+        if options.get("window") is not None:
+            arguments += [None, None, k, v]
     elif op == "linear_attention":
         arguments = [grad_y, None, None, *inputs]
         options["output_mask"] = [*mask, *[False] * 3]
     elif op == "compressed_attention_pooled":
         arguments = [grad_y, *inputs, outputs[0] if exact else None, outputs[1]]
-        options["output_mask"] = [*mask, False]
+        options["output_mask"] = [*mask, *[False] * 3]
     gradients: Tensors = backward(*arguments, **options)
     return gradients[: len(inputs)]  # attention returns those of a state or a sink, too
 
@@ -258,11 +260,11 @@ def compressed_attention_pooled(
     tensors: Gradients, output_mask: Sequence[bool], factor: int, kv_len: int, **options: Any
 ) -> Gradients:
     """The gradients, computed for each sequence alone."""
-    grad_y, q, kc, vc, _, _, grad_lse, sink = [*tensors, None, None][:8]
-    vc = torch.zeros_like(kc) if vc is None else vc
+    grad_y, q, kc, vc, _, _, grad_lse, sink, k, v = [*tensors, *[None] * 4][:10]
+    given = {"q": q, "kc": kc, "vc": torch.zeros_like(kc) if vc is None else vc, "sink": sink, "k": k}
+    given["v"] = torch.zeros_like(k) if v is None and k is not None else v
     module = importlib.import_module("memcheck.ops.reference.compressed_attention")
-    whole = [torch.zeros_like(q), torch.zeros_like(kc), torch.zeros_like(vc)]
-    of_sink = None if sink is None else torch.zeros_like(sink)
+    whole: dict[str, Any] = {name: None if x is None else torch.zeros_like(x) for name, x in given.items()}
     for rows, queries, keys, first in of_sequences(q, kv_len, factor, options):
         length = keys.stop - keys.start
         formula = partial(
@@ -274,22 +276,33 @@ def compressed_attention_pooled(
         )
         its_queries = (rows, slice(None), queries)
         its_blocks = (rows, slice(None), slice(first, first - (-length // factor)))
-        inputs = [q[its_queries], kc[its_blocks], vc[its_blocks], *([] if sink is None else [sink])]
-        pull = torch.func.vjp(lambda *x, of=formula: of(*x[:3], sink=x[3] if len(x) > 3 else None), *inputs)[1]
+        its_keys = (rows, slice(None), keys)
+        places = {
+            "q": its_queries,
+            "kc": its_blocks,
+            "vc": its_blocks,
+            "sink": slice(None),
+            "k": its_keys,
+            "v": its_keys,
+        }
+        inputs = {name: x[places[name]] for name, x in given.items() if x is not None}
+        pull = torch.func.vjp(lambda x, of=formula: of(**x), inputs)[1]
         grads = grad_y[its_queries] if grad_lse is None else (grad_y[its_queries], grad_lse[its_queries])
-        *gradients, its_sink = [*pull(grads), None][:4]
-        for x, gradient, places in zip(whole, gradients, (its_queries, its_blocks, its_blocks), strict=True):
-            x[places] = gradient
-        of_sink = of_sink if its_sink is None else of_sink + its_sink
-    return masked([*whole, of_sink], output_mask)
+        for name, gradient in pull(grads)[0].items():
+            whole[name][places[name]] += gradient
+    return masked(list(whole.values()), output_mask)
 
 
 def compressed_attention(
     tensors: Gradients, grad_k_stride: Any, grad_v_stride: Any, factor: int, kv_len: int, **options: Any
 ) -> Gradients:
-    """A position has the gradient of its block's mean, divided by the length of the block."""
-    grad_q, *of_means, grad_sink = compressed_attention_pooled(tensors, factor=factor, kv_len=kv_len, **options)
-    del options["output_mask"]
+    """A position has the gradient of its block's mean, divided by the length of the block; in a window, its own too."""
+    wanted = options.pop("output_mask")
+    mask = [*wanted, *wanted[1:3]]
+    grad_q, *of_means, grad_sink, of_k, of_v = compressed_attention_pooled(
+        tensors, mask, factor=factor, kv_len=kv_len, **options
+    )
+    own = [of_k, of_v]
     of_keys = [None if x is None else x.new_zeros(*x.shape[:2], kv_len, x.shape[3]) for x in of_means]
     for rows, _, keys, first in of_sequences(tensors[1], kv_len, factor, options):
         length = keys.stop - keys.start
@@ -298,6 +311,7 @@ def compressed_attention(
         for x, mean in zip(of_keys, of_means, strict=True):
             if x is not None:
                 x[rows, :, keys] = mean[rows][:, :, first + block] / lengths
+    of_keys = [x if of_itself is None else x + of_itself for x, of_itself in zip(of_keys, own, strict=True)]
     return [grad_q, *of_keys, grad_sink]
 
 

@@ -32,7 +32,7 @@ class Formula(NamedTuple):
 
 
 QKV, STATE, LISTS = "BHSD BHTD BHTV", "BHDV BHD", ". . B"  # cu_seqlens_q, cu_seqlens_k, lengths
-POOLED = f"BHSD BHSD BHCD BHCD BHSD BHS BHS H {LISTS}"
+POOLED = f"BHSD BHSD BHCD BHCD BHSD BHS BHS H BHTD BHTD {LISTS}"
 CHANNELS = "BSH BHT BHT"
 FORMULAS = {
     "softplus_attention": Formula(f"{CHANNELS} .BH .BH {LISTS}", "BSH BC.H .BH .BH"),
@@ -43,8 +43,8 @@ FORMULAS = {
     "linear_attention_step": Formula(f"{QKV} {STATE}", f"BHSV {STATE}"),
     "compressed_attention": Formula(f"{QKV} H {LISTS}", "BHSD BHS BHCD BHCD"),
     "compressed_attention_backward": Formula(POOLED, f"{QKV} H"),
-    "compressed_attention_pooled": Formula(f"BHSD BHCD BHCD H {LISTS}", "BHSD BHS"),
-    "compressed_attention_pooled_backward": Formula(POOLED, "BHSD BHCD BHCD H"),
+    "compressed_attention_pooled": Formula(f"BHSD BHCD BHCD H BHTD BHTD {LISTS}", "BHSD BHS"),
+    "compressed_attention_pooled_backward": Formula(POOLED, "BHSD BHCD BHCD H BHTD BHTD"),
     "compressed_attention_extend": Formula("BHTD BHTD BHD BHD", "BHCD BHCD BHD BHD"),
     "compressed_attention_extend_backward": Formula("BHCD BHCD BHD BHD .", "BHTD BHTD BHD BHD"),
     "combinator": Formula("*E .RE", "*E *P", "*"),

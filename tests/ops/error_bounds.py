@@ -156,6 +156,7 @@ def compressed_attention_bounds(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
+    window: int | None = None,
     unit: float = 0.0,
     smallest: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -165,13 +166,17 @@ def compressed_attention_bounds(
     smallest: the smallest normal number of the dtype in which means are stored.
     """
     sizes = [compressed_attention.compress(x.abs(), factor).clamp(min=smallest) for x in (k, v)]
-    hidden = compressed_attention.hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
-    of_y, of_q, of_kc, of_vc, *_ = _compressed_bounds(
-        grad_y, q, compressed_attention.compress(k, factor), *sizes, hidden, scale, unit=unit
-    )
+    kc, C = compressed_attention.compress(k, factor), sizes[0].shape[2]
+    hidden = compressed_attention.hidden_from(q, kc, factor, k.shape[2], causal, strict)
+    if window is not None:
+        hidden = compressed_attention.hidden_from_window(q, kc, k, factor, k.shape[2], strict, window)
+        kc, sizes = torch.cat([kc, k], 2), [torch.cat([x, y.abs()], 2) for x, y in zip(sizes, (k, v), strict=True)]
+    of_y, of_q, *of_columns = _compressed_bounds(grad_y, q, kc, *sizes, hidden, scale, unit=unit)[:4]
     lengths = compressed_attention.block_lengths(k.shape[2], factor, k)
-    spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (of_kc, of_vc)]
-    return of_y, of_q, spread[0], spread[1]
+    of_k, of_v = ((x[:, :, :C] / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in of_columns)
+    if window is not None:
+        of_k, of_v = of_k + of_columns[0][:, :, C:], of_v + of_columns[1][:, :, C:]
+    return of_y, of_q, of_k, of_v
 
 
 def compressed_attention_pooled_bounds(

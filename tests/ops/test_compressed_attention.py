@@ -451,9 +451,10 @@ def test_opcheck_backward(mode: str, requires_grad: bool) -> None:
         kc, vc = (x.requires_grad_(requires_grad) for x in (kc, vc))
         for mask in ([True, True, True, False], [False, True, False, False], [True, False, True, False]):
             arguments = (torch.randn_like(q), q, kc, vc, y, lse)
-            more = {**options, "kv_len": k.shape[2], "output_mask": mask}
-            torch.library.opcheck(pooled_backward_op, arguments, more, test_utils=utilities)
-            more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride()}
+            more = {**options, "kv_len": k.shape[2]}
+            of_pooled = more | {"output_mask": [*mask, False, False]}
+            torch.library.opcheck(pooled_backward_op, arguments, of_pooled, test_utils=utilities)
+            more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride(), "output_mask": mask}
             torch.library.opcheck(backward_op, arguments, more, test_utils=utilities)
 
 

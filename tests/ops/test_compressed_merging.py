@@ -311,9 +311,9 @@ def test_opcheck(mode: str) -> None:
     y, lse, kc, vc = forward_op(q, k, v, sink, **options, keep=True)
     for mask in ([True, True, True, True], [False, False, False, True]):
         arguments = (grads[0], q, kc, vc, y, lse, grads[1], sink)
-        more = {**backward_options, "kv_len": 7, "output_mask": mask}
-        torch.library.opcheck(pooled_backward_op, arguments, more)
-        more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride()}
+        more = {**backward_options, "kv_len": 7}
+        torch.library.opcheck(pooled_backward_op, arguments, more | {"output_mask": [*mask, False, False]})
+        more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride(), "output_mask": mask}
         torch.library.opcheck(backward_op, arguments, more)
 
 

@@ -308,7 +308,7 @@ def test_opcheck_of_pooled_sequences(kind: str) -> None:
     )
     torch.library.opcheck(pooled, (q, blocks, blocks), {**options, "return_lse": True})
     y, lse = pooled(q, blocks, blocks, return_lse=True, **options)
-    for mask in ([True, True, True, False], [False, True, False, False]):
+    for mask in ([True, True, True, False, False, False], [False, True, False, False, False, False]):
         arguments = (grad_y, q, blocks, blocks, y, lse)
         torch.library.opcheck(backward, arguments, {**options, "output_mask": mask})
     leaves = [x.clone().requires_grad_() for x in (q, blocks, blocks)]

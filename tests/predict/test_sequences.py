@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -163,6 +164,16 @@ def test_lse_and_sinks_of_compressed_attention_are_predicted() -> None:
         assert_same(
             lambda q, k, v, s, m=more: memcheck.compressed_attention(q, k, v, sink=s, **how, **m), *given, *sink
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_windows_of_compressed_attention_are_predicted(dtype: torch.dtype) -> None:
+    given, sink = inputs("compressed", "left", dtype), leaves((4,))
+    for window, more in itertools.product((1, 50, 10**6), ({}, SEQUENCES["right"])):
+        how: dict[str, Any] = {"factor": 8, "window": window, "return_lse": True, **more}
+        assert_same(functools.partial(memcheck.compressed_attention, **how), *given)
+    assert_same(lambda q, k, v, s: memcheck.compressed_attention(q, k, v, sink=s, factor=8, window=50), *given, *sink)
+    assert_same(functools.partial(memcheck.compressed_attention, factor=8, window=50), *given, backward=False)
 
 
 def test_states_of_compressed_attention_are_predicted() -> None:

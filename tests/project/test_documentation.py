@@ -104,9 +104,10 @@ def test_linear_attention_step_equals_its_docstring():
 def test_compressed_attention_equals_its_docstrings(strict):
     q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3)
     sink, options = random(4), {"factor": 2, "strict": strict}
-    given = {"torch": torch, "q": q, "k": k, "v": v, "sink": sink, **options}
+    given = {"torch": torch, "q": q, "k": k, "v": v, "sink": sink, "window": 2, **options}
     names = run_equivalent(memcheck.compressed_attention, given)
     torch.testing.assert_close(memcheck.compressed_attention(q, k, v, **options), names["y"])
+    torch.testing.assert_close(memcheck.compressed_attention(q, k, v, window=2, **options), names["y_with_window"])
     expected = (names["y_with_sink"], names["lse_with_sink"])
     torch.testing.assert_close(memcheck.compressed_attention(q, k, v, sink=sink, return_lse=True, **options), expected)
     kc, vc = random(2, 2, 4, 3), random(2, 2, 4, 3)

@@ -23,17 +23,19 @@ def compressed_attention(
     scale: float | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
+    window: int | None = None,
     **sequences: Any,
 ) -> Any:
     """q (B,H,S,D), k and v (B,Hkv,T,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention."""
     options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}
-    options |= {"return_lse": return_lse, "sink": sink}
+    options |= {"return_lse": return_lse, "sink": sink, "window": window}
     if sequences:
         parts = sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **sequences)
         options["factor"] = factor
         of_each = ((n, s, compressed_attention(q[n, :, s], k[n, :, t], v[n, :, t], **options)) for n, s, t in parts)
         return joined(q, return_lse, of_each)
     kc, vc = compress(k, factor), compress(v, factor)
+    options |= {"k": k, "v": v} if window is not None else {}
     return compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=k.shape[2], **options)
 
 
@@ -59,24 +61,33 @@ def compressed_attention_pooled(
     scale: float | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    window: int | None = None,
     **sequences: Any,
 ) -> Any:
     """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention_pooled.
 
-    Of packed sequences, the blocks of sequence i begin at its first position // factor + i.
+    k and v (B,Hkv,n,D): with a window, those of the newest positions. Of packed sequences, the blocks of sequence i
+    begin at its first position // factor + i.
     """
     if sequences:
         options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}
-        options |= {"return_lse": return_lse, "sink": sink, "factor": factor}
+        options |= {"return_lse": return_lse, "sink": sink, "factor": factor, "window": window}
         of_each = []
         for i, (n, s, t) in enumerate(sequences_of(len(q), q.shape[2], kv_len, causal=causal, **sequences)):
             first, length = (0 if "lengths" in sequences else t.start // factor + i), t.stop - t.start
             blocks = slice(first, first - (-length // factor))
+            if k is not None and v is not None:
+                options |= {"k": k[n, :, t], "v": v[n, :, t]}
             one = compressed_attention_pooled(q[n, :, s], kc[n, :, blocks], vc[n, :, blocks], kv_len=length, **options)
             of_each.append((n, s, one))
         return joined(q, return_lse, of_each)
-    kc, vc = over_heads(kc, q), over_heads(vc, q)
     hidden = hidden_from(q, kc, factor, kv_len, causal, strict)
+    if k is not None and v is not None and window is not None:
+        hidden = hidden_from_window(q, kc, k, factor, kv_len, strict, window)
+        kc, vc = torch.cat([kc, k], 2), torch.cat([vc, v], 2)
+    kc, vc = over_heads(kc, q), over_heads(vc, q)
     y = weights_of(q, kc, hidden, scale, sink) @ vc
     return (y, lse_of(q, kc, hidden, scale, sink)) if return_lse else y
 
@@ -113,6 +124,15 @@ def hidden_from(q: Tensor, kc: Tensor, factor: int, kv_len: int, causal: bool, s
     positions = torch.arange(kv_len - S, kv_len, device=q.device)
     visible = (positions if strict else positions + 1) // factor  # (S,)
     return torch.arange(C, device=q.device) >= visible[:, None]
+
+
+def hidden_from_window(q: Tensor, kc: Tensor, k: Tensor, factor: int, kv_len: int, strict: bool, window: int) -> Tensor:
+    """(S,C+n): which blocks, and which of the newest n positions, a query does not see."""
+    t = torch.arange(kv_len - q.shape[2], kv_len, device=q.device)[:, None]
+    begin = (t - window + 1).clamp(min=0) // factor * factor
+    j = torch.arange(kv_len - k.shape[2], kv_len, device=q.device)
+    last_of_block = torch.arange(1, kc.shape[2] + 1, device=q.device) * factor - 1
+    return torch.cat([last_of_block >= begin, (j < begin) | (j > t - int(strict))], 1)
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:

@@ -46,6 +46,8 @@ def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
     B, H, S, D = call.q.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
     sizes |= {"threads": call.target.threads, **(sequences_of(call, S, T) or {})}
+    if call.arguments.get("window") is not None:
+        sizes |= {"window": min(call.window, max(T, 1)), "first": T - call.k.shape[2]}
     return plan_of(call, "compressed_attention", call.q, **sizes, causal=call.arguments.get("causal", True))
 
 
@@ -186,7 +188,8 @@ def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
     yield from laid_out_sink(call)
     yield from sequence_table(call, call.q.shape[2], call.kv_len)
-    yield Scratch("delta", plan["delta"] if call.output_mask[1] or call.output_mask[3] else 0)
+    of_window = call.output_mask[4:5] if call.k is not None else []
+    yield Scratch("delta", plan["delta"] if any([call.output_mask[1], call.output_mask[3], *of_window]) else 0)
     yield Scratch("scratch", plan["backward_scratch"])
 
 

@@ -1,0 +1,475 @@
+"""Compressed attention with a window: positions as they are near a query, means of blocks before."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from ops.checks import (
+    CPU_LEVELS,
+    DTYPES,
+    HALF_DTYPES,
+    LAYOUTS,
+    assert_contract,
+    assert_strides,
+    doubles,
+    laid_out,
+    largest_error,
+    run,
+    same_bits,
+    saved_for_backward,
+    subsets,
+)
+from ops.test_compressed_attention import backward_op, contract, forward_op, make_inputs, pooled_backward_op, pooled_op
+from ops.test_compressed_merging import make_more, run_both
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import memcheck
+from memcheck import compressed_attention, measure_memory
+from memcheck._extension import _C
+from memcheck.ops.reference import compressed_attention as reference
+
+pytestmark = pytest.mark.cpu
+
+# B, H, Hkv, S, T, D
+SHAPES = [
+    (1, 1, 1, 1, 1, 1),
+    (2, 4, 2, 9, 9, 3),
+    (1, 6, 2, 63, 129, 33),
+    (1, 2, 1, 127, 127, 64),
+    (1, 12, 1, 3, 40, 16),  # a tile of queries has several heads
+    (3, 8, 2, 1, 257, 65),  # decoding
+    (1, 1, 1, 700, 700, 32),
+]
+EMPTY_SHAPES = [(0, 2, 1, 5, 7, 3), (2, 0, 0, 5, 7, 3), (2, 2, 1, 0, 7, 3), (2, 2, 1, 0, 0, 3), (2, 2, 1, 5, 7, 0)]
+FACTORS = [1, 3, 8, 64, 1000]
+WINDOWS = [1, 2, 20, 64, 129, 5000]
+MODES = {"causal": False, "strict": True}
+EVERY_MODE = pytest.mark.parametrize("strict", MODES.values(), ids=MODES)
+
+
+def visible(S: int, T: int, factor: int, window: int, strict: bool) -> tuple[Tensor, Tensor]:
+    """(S,C) and (S,T): which blocks and which positions a query sees, by the definition."""
+    C = -(-T // factor)
+    blocks, positions = torch.zeros(S, C, dtype=torch.bool), torch.zeros(S, T, dtype=torch.bool)
+    for s, t in enumerate(range(T - S, T)):
+        begin = max(0, t - window + 1) // factor * factor
+        blocks[s, : begin // factor] = True
+        positions[s, begin : t + (not strict)] = True
+    return blocks, positions
+
+
+# ---- the reference
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_query_sees_every_position_once(factor: int, window: int, strict: bool) -> None:
+    S, T = 100, 150
+    q, kc, k = torch.ones(1, 1, S, 1), torch.ones(1, 1, -(-T // factor), 1), torch.ones(1, 1, T, 1)
+    hidden = reference.hidden_from_window(q, kc, k, factor, T, strict, window)
+    blocks, positions = visible(S, T, factor, window, strict)
+    assert torch.equal(~hidden, torch.cat([blocks, positions], 1))
+    seen = blocks.repeat_interleave(factor, 1)[:, :T].int() + positions.int()
+    last = torch.arange(T - S, T)[:, None] - int(strict)
+    assert torch.equal(seen, (torch.arange(T) <= last).int())
+    assert (positions.sum(1) >= torch.arange(T - S, T).clamp(max=window - 1) + 1 - int(strict)).all()
+    assert (positions.sum(1) <= window + factor - 1).all()
+
+
+@pytest.mark.parametrize("function", [compressed_attention, reference.compressed_attention])
+@pytest.mark.parametrize("window", [70, 1000])
+def test_a_window_of_all_positions_is_softmax_attention(function: Any, window: int) -> None:
+    inputs, grad_y = make_inputs(2, 4, 4, 70, 70, 20, torch.float64)
+    ours = run(functools.partial(function, factor=8, window=window), inputs, grad_y)
+    theirs = run(functools.partial(scaled_dot_product_attention, is_causal=True), inputs, grad_y)
+    torch.testing.assert_close(ours, theirs)
+
+
+# ---- values and gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@EVERY_MODE
+@pytest.mark.parametrize("shape", SHAPES + EMPTY_SHAPES)
+def test_values_and_gradients(shape: tuple[int, ...], strict: bool, dtype: torch.dtype) -> None:
+    for factor, window in itertools.product(FACTORS, (20,) if shape[4] > 300 else (1, 20, 64, 5000)):
+        if shape[4] < 50 or factor in (3, 64):
+            assert_contract(contract(factor, window=window, strict=strict), *make_inputs(*shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2, 1, 70, 150, 200), (1, 1, 1, 9, 70, 300), (1, 300, 1, 2, 20, 8)])
+def test_wide_heads_and_many_heads_of_a_key_head(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert_contract(contract(3, window=17), *make_inputs(*shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize(("factor", "window"), [(2, 3), (8, 20), (64, 1)])
+def test_16_bits_are_as_accurate_as_plain_pytorch(factor: int, window: int, dtype: torch.dtype) -> None:
+    one, ours, plain = contract(factor, window=window), torch.zeros(4), torch.zeros(4)
+    for seed in range(8):
+        inputs, grad_y = make_inputs(2, 4, 2, 63, 129, 33, dtype, seed=seed)
+        truths = run(one.reference, doubles(inputs), grad_y.double())
+        for errors, function in ((ours, one.function), (plain, one.reference)):
+            results = run(function, inputs, grad_y)
+            errors += torch.tensor([largest_error(x, truth) for x, truth in zip(results, truths, strict=True)])
+    assert (ours <= 2 * plain).all()
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+@EVERY_MODE
+@pytest.mark.parametrize("factor", [1, 3, 8])
+def test_lse_and_sink(factor: int, strict: bool, with_sink: bool) -> None:
+    """lse is over blocks and positions, and a query that sees nothing has -inf."""
+    (q, k, v, sink), grads = make_more(2, 4, 2, 70, 70, 20, dtype=torch.float64)
+    options = {"factor": factor, "window": 11, "strict": strict, "scale": 0.3}
+    inputs = [q, k, v, sink if with_sink else None]
+    ours = run_both(functools.partial(compressed_attention, **options), inputs, grads)
+    theirs = run_both(functools.partial(reference.compressed_attention, **options), inputs, grads)
+    torch.testing.assert_close(ours, theirs)
+    assert (ours[1] == -math.inf).any() == (strict and not with_sink)
+
+
+@EVERY_MODE
+def test_window_of_keys_that_are_compressed_already(strict: bool) -> None:
+    """k and v may be the newest positions alone; kc and vc need no block that no query sees."""
+    (q, k, v, sink), grads = make_more(2, 4, 2, 20, 100, 20, dtype=torch.float64)
+    first = (80 - 11 + 1) // 7 * 7
+    last = (99 - 11 + 1) // 7
+    kc, vc = (reference.compress(x, 7) for x in (k, v))
+    options = {"factor": 7, "kv_len": 100, "strict": strict, "return_lse": True, "window": 11}
+    for begin, blocks in ((0, 15), (first, last), (20, 14)):
+        inputs = [x.clone().requires_grad_() for x in (q, kc[:, :, :blocks], vc[:, :, :blocks], sink)]
+        near = [x[:, :, begin:].clone().requires_grad_() for x in (k, v)]
+        ours = pooled_op(*inputs, *near, **options)
+        given = dict(zip(("sink", "k", "v"), (inputs[3], *near), strict=True))
+        theirs = reference.compressed_attention_pooled(*inputs[:3], **given, **options)
+        torch.testing.assert_close(ours, theirs)
+        gradients = [torch.autograd.grad(y, [*inputs, *near], grads) for y in (ours, theirs)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["packed", "pair", "right", "left"])
+def test_sequences_have_the_bits_that_they_have_alone(kind: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        B, S, T = (1, 71, 71) if kind == "packed" else (1, 40, 71) if kind == "pair" else (4, 43, 43)
+        (q, k, v, sink), grads = make_more(B, 4, 2, S, T, 20, dtype=dtype)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        lengths, of_queries = [30, 0, 1, 40], [9, 0, 1, 30]
+        if kind in ("packed", "pair"):
+            counts = lengths if kind == "packed" else of_queries
+            cu_seqlens = [torch.tensor([0, *itertools.accumulate(x)]) for x in (counts, lengths)]
+            options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
+            places = [(0, *(slice(*x[i : i + 2].tolist()) for x in cu_seqlens)) for i in range(4)]
+        else:
+            options = {"lengths": torch.tensor(lengths), "padding": kind}
+            sides = [slice(T - n, T) if kind == "left" else slice(0, n) for n in lengths]
+            places = [(n, side, side) for n, side in enumerate(sides)]
+        how = {"factor": 7, "window": 9, "return_lse": True}
+        y, lse = compressed_attention(*leaves, sink=sink, **how, **options)
+        torch.autograd.backward([y, lse], grads)
+        for row, queries, keys in places:
+            at = [(slice(row, row + 1), slice(None), x) for x in (queries, keys)]
+            one = [x.detach()[at[i > 0]].requires_grad_() for i, x in enumerate(leaves)]
+            alone = compressed_attention(*one, sink=sink, **how)
+            torch.autograd.backward(alone, [x[at[0]] for x in grads])
+            assert same_bits([y[at[0]], lse[at[0]]], alone)
+            assert same_bits([x.grad[at[i > 0]] for i, x in enumerate(leaves)], [x.grad for x in one])
+        assert all(x.grad.isfinite().all() for x in leaves)
+
+
+# ---- bits, strides, NaN
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_query_depend_on_what_it_sees_alone(dtype: torch.dtype) -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 300, 300, 40, dtype)
+    options = {"factor": 8, "window": 100, "return_lse": True}
+    y, lse = compressed_attention(q, k, v, **options)
+    for queries, T in ((1, 300), (5, 299), (70, 300), (200, 263)):
+        some = compressed_attention(q[:, :, T - queries : T], k[:, :, :T], v[:, :, :T], **options)
+        assert same_bits([x[:, :, T - queries : T] for x in (y, lse)], some)
+
+
+@pytest.mark.isolated
+def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
+    for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
+        inputs, grad_y = make_inputs(*shape)
+        results = []
+        for threads in (1, 2, 3, 7, 16):
+            torch.set_num_threads(threads)
+            results.append(run(contract(8, window=50).function, inputs, grad_y))
+            assert same_bits(results[0], results[-1])
+            assert_memory_is_planned(*inputs, factor=8, window=50)
+
+
+@CPU_LEVELS
+def test_every_cpu_level(level: str) -> None:
+    assert _C.cpu_level() == level
+    for dtype in DTYPES:
+        for shape in ((2, 4, 2, 63, 129, 35), (1, 2, 1, 200, 300, 64), (1, 8, 2, 1, 300, 64)):
+            for strict in (False, True):
+                assert_contract(contract(3, window=40, strict=strict), *make_inputs(*shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout: str, dtype: torch.dtype) -> None:
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40, dtype)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        assert_strides(assert_contract(contract(3, window=17), inputs, grad), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("strict", [False, True])
+def test_nan_reaches_who_sees_it(strict: bool, dtype: torch.dtype) -> None:
+    """As a position or in a mean. Nothing else changes by a bit."""
+    S, T, factor, window = 70, 100, 3, 17
+    (q, k, v), grad_y = make_inputs(2, 4, 2, S, T, 40, dtype)
+    function = contract(factor, window=window, strict=strict).function
+    clean = run(function, [q, k, v], grad_y)
+    blocks, positions = visible(S, T, factor, window, strict)
+    for j, poisoned in itertools.product((0, 40, 98), (1, 2)):
+        inputs = [x.clone() for x in (q, k, v)]
+        inputs[poisoned][1, 1, j, 20] = math.nan
+        y, grad_q, *of_keys = run(function, inputs, grad_y)
+        sees = blocks[:, j // factor] | positions[:, j]
+        assert y[1, 2:, sees][..., 20].isnan().all()
+        assert same_bits([x[1, 2:, ~sees] for x in (y, grad_q)], [x[1, 2:, ~sees] for x in clean[:2]])
+        for x, other in zip((y, grad_q, *of_keys), clean, strict=True):
+            others = slice(0, x.shape[1] // 2)
+            assert same_bits([x[0], x[1, others]], [other[0], other[1, others]])
+    given = q.clone()
+    given[1, 3, 50, 20] = math.nan
+    _, _, *of_keys = run(function, [given, k, v], grad_y)
+    seen = blocks[50].repeat_interleave(factor)[:T] | positions[50]
+    for x, other in zip(of_keys, clean[2:], strict=True):
+        assert x[1, 1, seen].isnan().any(-1).all()
+        assert same_bits([x[1, 1, ~seen], x[0]], [other[1, 1, ~seen], other[0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_of_minus_infinity_are_hidden(dtype: torch.dtype) -> None:
+    """Such a position is hidden as it is, and in a mean its block is."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40, dtype)
+    for hidden in (slice(30, 33), slice(80, 100), slice(0, 100)):
+        keys = k.clone()
+        keys[:, :, hidden] = -math.inf
+        results = assert_contract(contract(3, window=17), [q, keys, v], grad_y)
+        assert all(x.isfinite().all() for x in results)
+        assert not any(x[:, :, hidden].any() for x in results[2:]) or hidden == slice(80, 100)
+
+
+# ---- memory
+
+
+def window_plan(q: Tensor, k: Tensor, factor: int, window: int) -> dict[str, int]:
+    (B, H, S, D), (_, Hkv, T, _) = q.shape, k.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": factor, "window": min(window, T)}
+    dtype = str(q.dtype).removeprefix("torch.")
+    return _C.compressed_attention_plan(**sizes, causal=True, dtype=dtype, threads=torch.get_num_threads())
+
+
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, window: int) -> list[Any]:
+    """Asserts to the byte that peaks are inputs, output, saved tensors, gradients and the plan's scratch. k and v are
+    inputs, which a caller of the operator keeps. Returns the records for an expanded and a dense gradient of y."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    options = {"factor": factor, "window": window}
+    plan = window_plan(q, k, factor, window)
+    kept = plan["lse"] + plan["compressed"]
+    records = [measure_memory(compressed_attention, *leaves, **options, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
+        held = record.input_bytes + record.output_bytes
+        assert record.saved_bytes == kept
+        assert record.forward_peak_bytes == held + kept + plan["forward_scratch"]
+        assert record.gradient_bytes == q.nbytes + k.nbytes + v.nbytes
+        grad_y_bytes = record.output_bytes if dense else q.itemsize
+        working = kept + grad_y_bytes + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
+        assert record.backward_peak_bytes == held + working
+    record = measure_memory(compressed_attention, *leaves, **options, backward=False)
+    held = record.input_bytes + record.output_bytes
+    assert record.forward_peak_bytes == held + plan["compressed"] + plan["forward_scratch"]
+    assert record.saved_bytes == 0
+    return records
+
+
+@pytest.mark.slow
+@pytest.mark.isolated
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.ci), 2])
+def test_memory_to_the_byte_and_within_the_targets(threads: int) -> None:
+    """In units of q: kept 2/factor and lse, peaks 4 and 7 (8 with a dense gradient) with that and delta."""
+    torch.set_num_threads(threads)
+    for dtype, length in itertools.product((torch.float32, torch.bfloat16), (512, 2048)):
+        (q, k, v), _ = make_inputs(1, 8, 8, length, length, 64, dtype)
+        per_query = 4 / q.itemsize / 64
+        for factor, window in ((8, 64), (16, 200)):
+            records = assert_memory_is_planned(q, k, v, factor=factor, window=window)
+            kept = 2 / factor + per_query
+            for record, backward in zip(records, (7, 8), strict=True):
+                for measured, units in (
+                    (record.forward_peak_bytes, 4 + kept),
+                    (record.saved_bytes, kept),
+                    (record.backward_peak_bytes, backward + kept + per_query),
+                ):
+                    assert measured <= 1.03 * units * q.nbytes + 2**20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", subsets(3))
+def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...], dtype: torch.dtype) -> None:
+    """The gradient of v reads neither v nor its blocks nor y; a 16-bit y is never saved."""
+    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40, dtype)
+    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
+    kept = saved_for_backward(lambda: compressed_attention(*leaves, factor=8, window=20))
+    y, lse, kc, vc = forward_op(q.detach(), k.detach(), v.detach(), factor=8, window=20, keep=True)
+    if not (mask[0] or mask[1]):
+        assert same_bits(kept, [q, kc, lse, k])
+    else:
+        assert same_bits(kept, [q, kc, vc, *([y] if dtype == torch.float32 else []), lse, k, v])
+
+
+# ---- torch's own checks
+
+
+@EVERY_MODE
+@pytest.mark.parametrize(("factor", "window"), [(1, 3), (2, 3), (3, 1), (9, 20)])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 9, 9, 3), (1, 4, 2, 3, 11, 3), (1, 2, 1, 1, 33, 2)])
+def test_gradcheck(shape: tuple[int, ...], factor: int, window: int, strict: bool) -> None:
+    (q, k, v, sink), _ = make_more(*shape, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
+        options = {"factor": factor, "window": window, "strict": strict, "return_lse": True}
+        return compressed_attention(q, k, v, sink=sink, **options)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+def test_gradgradcheck_of_sequences_and_pooled_keys() -> None:
+    (q, k, v), _ = make_inputs(1, 2, 1, 9, 9, 3, torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    packed = functools.partial(compressed_attention, factor=2, window=2, cu_seqlens=torch.tensor([0, 5, 5, 9]))
+    assert torch.autograd.gradcheck(packed, leaves)
+    assert torch.autograd.gradgradcheck(packed, leaves, fast_mode=True)
+    (q, near, of_near), _ = make_inputs(1, 2, 1, 3, 6, 3, torch.float64, seed=2)
+    (_, kc, vc), _ = make_inputs(1, 2, 1, 3, 4, 3, torch.float64, seed=3)
+    leaves = [x.requires_grad_() for x in (q, kc, vc, near, of_near)]
+
+    def pooled(q: Tensor, kc: Tensor, vc: Tensor, k: Tensor, v: Tensor) -> Any:
+        return pooled_op(q, kc, vc, None, k, v, factor=2, kv_len=9, window=3)[0]
+
+    assert torch.autograd.gradcheck(pooled, leaves)
+    assert torch.autograd.gradgradcheck(pooled, leaves, fast_mode=True)
+
+
+@pytest.mark.glue
+@EVERY_MODE
+def test_opcheck(strict: bool) -> None:
+    (q, k, v, sink), grads = make_more(2, 4, 2, 5, 7, 3)
+    options = {"factor": 2, "strict": strict, "window": 3}
+    kc, vc = (reference.compress(x, 2) for x in (k, v))
+    for requires_grad in (False, True):
+        leaves = [x.detach().requires_grad_(requires_grad) for x in (q, k, v, sink)]
+        torch.library.opcheck(forward_op, leaves, {**options, "return_lse": True})
+        leaves = [x.detach().requires_grad_(requires_grad) for x in (q, kc, vc, sink, k, v)]
+        torch.library.opcheck(pooled_op, leaves, {**options, "kv_len": 7, "return_lse": True})
+    y, lse, kc, vc = forward_op(q, k, v, sink, **options, keep=True)
+    arguments = (grads[0], q, kc, vc, y, lse, grads[1], sink, k, v)
+    more = {**options, "causal": True, "scale": None, "kv_len": 7}
+    for mask in ([True] * 6, [False, False, False, True, False, True], [False, True, True, False, True, False]):
+        torch.library.opcheck(pooled_backward_op, arguments, more | {"output_mask": mask})
+        of_plain = {"grad_k_stride": k.stride(), "grad_v_stride": v.stride(), "output_mask": mask[:4]}
+        torch.library.opcheck(backward_op, arguments, more | of_plain)
+
+
+@pytest.mark.glue
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compile(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    inputs, grads = make_more(2, 4, 2, 40, 50, 20)
+    function = functools.partial(compressed_attention, factor=7, window=11)
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    assert same_bits(run_both(compiled, inputs, grads), run_both(function, inputs, grads))
+
+
+@pytest.mark.glue
+def test_autocast_vmap_and_torch_func() -> None:
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 40, 50, 20)
+    function = functools.partial(compressed_attention, factor=7, window=11)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = function(q, k, v)
+    assert same_bits([y], [function(*(x.bfloat16() for x in (q, k, v)))])
+    rows = torch.func.vmap(lambda *x: function(*(one[None] for one in x))[0])(q, k, v)
+    torch.testing.assert_close(rows, function(q, k, v))
+    y, pull = torch.func.vjp(function, q, k, v)
+    torch.testing.assert_close([y, *pull(grad_y)], run(function, [q, k, v], grad_y))
+    primal, tangent = torch.func.jvp(function, (q, k, v), (q, k, v))
+    theirs = torch.func.jvp(functools.partial(reference.compressed_attention, factor=7, window=11), *[(q, k, v)] * 2)
+    torch.testing.assert_close((primal, tangent), theirs)
+
+
+@pytest.mark.glue
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_decomposition(dynamic: bool) -> None:
+    (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20)
+
+    class Module(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            with torch.no_grad():
+                options = {"factor": 7, "window": 11, "return_lse": True}
+                return compressed_attention(q, k, v, **options), compressed_attention(q, k, v, sink=sink, **options)
+
+    length = torch.export.Dim("T", min=45, max=1000)
+    shapes = [None, {2: length}, {2: length}] if dynamic else None
+    program = torch.export.export(Module(), (q, k, v), dynamic_shapes=shapes)
+    program = program.run_decompositions(memcheck.decompositions())
+    assert "memcheck" not in str(program.graph)
+    torch.testing.assert_close(program.module()(q, k, v), Module()(q, k, v))
+
+
+# ---- what is refused
+
+RAISES = {
+    "window 0": ({"window": 0}, ValueError, "window must be from 1 to 4611686018427387904, got 0"),
+    "half a window": ({"window": 1.5}, TypeError, "window must be an int, got 1.5"),
+    "not causal": ({"window": 3, "causal": False}, ValueError, "window needs causal, got causal=False"),
+    "a state": (
+        {"window": 3, "return_state": True},
+        NotImplementedError,
+        "window is not available with initial_state and return_state yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", RAISES)
+def test_wrong_window(wrong: str) -> None:
+    changed, kind, message = RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 4, 2, 5, 7, 3)
+    with pytest.raises(kind, match=f"compressed_attention: {message}"):
+        compressed_attention(q, k, v, factor=2, **changed)
+
+
+@pytest.mark.glue
+def test_wrong_positions_of_a_window() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 5, 8, 3)
+    kc, vc = (reference.compress(x, 2) for x in (k, v))
+    call = functools.partial(pooled_op, factor=2, kv_len=8)
+    for arguments, options, message in (
+        ((None, k, v), {}, "k and v need a window, got window=None"),
+        ((None, None, v), {"window": 2}, "k must be a tensor, got None"),
+        ((None, k, None), {"window": 2}, "v must be a tensor, got None"),
+        ((None, k[:, :, 4:], v[:, :, 4:]), {"window": 2}, "k must be of 6 to 8 positions, .* got 4"),
+        ((None, k, v[:, :, 1:]), {"window": 2}, r"v must be \(B,Hkv,n,D\) = \[2, 2, 8, 3\] to match kc"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"compressed_attention_pooled: {message}"):
+            call(q, kc, vc, *arguments, **options)
+    with pytest.raises(ValueError, match=r"kc must be \(B,Hkv,C,D\) with C from 3 to 4 .* window = 2, got C = 2"):
+        call(q, kc[:, :, :2], vc[:, :, :2], None, k, v, window=2)
