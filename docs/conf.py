@@ -28,6 +28,8 @@ author = "the memcheck authors"
 version = release = __version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"memcheck {__version__}"
 nb_execution_mode = "off"
 smartquotes = False

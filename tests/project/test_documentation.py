@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import os
 import re
 import runpy
 import shlex
@@ -451,6 +452,40 @@ def test_the_first_five_minutes_are_what_a_terminal_shows(tmp_path, capsys, monk
         printed = iter("".join(capsys.readouterr()).splitlines())
         assert code == (2 if lines[0].startswith("memcheck:") else 0)
         assert [line for line in lines if line not in printed] == []
+
+
+def applied(diff, text):
+    """The text with the change of a diff without line numbers."""
+    lines = diff.splitlines()
+    before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] != other) for other in "+-")
+    assert text.count(before) == 1, before
+    return text.replace(before, after)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
+@pytest.mark.ci  # It trains for a minute.
+def test_the_tutorial_is_what_a_terminal_shows(tmp_path):
+    """Its commands in their order, with its changes of the script: the lines of the page are among those printed."""
+    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    # As a dict, because readline sets COLUMNS behind the back of os.environ.
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "COLUMNS": "", "PYTHONPATH": str(ROOT)}
+    for folder in ("docs", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "test_memory.py").write_text(python_of(page)[0])
+    script = tmp_path / "train.py"
+    for kind, text in re.findall(r"```(console|diff)\n(.*?)```", page, re.DOTALL):
+        if kind == "diff":
+            script.write_text(applied(text, script.read_text()))
+            continue
+        command, *shown = text.splitlines()
+        name, *words = shlex.split(command.removeprefix("$ "))
+        start = {"memcheck": [sys.executable, "-m", "memcheck"], "python": [sys.executable]}.get(name, [name])
+        done = subprocess.run(
+            [*start, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        printed = iter(re.sub(r"in [\d.]+s", "in some", done.stdout + done.stderr).splitlines())
+        lines = [re.sub(r"in [\d.]+s", "in some", line) for line in shown if line != "..."]
+        assert [line for line in lines if line not in printed] == [], f"{command}\n{done.stdout}{done.stderr}"
 
 
 def test_the_table_of_the_documentation_holds_the_committed_records():
