@@ -69,7 +69,7 @@ MEMCHECK_BETWEEN_BLOCKS uint32_t take_ticket(uint32_t* next) {
 template <typename acc_t>
 using WordOf = std::conditional_t<sizeof(acc_t) == 4, uint32_t, uint64_t>;
 
-// Of a NaN, which may have every bit set, another one is passed.
+// A NaN with every bit set would look empty: another NaN is passed in its place.
 __device__ __forceinline__ void pass_number(float x, float* to) {
   uint32_t word = 0x7FC00000u;
   if (x == x) __builtin_memcpy(&word, &x, sizeof(word));

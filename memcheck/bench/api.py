@@ -142,7 +142,7 @@ class Largest:
 
     @classmethod
     def of(cls, search: Search, start: int) -> Largest:
-        """What the search finds if it begins at that size."""
+        """The result of the search, begun at that size."""
         size, found = search.largest(start), search.found
         return cls(size, search.step, found.get(size), found.get(size + search.step), len(found))
 

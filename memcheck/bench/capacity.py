@@ -88,9 +88,9 @@ def find_capacity(
 ) -> Capacity:
     """The largest size of an axis at which the case fits the device. Its other sizes stay.
 
-    find: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim". Of packed and padded
-        batches, "seq_len" is the length of the longest sequence, to which the others keep their proportion, and "bsz"
-        the number of sequences, which repeat the case's lengths.
+    find: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim". For packed and
+        padded batches, "seq_len" is the length of the longest sequence, to which the others keep their proportion, and
+        "bsz" the number of sequences, which repeat the case's lengths.
     place: the device, or a Place with a limit below its memory.
     step: only its multiples are sizes; a dimension is also a multiple of the heads, and a number of sequences one of
         the number of the case's lengths.

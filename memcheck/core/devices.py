@@ -52,7 +52,7 @@ class Device:
 
     @property
     def context_bytes(self) -> int | None:
-        """What is assumed for CUDA's context and libraries; None for a CPU, and for a device without a limit.
+        """Bytes assumed for CUDA's context and libraries; None for a CPU, and for a device without a limit.
 
         Of a nominal size, and of what is free on a shared GPU, more is missing than the context takes.
         """

@@ -74,7 +74,7 @@ def optimizers_in(thing: Any, depth: int = DEEPEST) -> list[torch.optim.Optimize
 
 
 def _held_by(thing: Any) -> list[Any]:
-    """What a container, an object, or a function with its closure and the globals that it names holds."""
+    """The objects in a container, in an object, or in a function's closure and the globals that it names."""
     if isinstance(thing, torch.Tensor | torch.nn.Module | type | ModuleType):
         return []
     if isinstance(thing, Mapping):

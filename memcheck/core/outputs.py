@@ -18,7 +18,7 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a forward returned, as far as it stays alive until the step ends.
+    """The outputs of a forward that stay alive until the step ends.
 
     held: the objects that stay alive.
     named: the tensors in them with their paths: "0", "logits", "" for a single one.
@@ -34,7 +34,7 @@ class Outputs:
 
 @dataclass
 class Left:
-    """What a forward returned, while the next one runs."""
+    """The outputs of a forward while the next one runs."""
 
     output: Any = None
     loss: Any = None
@@ -42,7 +42,7 @@ class Left:
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What surrounds a model in a forward.
+    """Loss, autocast and lifetime of outputs in a forward.
 
     loss: makes the tensor that the backward starts from out of the model's output. None: start_of chooses it.
     autocast: the dtype of a torch.autocast around model and loss.

@@ -36,7 +36,7 @@ BARS = {
 
 
 def layout_of(bsz: int | None, lengths: tuple[int, ...] | None) -> str | None:
-    """How sequences of these lengths, two or more, lie in a batch: "packed" or "padded"; None without lengths."""
+    """The layout of sequences of these lengths, two or more: "packed" or "padded"; None without lengths."""
     if lengths is None:
         return None
     return "packed" if bsz == 1 else "padded"

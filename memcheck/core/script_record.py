@@ -119,5 +119,5 @@ class ScriptRecord:
 
     @property
     def alive_then(self) -> list[Alive]:
-        """What was alive when memory ran out; for any other script, at the peak."""
+        """Blocks alive when memory ran out; for any other script, at the peak."""
         return self.refusal.alive if self.ran_out and self.refusal is not None else self.alive

@@ -11,7 +11,7 @@ from typing import Any
 
 Version = tuple[int, int]
 
-# The oldest release of which rules were read.
+# The oldest release whose rules were read.
 OLDEST = (2, 7)
 # The oldest and the newest release that the tests have run with.
 OLDEST_TRIED = (2, 11)

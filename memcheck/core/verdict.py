@@ -29,7 +29,7 @@ SIZES_OF_SEQUENCES = {"seq_len": "length of the longest sequence", "bsz": "numbe
 
 @dataclass(frozen=True)
 class Need:
-    """What must fit, as the sum of its parts: name -> bytes. is_bound: it may be more."""
+    """The bytes that must fit, as the sum of parts: name -> bytes. is_bound: they may be more."""
 
     parts: dict[str, int]
     is_bound: bool
@@ -50,7 +50,7 @@ def has_own_limit(place: Place) -> bool:
 
 
 def need_of(prediction: Prediction) -> Need | None:
-    """What must fit: tensors, and on a GPU the rest of the allocator's segments and CUDA's context. None: unknown."""
+    """The bytes that must fit: tensors, on a GPU also the rest of the allocator's segments and CUDA's context."""
     peak, device = prediction.peak, prediction.device
     if peak is None or prediction.fits is None:
         return None

@@ -32,7 +32,7 @@ WATCHING = "watching the memory of a script"
 
 
 class Mark(NamedTuple):
-    """What the block at an address holds. The module is a number, or that of the block at the address `like`."""
+    """The kind and module of the block at an address. The module is a number, or that of the block at `like`."""
 
     address: int
     kind: int

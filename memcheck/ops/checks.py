@@ -122,7 +122,7 @@ def sequence_arguments(
     lengths: Tensor | None,
     padding: str,
 ) -> dict[str, Any]:
-    """What the operator for sequences takes of these arguments; empty if the batch is neither packed nor padded.
+    """The arguments of the operator for sequences; empty if the batch is neither packed nor padded.
 
     Raises TypeError if one is no tensor, ValueError for a combination that has no meaning. The operator checks the
     tensors.

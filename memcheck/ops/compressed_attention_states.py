@@ -270,7 +270,7 @@ def go_on(
 ) -> tuple[Any, Any]:
     """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the state after them.
 
-    before: the state before them, or None. Of a packed or padded batch both are sequences, with one for each.
+    before: the state before them, or None. A packed or padded batch has a sequence of states, one for each.
     """
     q, k, v = (in_autocast_dtype(x) for x in inputs)
     if sequences:
@@ -317,12 +317,12 @@ _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
 def block_places(lengths: Sequence[int], factor: int) -> list[int]:
-    """Where the blocks of packed sequences of so many positions begin, and the end of the places of the last one."""
+    """The first block of each packed sequence, given their lengths, and the end of the last sequence's blocks."""
     return [start // factor + i for i, start in enumerate((0, *accumulate(lengths)))]
 
 
 def ranges(begins: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """For each i the numbers from begins[i] on, so many as counts[i]; all in one tensor."""
+    """counts[i] numbers from begins[i] on, for each i, in one tensor."""
     starts, repeats = torch.tensor([0, *accumulate(counts)]), torch.tensor(counts, dtype=torch.int64)
     offsets = torch.tensor(begins, dtype=torch.int64) - starts[:-1]
     return torch.arange(int(starts[-1])) + offsets.repeat_interleave(repeats)
@@ -367,7 +367,7 @@ def packed_blocks(blocks: Sequence[Tensor], places: Sequence[int]) -> Tensor:
 
 
 class Places(NamedTuple):
-    """Where the sequences of a packed or padded batch lie in a tensor (B,heads,positions,...)."""
+    """The places of the sequences of a packed or padded batch in a tensor (B,heads,positions,...)."""
 
     packed: bool
     begins: list[int]  # the first position of each sequence, in the only row or in its own

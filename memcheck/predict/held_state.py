@@ -30,7 +30,7 @@ CONTAINERS = (dict, list, deque, set, tuple, frozenset)
 
 
 class HeldState:
-    """What namespaces and containers hold: globals, attributes of classes and objects, cells, and their containers.
+    """Contents of namespaces and containers: globals, attributes of classes and objects, cells, and their containers.
 
     They are those that functions of the roots name or hold, and functions that these name, with the attributes of all
     objects on the way, of libraries too. Modules in the roots are copied by a prediction, so their own attributes are
@@ -58,12 +58,12 @@ class HeldState:
         self._queue.clear()
 
     def of(self, holder: Any) -> Any:
-        """What the object held; None if it is not known."""
+        """The contents of the object; None if they are not known."""
         found = self._known.get(id(holder))
         return None if found is None else found[1]
 
     def slots_of(self, holder: Any) -> dict[Any, Any]:
-        """What the object's slots held."""
+        """The contents of the object's slots."""
         return self._slots.get(id(holder), (None, {}))[1]
 
     def restore_plain_values(self, dicts: Collection[int]) -> None:

@@ -276,5 +276,5 @@ def others_like(thing: Any) -> list[Any]:
 
 
 def substitute(thing: Any) -> Any:
-    """What a copy has in place of an object that refuses to be copied: itself; of a generator, one of its own."""
+    """The stand-in in a copy for an object that refuses to be copied: itself; for a generator, a new one."""
     return torch.Generator(thing.device).set_state(thing.get_state()) if isinstance(thing, torch.Generator) else thing

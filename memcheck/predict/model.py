@@ -222,7 +222,7 @@ def argument_names(model: Any, count: int) -> list[str]:
 
 # Parts of messages of torch that do not say what to do, and what is said instead. {} is the operator that it names.
 INSTEAD = {
-    # Of a tensor with data that reaches autograd where no function mode sees it.
+    # A tensor with data reaches autograd where no function mode sees it.
     "expected device cpu but got meta": (
         "a compiled or autograd function takes a parameter that the model does not own; give it to the model"
     ),

@@ -141,7 +141,7 @@ def contents_of(cell: CellType) -> Any:
 
 
 class Answers(threading.local):
-    """What the functions of ANSWERED are for this thread, by name."""
+    """This thread's replacements of the functions of ANSWERED, by name."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Callable[..., Any]] = {}
@@ -213,5 +213,5 @@ def asking_code(name: str, func: Any) -> CodeType:
 
 
 def here(name: str) -> Callable[..., Any]:
-    """What the function is for this thread."""
+    """The function that this thread runs under the name."""
     return HERE.by_name.get(name) or ORIGINALS[name]

@@ -116,7 +116,7 @@ class Reaching:
 
 
 def parts_of(thing: Any) -> Iterator[Any]:
-    """What a function, a partial, a method, a container or a plain object holds."""
+    """The objects in a function, a partial, a method, a container or a plain object."""
     if isinstance(thing, types.FunctionType):
         if (thing.__module__ or "").partition(".")[0] in LIBRARIES and not thing.__closure__:
             return

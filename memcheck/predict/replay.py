@@ -210,7 +210,7 @@ class Certainty(NamedTuple):
 
 
 DERIVED = Certainty("derived", False)
-# The torch version of the published A100 rows of which every figure is predicted.
+# The torch version of the published A100 rows whose figures are all predicted as printed.
 PUBLISHED_TORCH = (2, 7)
 
 

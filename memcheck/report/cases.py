@@ -87,7 +87,7 @@ def place_of(record: Record) -> str | None:
 
 
 def case_and_place(record: Record) -> tuple[Any, ...]:
-    """What a later record must share to replace this one: the case, the device, and whether it was measured."""
+    """The key under which a later record replaces this one: the case, the device, and whether it was measured."""
     return case_of(record), place_of(record), record.device_name, record.source
 
 

@@ -95,7 +95,7 @@ def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
 
 
 def unknown_words(predictions: Sequence[Record]) -> list[str]:
-    """What could not be known, combined for all operators that share it."""
+    """A line for each unknown, with the operators that have it."""
     operators: dict[str, dict[str, None]] = {}
     for record in predictions:
         for doubt in record.doubts:

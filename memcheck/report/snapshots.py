@@ -95,7 +95,7 @@ def out_of_memory(record: SnapshotRecord) -> Iterator[str]:
 
 
 def held_by_others(record: SnapshotRecord, known: int) -> Iterator[str]:
-    """What neither torch had nor was free. known: reserved and free bytes."""
+    """Memory that other processes or libraries held. known: bytes that torch reserved or that were free."""
     totals = {name: device.total_bytes for name, device in DEVICES.items()}
     gpus = [record.gpu] if record.gpu else [gpu for gpu in totals.items() if 0.75 * gpu[1] <= known]
     gpus = [gpu for gpu in gpus if gpu[1] >= known]
@@ -122,7 +122,7 @@ def peak_sentence(record: SnapshotRecord) -> str:
 
 
 def fragmentation(record: SnapshotRecord) -> Iterator[str]:
-    """How much of what was reserved no request could use."""
+    """The share of reserved memory that no request could use."""
     moment, oom = record.moment, record.oom
     free = sum(holes.free_bytes for holes in moment.holes)
     if not free:

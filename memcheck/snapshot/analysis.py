@@ -53,7 +53,7 @@ class Blocks:
     places: Ints
 
     def alive_at(self, state: int, ends: Ints) -> npt.NDArray[np.bool_]:
-        """Those alive in a state, which is that before the event of the same number. ends: freed or ended."""
+        """The blocks alive just before the event of this number. ends: freed or ended."""
         return (self.begin < state) & (ends >= state)
 
     def sums(self, chosen: Any, events: int) -> Ints:
@@ -204,7 +204,7 @@ def steps_of(recording: Recording) -> Ints:
 
 
 def growing(recording: Recording, blocks: Blocks, ends: Ints) -> list[Growth]:
-    """What is alive more and more at the ends of steps, after the first two; largest first."""
+    """Places whose bytes grow from step to step after the first two; largest first."""
     ends = ends[2:]
     if len(ends) < LEAST_ENDS:
         return []
@@ -264,7 +264,7 @@ class _Finder:
         )
 
     def alive(self, state: int) -> list[Alive]:
-        """What is alive by place, largest first."""
+        """Bytes alive by place, largest first."""
         alive = self.blocks.alive_at(state, self.blocks.freed)
         places = self.blocks.places[alive]
         sizes, numbers = np.bincount(places, self.blocks.sizes[alive]), np.bincount(places)
@@ -275,7 +275,7 @@ class _Finder:
         return sorted(found, key=lambda alive: -alive.bytes)
 
     def sizes(self, state: int) -> list[tuple[int, int, int]]:
-        """What is alive by the size of its blocks."""
+        """Bytes alive by the size of their blocks."""
         sizes = self.blocks.sizes[self.blocks.alive_at(state, self.blocks.freed)]
         groups = np.searchsorted(SIZES, sizes, side="right") - 1
         sums, numbers = np.bincount(groups, sizes, len(SIZES)), np.bincount(groups, minlength=len(SIZES))

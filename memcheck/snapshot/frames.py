@@ -46,7 +46,7 @@ def phase_of(frames: Sequence[dict[str, Any]], python: Sequence[dict[str, Any]])
 
 
 def kind_of(stack: Sequence[str], python: Sequence[dict[str, Any]]) -> str | None:
-    """What the memory holds, where the frames show it: one of memcheck.core.script_record.KINDS."""
+    """The kind of the memory, if the frames show it: one of memcheck.core.script_record.KINDS."""
     if any("AccumulateGrad" in name for name in stack):
         return "gradients"
     for frame in python:

@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def record(self) -> SnapshotRecord:
-        """That of the device with the most reserved memory."""
+        """The record of the device with the most reserved memory."""
         return self.records[0]
 
     def __repr__(self) -> str:

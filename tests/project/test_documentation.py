@@ -320,6 +320,24 @@ def test_the_figures_of_speed_are_those_of_the_results():
     assert [line for line in lines if line not in text] == []
 
 
+def test_the_summary_of_speed_is_that_of_the_results():
+    same = [
+        row["ratio"] for row in rows_of("softplus_attention") if row["contender"] in ("eager", "reference", "compiled")
+    ]
+    others = ("chunked", "plain", "reference")
+    same += [
+        row["ratio"] for row in rows_of("linear_attention") if row["contender"] in others and row["memory"] == "fresh"
+    ]
+    compressed = [row for row in rows_of("compressed_attention") if row["what"] != "decoding"]
+    same += [row["ratio"] for row in compressed if row["contender"] in others]
+    softmax = [row["ratio"] for row in compressed if row["contender"] == "softmax"]
+    plain = [1 / row["ratio"] for row in rows_of("combinator") if row["contender"].startswith("memcheck")]
+    page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
+    assert f"{int(min(same))} to {int(max(same))} times as fast as PyTorch code for the same function" in page
+    assert f"{round(min(softmax))} to {round(max(softmax))} times as fast\nas softmax attention" in page
+    assert f"{min(plain):.1f} to {max(plain):.1f} times as fast as plain PyTorch" in page
+
+
 def test_the_scaling_of_the_documentation_is_that_of_the_results():
     ratios = [row["ratio"] for row in rows_of("scaling") if row["contender"] == "2 threads"]
     assert f"take {min(ratios):.2f} to {max(ratios):.2f} of the time on one" in documentation()

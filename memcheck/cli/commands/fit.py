@@ -42,7 +42,7 @@ from memcheck.report.tables import Screen, render
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 # The axis of the picture if no size has several values, and the factors of the given value.
 DRAWN_AGAINST = {"seq_len": "bsz", "bsz": "seq_len", "dim": "bsz"}
-# Of models: the steps of a search, and the sizes that are tried first.
+# For models: the steps of a search, and the first sizes that are tried.
 STEPS = {"bsz": 1, "seq_len": 64}
 FIRST_SIZES = {"bsz": 8, "seq_len": 1024}
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
@@ -215,7 +215,7 @@ def draw(
 
 
 def drawn_against(request: Fit, axis: str) -> str:
-    """The size with several values, or one that gets several."""
+    """The x axis of the plot: the size with several values, or a default."""
     if request.lengths and len(request.lengths) > 1:
         rule = f"draws against one size: give {named('lengths')} once"
         raise UsageError(f"{named('plot')} {rule}, got {len(request.lengths)}")

@@ -119,7 +119,7 @@ def record_of(case: ModelCase, request: ProfileModel) -> ModelRecord:
 
 
 def unknown_words(records: list[ModelRecord]) -> Iterator[str]:
-    """What predictions could not know, each once."""
+    """The unknowns of the predictions, without duplicates."""
     unknown: dict[str, None] = {}
     for record in records:
         words = record.doubts if record.source == "predicted" else (record.predicted or {}).get("unknown", ())

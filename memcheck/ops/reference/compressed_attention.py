@@ -68,8 +68,8 @@ def compressed_attention_pooled(
 ) -> Any:
     """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention_pooled.
 
-    k and v (B,Hkv,n,D): with a window, those of the newest positions. Of packed sequences, the blocks of sequence i
-    begin at its first position // factor + i.
+    k and v (B,Hkv,n,D): with a window, those of the newest positions. The blocks of packed sequence i begin at
+    its first position // factor + i.
     """
     if sequences:
         options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}

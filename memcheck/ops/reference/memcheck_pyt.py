@@ -12,7 +12,7 @@ HIDDEN = -1e4  # added to the scores of keys that a query must not see
 
 
 class NaiveAttention(torch.nn.Module):
-    """Softmax attention over the whole score matrix. Of its four weights only the last takes part."""
+    """Softmax attention over the whole score matrix. Only the last of its four weights takes part."""
 
     def __init__(
         self,

@@ -173,7 +173,7 @@ class _Replay:
         allocator.add(rest)
 
     def _recorded_address(self, size: int, pool: Pool) -> int:
-        """That of the segment that the recorded allocator made for this request."""
+        """The address of the segment that the recorded allocator made for this request."""
         if not self.recorded:  # It made none.
             self.allocator.lowest_address -= size
             return self.allocator.lowest_address

@@ -22,7 +22,7 @@ LEARNED = Unknown("what cuDNN's algorithms need in convolutions, of which an est
 
 @dataclass(frozen=True)
 class Need:
-    """What an algorithm needs, in multiples of the bytes of the convolution's input and output."""
+    """The workspace of an algorithm, in multiples of the bytes of the convolution's input and output."""
 
     inputs: float = 0
     outputs: float = 0
@@ -34,7 +34,7 @@ ONCE, TWICE, INPUTS_TWICE = Need(1, 1), Need(2, 2), Need(inputs=2)
 
 
 def needed(call: OperatorCall) -> Need:
-    """What was learned. No need was seen in groups, kernels of one point and channels_last."""
+    """The workspace that was learned. None was seen in groups, kernels of one point and channels_last."""
     size, is_forward = tuple(call.weight.shape[-2:]), call.name == "aten::convolution"
     if call.groups > 1 or size == (1, 1) or is_channels_last(call):
         return NOTHING

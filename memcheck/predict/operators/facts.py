@@ -19,7 +19,7 @@ MASKS = ("mask", "condition")  # Operands of masked_fill and where.
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """What is known about an operator.
+    """The facts about an operator.
 
     name: "mul" for aten::mul; operators of other libraries with their namespace.
     example: Python text that runs the operator, itself or in its backward; tests/predict/test_operator_facts.py runs it

@@ -87,7 +87,7 @@ def sequences_of(call: OperatorCall, S: int, T: int) -> dict[str, Any] | None:
 
 
 def sequence_table(call: OperatorCall, S: int, T: int) -> Iterator[Scratch | Unknown]:
-    """What packed and padded batches have beside the plan."""
+    """The scratch of packed and padded batches that is not in the plan."""
     sequences = sequences_of(call, S, T)
     if sequences is None:
         yield UNKNOWN_LENGTHS
