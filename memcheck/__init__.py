@@ -13,6 +13,7 @@ from memcheck.core.version import __version__ as __version__
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
+    CompressedAttentionWindowState,
     compressed_attention,
     compressed_attention_pooled,
     compressed_attention_state,
@@ -44,6 +45,7 @@ LATER = {
 
 __all__ = [
     "CompressedAttentionState",
+    "CompressedAttentionWindowState",
     "MemoryTracker",
     "Place",
     "Program",

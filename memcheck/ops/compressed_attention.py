@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from memcheck.ops import compressed_attention_windows as windows
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     Sequences,
@@ -30,6 +31,11 @@ from memcheck.ops.compressed_attention_states import (
     state_after,
     state_before,
 )
+from memcheck.ops.compressed_attention_windows import (
+    MOST_POSITIONS,
+    CompressedAttentionWindowState,
+    check_window,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -37,10 +43,9 @@ if TYPE_CHECKING:
 Yes = Literal[True]
 No = Literal[False]
 
-MOST_POSITIONS = 2**62
-
 # Packed or padded, there is a state for each sequence.
 States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
+AnyState = States | CompressedAttentionWindowState
 
 _step = torch.ops.memcheck.compressed_attention_step.default
 _last_step = torch.ops.memcheck.compressed_attention_last_step.default
@@ -56,32 +61,48 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
 
 
-class WithWindow(Options, total=False):
-    """The same, with a window."""
-
-    window: int | None
-
-
-class WithState(WithWindow, total=False):
+class WithState(Options, total=False):
     """The same, with those of a single state."""
 
     initial_state: CompressedAttentionState | None
 
 
-class WithStates(WithWindow, Sequences, total=False):
+class WithStates(Options, Sequences, total=False):
     """The same, with those of packed or padded sequences, which have a tuple of states."""
 
     initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None
 
 
+class WithWindowState(Options, total=False):
+    """The same, with those of a window and its state."""
+
+    window: Required[int]
+    initial_state: CompressedAttentionWindowState | None
+
+
+class WithAny(Options, Sequences, total=False):
+    """The same, with or without a window."""
+
+    window: int | None
+    initial_state: CompressedAttentionState | CompressedAttentionWindowState | Sequence[CompressedAttentionState] | None
+
+
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: No = ..., **options: Unpack[WithStates]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: No = ..., **options: Unpack[WithAny]
 ) -> Tensor: ...
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: No = ..., **options: Unpack[WithStates]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: No = ..., **options: Unpack[WithAny]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithWindowState]
+) -> tuple[Tensor, CompressedAttentionWindowState]: ...
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithWindowState]
+) -> tuple[Tensor, Tensor, CompressedAttentionWindowState]: ...
 @overload
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithState]
@@ -100,8 +121,8 @@ def compressed_attention(
 ) -> tuple[Tensor, Tensor, States]: ...
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ..., **options: Unpack[WithStates]
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, States] | tuple[Tensor, Tensor, States]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ..., **options: Unpack[WithAny]
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AnyState] | tuple[Tensor, Tensor, AnyState]: ...
 def compressed_attention(
     q: Tensor,
     k: Tensor,
@@ -119,9 +140,12 @@ def compressed_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
+    initial_state: CompressedAttentionState
+    | CompressedAttentionWindowState
+    | Sequence[CompressedAttentionState]
+    | None = None,
     return_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, States] | tuple[Tensor, Tensor, States]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AnyState] | tuple[Tensor, Tensor, AnyState]:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
 
     This is memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et
@@ -140,7 +164,7 @@ def compressed_attention(
         window: W, at least 1; needs causal. The query at position t then sees positions as they are from the last block
             boundary at or before t - W + 1 (at least 0) to t, or with strict to t - 1, and the means of the blocks
             before that boundary. So it sees every position once, in one softmax. With W >= T this is softmax
-            attention. On the CPU only, and without states, so far.
+            attention. On the CPU only, so far.
         return_lse: return lse too, with which merge_attention merges y and other attention of the same queries.
         sink: (H,), a score of each head that every query sees, with a value of 0: it adds exp(sink) to the sum over
             which softmax divides, and so to exp(lse).
@@ -152,7 +176,8 @@ def compressed_attention(
         padding: where lengths has the padding, "right" (after the positions that count) or "left".
         initial_state: the CompressedAttentionState of all positions before these: blocks go on from it. Queries are
             then the newest positions, and T counts the earlier ones too. Needs causal. Packed or padded: a sequence of
-            N states, one for each sequence, with B = 1.
+            N states, one for each sequence, with B = 1. With a window: a CompressedAttentionWindowState, and no more
+            queries than new positions; packed or padded batches with a window have no states yet.
         return_state: return the state after these positions too; packed or padded, a tuple of N. Needs causal.
 
     Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
@@ -186,7 +211,7 @@ def compressed_attention(
             causal, a state of other sizes or another factor, another number of states than of sequences, a rule of
             cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
-        NotImplementedError: a window on CUDA, or with a state.
+        NotImplementedError: a window on CUDA, or with states of packed or padded batches.
 
     Equivalent to:
         >>> def blocks(x):
@@ -217,16 +242,20 @@ def compressed_attention(
     check_scale(op, scale)
     blocks = {"factor": factor} if window is None else {"factor": factor, "window": window}
     if window is not None:
-        check_int(op, "window", window, 1, MOST_POSITIONS)
+        check_window(op, window)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
     if initial_state is None and not return_state:
         return attend(op, (q, k, v), sink, blocks, options, **sequences)
-    if window is not None:
-        raise NotImplementedError(f"{op}: window is not available with initial_state and return_state yet")
     if not causal:
         raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
-    outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
+    state: AnyState
+    if window is None:
+        outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
+    elif sequences:
+        raise NotImplementedError(f"{op}: window is not available with states of packed or padded batches yet")
+    else:
+        outputs, state = windows.go_on(op, (q, k, v), sink, initial_state, (factor, window), options)
     if not return_state:
         return outputs
     return (*outputs, state) if return_lse else (outputs, state)
@@ -256,6 +285,9 @@ def compressed_attention_pooled(
     scale: float | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """compressed_attention for keys and values that are compressed already, for example by a learned compression.
 
@@ -265,10 +297,13 @@ def compressed_attention_pooled(
         vc: (B,Hkv,C,D) a value for every block.
         kv_len: T, the number of positions that the blocks represent.
         factor, causal, strict, scale, return_lse, sink: as in compressed_attention.
+        k, v: (B,Hkv,n,D) with a window, keys and values of the newest positions: at least those that a query sees as
+            they are. kc and vc may then be of the blocks alone that a query sees.
+        window: as in compressed_attention.
 
     Returns:
         y (B,H,S,D), contiguous; with return_lse, y and lse (B,H,S). Kept for backward: q, kc, vc, y (not in 16 bits),
-        and one number per query.
+        one number per query, and with a window k and v.
 
     Raises:
         ValueError, TypeError: as compressed_attention.
@@ -288,20 +323,38 @@ def compressed_attention_pooled(
     check_int(op, "kv_len", kv_len, 0, MOST_POSITIONS)
     check_scale(op, scale)
     options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
-    return attend(op, (q, kc, vc), sink, {"factor": factor, "kv_len": kv_len}, options)
+    blocks = {"factor": factor, "kv_len": kv_len}
+    if window is None and k is None and v is None:
+        return attend(op, (q, kc, vc), sink, blocks, options)
+    check_window(op, window)
+    if k is None or v is None:
+        raise TypeError(f"{op}: window needs k and v, the newest positions, got {'k' if k is None else 'v'}=None")
+    near = (in_autocast_dtype(k), in_autocast_dtype(v))
+    return attend(op, (q, kc, vc), sink, blocks | {"window": window}, options, near)
 
 
-def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
+@overload
+def compressed_attention_state(
+    k: Tensor, v: Tensor, *, factor: int, window: None = ...
+) -> CompressedAttentionState: ...
+@overload
+def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int, window: int) -> CompressedAttentionWindowState: ...
+def compressed_attention_state(
+    k: Tensor, v: Tensor, *, factor: int, window: int | None = None
+) -> CompressedAttentionState | CompressedAttentionWindowState:
     """The state of compressed_attention_step after these positions. T may be 0.
 
     Args:
         k: (B,Hkv,T,D) the keys of a prompt.
         v: (B,Hkv,T,D) its values.
         factor: positions per block.
+        window: as in compressed_attention.
 
     Returns:
         CompressedAttentionState(kc, vc, k_sum, v_sum, positions, factor): kc and vc (B,Hkv,T // factor,D) in the dtype
         of k, k_sum and v_sum (B,Hkv,D) in float32 (float64 for float64), positions = T % factor. It has no gradient.
+        With a window: CompressedAttentionWindowState(kc, vc, k, v, factor, window), the blocks that the next query sees
+        as such, and all later positions, at most window + factor - 2.
 
     Raises:
         ValueError: a shape, device or factor.
@@ -318,9 +371,12 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
     k, v = in_autocast_dtype(k), in_autocast_dtype(v)
     refuse_gradient(op, k, v)
     check_new(op, None, k, v)
+    if window is not None:
+        return windows.state_of_prompt(op, k, v, (factor, window))
     return state_after(op, state_before(op, "state", None, k, factor), k, v)
 
 
+@overload
 def compressed_attention_step(
     q: Tensor,
     k: Tensor,
@@ -328,9 +384,33 @@ def compressed_attention_step(
     state: CompressedAttentionState | None = None,
     *,
     factor: int,
+    strict: bool = ...,
+    scale: float | None = ...,
+    window: None = ...,
+) -> tuple[Tensor, CompressedAttentionState]: ...
+@overload
+def compressed_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: CompressedAttentionWindowState | None = None,
+    *,
+    factor: int,
+    strict: bool = ...,
+    scale: float | None = ...,
+    window: int,
+) -> tuple[Tensor, CompressedAttentionWindowState]: ...
+def compressed_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: CompressedAttentionState | CompressedAttentionWindowState | None = None,
+    *,
+    factor: int,
     strict: bool = False,
     scale: float | None = None,
-) -> tuple[Tensor, CompressedAttentionState]:
+    window: int | None = None,
+) -> tuple[Tensor, CompressedAttentionState | CompressedAttentionWindowState]:
     """The newest positions of causal compressed attention, from a state instead of all earlier keys.
 
     Args:
@@ -338,13 +418,14 @@ def compressed_attention_step(
         k: (B,Hkv,n,D) the keys that are new since the state.
         v: (B,Hkv,n,D) their values.
         state: the result of the last step, or compressed_attention_state of a prompt; None at the beginning.
-        factor, strict, scale: as in compressed_attention, the same in every step.
+        factor, strict, scale, window: as in compressed_attention, the same in every step.
 
     Returns:
         y (B,H,S,D), equal to the last rows of the causal compressed_attention over all keys up to rounding, and the
         new state; the old one does not change. O(T / factor) work per query and no gradient. Its blocks are in memory
         with room for half as many more, in which later steps write theirs: only where it is full are blocks copied. A
         second step from the same state copies them, too.
+        With a window, O(T / factor + window) work per query, and S <= n.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T, a state of other sizes or another factor.
@@ -365,7 +446,11 @@ def compressed_attention_step(
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     check_scale(op, scale)
-    if state is not None and _is_plain_step(q, k, v, state, factor):
+    options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
+    if window is not None:
+        refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
+        return windows.go_on(op, (q, k, v), None, state, (factor, window), options)
+    if isinstance(state, CompressedAttentionState) and _is_plain_step(q, k, v, state, factor):
         try:
             return _one_position(q, k, v, state, strict, scale)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -374,7 +459,6 @@ def compressed_attention_step(
             state_before(op, "state", state, k, factor)
             raise
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-    options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
     return go_on(op, (q, k, v), None, state, factor, options)
 
 

@@ -78,27 +78,35 @@ def check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def attend(
-    op: str, inputs: Inputs, sink: Tensor | None, blocks: Arguments, options: Arguments, **sequences: Any
+    op: str,
+    inputs: Inputs,
+    sink: Tensor | None,
+    blocks: Arguments,
+    options: Arguments,
+    near: Sequence[Tensor] = (),
+    **sequences: Any,
 ) -> Any:
     """The result of compressed_attention or, for k and v that are pooled, of compressed_attention_pooled.
 
     Args:
-        blocks: factor and, for the latter, kv_len.
+        blocks: factor, window if there is one, and for the latter kv_len.
         options: causal, strict, scale and return_lse.
+        near: for the latter, k and v of the newest positions if there is a window.
         sequences: what describes a packed or padded batch.
     """
     q, k, v = inputs
     return_lse = options["return_lse"]
     sink = check_sink(op, sink, q)
     if derivatives.transformed():
-        if sink is None and not (return_lse or sequences):
+        if sink is None and not (return_lse or sequences or near):
             plain = {name: x for name, x in options.items() if name != "return_lse"}
             return derivatives.call(op, inputs, **blocks, **plain)
-        if derivatives.differentiated((*inputs, sink)):
-            results = derivatives.by_reference(op, inputs, sink=sink, **blocks, **options, **sequences)
+        if derivatives.differentiated((*inputs, sink, *near)):
+            more = sequences | dict(zip(("k", "v"), map(derivatives.wide, near), strict=False))
+            results = derivatives.by_reference(op, inputs, sink=sink, **blocks, **options, **more)
             return results if return_lse else results[0]
     try:
-        results = FORWARDS[op](*inputs, sink, **blocks, **changed_options(q, options, DEFAULTS), **sequences)
+        results = FORWARDS[op](*inputs, sink, *near, **blocks, **changed_options(q, options, DEFAULTS), **sequences)
     except REFUSALS:
         explain_refusal(op, **{"q": q, "kc": k, "vc": v} if op == POOLED else {"q": q, "k": k, "v": v})
         raise
@@ -425,7 +433,7 @@ class Places(NamedTuple):
     ) -> Any:
         """The same for blocks (1,Hkv,C,D) in one tensor, at their block_places."""
         cu_seqlens = [torch.tensor([0, *accumulate(x)]) for x in (self.counts, kv_lens)]
-        sequences = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1], "lengths": None}
+        sequences: Arguments = {"cu_seqlens_q": cu_seqlens[0], "cu_seqlens_k": cu_seqlens[1], "lengths": None}
         sizes, options = {"factor": factor, "kv_len": sum(kv_lens)}, {"return_lse": False} | options
         index = None if self.packed else self.rows_and_positions(q.device)
         packed = q if index is None else q[index[0], :, index[1]].transpose(0, 1)[None]

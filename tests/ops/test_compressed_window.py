@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import memcheck
-from memcheck import compressed_attention, measure_memory
+from memcheck import compressed_attention, compressed_attention_state, compressed_attention_step, measure_memory
 from memcheck._extension import _C
 from memcheck.ops.reference import compressed_attention as reference
 
@@ -267,6 +267,101 @@ def test_keys_of_minus_infinity_are_hidden(dtype: torch.dtype) -> None:
         assert not any(x[:, :, hidden].any() for x in results[2:]) or hidden == slice(80, 100)
 
 
+# ---- states
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("factor", [1, 3, 8])
+@pytest.mark.parametrize("window", [1, 5, 20, 1000])
+def test_pieces_equal_the_whole(window: int, factor: int, strict: bool) -> None:
+    """y, lse, all gradients and the state, whatever the cuts. A state has at most window + factor - 2 positions."""
+    (q, k, v, sink), grads = make_more(2, 4, 2, 70, 70, 20, dtype=torch.float64)
+    options = {"factor": factor, "window": window, "strict": strict, "return_lse": True}
+    inputs = [x.requires_grad_() for x in (q, k, v, sink)]
+    whole = compressed_attention(q, k, v, sink=sink, **options)
+    expected = torch.autograd.grad(whole, inputs, grads)
+    outputs, state = [], None
+    for begin, end in itertools.pairwise([0, 1, 8, 8, 9, 40, 70]):
+        piece = [x[:, :, begin:end] for x in (q, k, v)]
+        *of_piece, state = compressed_attention(*piece, sink=sink, initial_state=state, return_state=True, **options)
+        outputs.append(of_piece)
+        blocks = max(0, end - window + 1) // factor
+        assert [x.shape[2] for x in state[:4]] == [blocks, blocks, end - blocks * factor, end - blocks * factor]
+        assert state.k.shape[2] <= window + factor - 2
+    joined = [torch.cat(x, 2) for x in zip(*outputs, strict=True)]
+    torch.testing.assert_close(joined, list(whole))
+    torch.testing.assert_close(torch.autograd.grad(joined, inputs, grads), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 20])
+def test_steps(window: int, dtype: torch.dtype) -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 60, 60, 35, dtype)
+    options = {"factor": 4, "window": window}
+    whole = compressed_attention(q, k, v, **options)
+    state = compressed_attention_state(k[:, :, :27], v[:, :, :27], **options)
+    rows = []
+    for t in [*range(27, 50), slice(50, 60)]:
+        new = [x[:, :, t : t + 1] if isinstance(t, int) else x[:, :, t] for x in (q, k, v)]
+        y, state = compressed_attention_step(*new, state, **options)
+        rows.append(y)
+    torch.testing.assert_close(torch.cat(rows, 2), whole[:, :, 27:])
+    of_all = compressed_attention_state(k, v, **options)
+    assert same_bits(of_all[:4], state[:4])
+    assert of_all[4:] == state[4:] == (4, window)
+    y, _ = compressed_attention_step(q[:, :, :9], k[:, :, :9], v[:, :, :9], **options)
+    assert same_bits([y], [compressed_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], **options)])
+
+
+STATE_RAISES = {
+    "another window": (
+        {"window": 4},
+        ValueError,
+        "factor and window must be those of the state, factor 2 and window 3",
+    ),
+    "another kind": ({"window": None}, TypeError, "must be a CompressedAttentionState or None"),
+    "more queries": ({"k": torch.ones(2, 2, 2, 3), "v": torch.ones(2, 2, 2, 3)}, ValueError, "got S = 5 and n = 2"),
+    "no tensor": ({"of_state": {"k": None}}, TypeError, "k must be a tensor, got None"),
+    "other values": ({"of_state": {"vc": torch.ones(2, 2, 9, 3)}}, ValueError, r"vc must be \(B,Hkv,C,D\) ="),
+    "packed": ({"cu_seqlens": torch.tensor([0, 5])}, NotImplementedError, "states of packed or padded batches yet"),
+}
+
+
+@pytest.mark.parametrize("wrong", STATE_RAISES)
+def test_wrong_state(wrong: str) -> None:
+    changed, kind, message = STATE_RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 4, 2, 5, 5, 3)
+    state = compressed_attention_state(k, v, factor=2, window=3)
+    state = state._replace(**changed.get("of_state", {}))
+    given = {"q": q, "k": k, "v": v, "window": 3, "initial_state": state, **changed}
+    given.pop("of_state", None)
+    with pytest.raises(kind, match=f"compressed_attention: .*{message}"):
+        compressed_attention(given.pop("q"), given.pop("k"), given.pop("v"), factor=2, **given)
+
+
+@pytest.mark.glue
+def test_states_under_compile_autocast_and_torch_func() -> None:
+    torch._dynamo.reset()
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 40, 40, 20)
+
+    def pieces(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"factor": 7, "window": 11}
+        first, state = compressed_attention(*(x[:, :, :30] for x in (q, k, v)), return_state=True, **options)
+        return torch.cat(
+            [first, compressed_attention(*(x[:, :, 30:] for x in (q, k, v)), initial_state=state, **options)], 2
+        )
+
+    expected = run(pieces, [q, k, v], grad_y)
+    compiled = torch.compile(pieces, fullgraph=True, backend="aot_eager")
+    assert same_bits(run(compiled, [q, k, v], grad_y), expected)
+    y, pull = torch.func.vjp(pieces, q, k, v)
+    torch.testing.assert_close([y, *pull(grad_y)], expected)
+    torch.testing.assert_close(torch.func.vmap(lambda *x: pieces(*(one[None] for one in x))[0])(q, k, v), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = pieces(q, k, v)
+    assert same_bits([y], [pieces(*(x.bfloat16() for x in (q, k, v)))])
+
+
 # ---- memory
 
 
@@ -441,11 +536,6 @@ RAISES = {
     "window 0": ({"window": 0}, ValueError, "window must be from 1 to 4611686018427387904, got 0"),
     "half a window": ({"window": 1.5}, TypeError, "window must be an int, got 1.5"),
     "not causal": ({"window": 3, "causal": False}, ValueError, "window needs causal, got causal=False"),
-    "a state": (
-        {"window": 3, "return_state": True},
-        NotImplementedError,
-        "window is not available with initial_state and return_state yet",
-    ),
 }
 
 

@@ -175,6 +175,14 @@ def test_windows_of_compressed_attention_are_predicted(dtype: torch.dtype) -> No
     assert_same(lambda q, k, v, s: memcheck.compressed_attention(q, k, v, sink=s, factor=8, window=50), *given, *sink)
     assert_same(functools.partial(memcheck.compressed_attention, factor=8, window=50), *given, backward=False)
 
+    def in_two_pieces(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        first, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(303), slice(303, None)))
+        y, state = memcheck.compressed_attention(*first, factor=8, window=50, return_state=True)
+        return y, memcheck.compressed_attention(*rest, factor=8, window=50, initial_state=state)
+
+    assert_same(in_two_pieces, *given)
+    assert_same(torch.inference_mode()(in_two_pieces), *given, backward=False)
+
 
 def test_states_of_compressed_attention_are_predicted() -> None:
     def in_two_pieces(q: Tensor, k: Tensor, v: Tensor) -> Any:

@@ -11,7 +11,7 @@ from typing_extensions import assert_type
 
 import memcheck
 import memcheck.compat
-from memcheck import CompressedAttentionState, MemoryTracker, Ranks, Results, nn
+from memcheck import CompressedAttentionState, CompressedAttentionWindowState, MemoryTracker, Ranks, Results, nn
 from memcheck.bench.api import Largest
 from memcheck.bench.capacity import Capacity, find_capacity
 from memcheck.bench.catalog import make_case
@@ -78,6 +78,9 @@ def decoding(q: Tensor, k: Tensor, v: Tensor) -> None:
     blocks = memcheck.compressed_attention_state(k, v, factor=8)
     assert_type(blocks, CompressedAttentionState)
     assert_type(memcheck.compressed_attention_step(q, k, v, blocks, factor=8), tuple[Tensor, CompressedAttentionState])
+    window = memcheck.compressed_attention(q, k, v, factor=8, window=4, return_state=True)
+    assert_type(window, tuple[Tensor, CompressedAttentionWindowState])
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, window=4, initial_state=window[1]), Tensor)
 
 
 def modules(x: Tensor, cu_seqlens: Tensor) -> None:
