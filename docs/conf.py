@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from docutils import nodes
 
 from memcheck.cli.flags import parser_of, split_help
 from memcheck.cli.requests import COMMANDS
@@ -115,6 +116,20 @@ def links_within_the_site(app: Any, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((\.\./[\w./]+/README\.md)", r"](path:\1", text)
 
 
+def without_links_back(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Pages of source have no links to the API: those of viewcode are dead where a module has two public names."""
+    if page.startswith("_modules/"):
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+
+
+def wide_tables(app: Any, page: nodes.document) -> None:
+    """Marks tables of a terminal with more columns than fit, which get smaller letters."""
+    for block in page.findall(nodes.literal_block):
+        rules = re.findall(r"^-+(?: +-+)+$", block.astext(), re.MULTILINE)
+        columns = max(map(len, rules), default=0)
+        block["classes"] += ["wide"] * (columns > 120) + ["wider"] * (columns > 140)
+
+
 # What other pages list.
 OPTIONS = "Its options: see :doc:`/reference/options`."
 FIELDS = "Its fields: see :doc:`/reference/records`."
@@ -166,6 +181,8 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", without_arguments)
     app.connect("autodoc-skip-member", undocumented)
     app.connect("source-read", links_within_the_site)
+    app.connect("doctree-read", wide_tables)
+    app.connect("html-page-context", without_links_back)
     notebooks = DOCS / "generated" / "notebooks"
     notebooks.mkdir(parents=True, exist_ok=True)
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):

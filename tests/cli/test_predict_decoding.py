@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
 from memcheck.measure.measurement import measure_memory
 
-ROOT = Path(__file__).parents[2]
 LLAMA = ("--dim", "4096", "--heads", "32", "--kv-heads", "8", "--layers", "32", "--dtype", "bf16")
 # Keys and values of 8 heads of 128, 2 bytes each, in 32 layers.
 TOKEN = 2 * 8 * 128 * 2 * 32
@@ -174,15 +172,6 @@ def test_a_model_without_a_decoding_step_is_refused() -> None:
                 dtype="float32",
             )
         )
-
-
-def test_the_cache_of_the_documentation_is_what_predict_says(capsys) -> None:
-    page = (ROOT / "docs/predict.md").read_text(encoding="utf-8")
-    (command, shown) = re.findall(
-        r"^\$ memcheck (predict [^\n]*--mode decode[^\n]*)\n(.*?)^\.\.\.$", page, re.MULTILINE | re.DOTALL
-    )[0]
-    assert main(command.split()) == 0
-    assert shown.strip() in capsys.readouterr().out
 
 
 def configuration(folder: Path, kind: str = "llama", **sizes: int) -> Path:
