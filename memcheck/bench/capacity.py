@@ -182,57 +182,53 @@ class Search:
 
     def largest(self, start: int) -> int:
         """The largest size that fits; 0 if none does."""
-        low, high = self.bracket(min(max(start // self.step, 1), self.top))
+        low = self.edge(min(max(start // self.step, 1), self.top))
         while True:
-            low = self.bisect(low, high)
             further = (count for count in self.further(low) if self.guessed(count) is not False)
             again = next((count for count in further if self.fits(count * self.step)), None)
             if again is None:
                 return low * self.step
-            low, high = self.bracket(again)
+            low = self.edge(again)
 
     def nearest(self, start: int) -> int:
         """A size that fits, if the next one does not; larger ones are not tried. 0 if none fits."""
-        return self.bisect(*self.bracket(min(max(start // self.step, 1), self.top))) * self.step
+        return self.edge(min(max(start // self.step, 1), self.top)) * self.step
 
-    def bracket(self, count: int) -> tuple[int, int]:
-        """Two numbers of steps: one that fits (or 0), and a larger one that does not (or the end plus one)."""
-        if self.fits(count * self.step):
-            while count < self.top and self.fits(min(2 * count, self.top) * self.step):
-                count = min(2 * count, self.top)
-            return count, min(2 * count, self.top + 1)
-        while count > 1 and not self.fits(count // 2 * self.step):
-            count //= 2
-        return count // 2, count
+    def edge(self, count: int) -> int:
+        """A number of steps that fits, the next of which does not, both predicted; 0 if none fits.
 
-    def bisect(self, low: int, high: int) -> int:
-        """The last number of steps before one that does not fit."""
-        low, high = self.narrowed(low, high)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.fits(middle * self.step) else (low, middle)
-        return low
+        The first is `count`, then twice or half as many until some fit and others do not, then those between. Guesses
+        of interpolation replace most of these.
+        """
+        low, high = 0, self.top + 1
+        while True:
+            if self.fits(count * self.step):
+                low = count
+            else:
+                high = count
+            if high - low < 2:
+                return low
+            if (guessed := self.guessed_edge(low, high)) is not None:
+                count = max(guessed, low + 1)
+            elif low == 0:
+                count = max(high // 2, 1)
+            else:
+                count = min(2 * low, self.top) if high > self.top else (low + high) // 2
 
-    def narrowed(self, low: int, high: int) -> tuple[int, int]:
-        """Narrows the search between two numbers of steps, using guesses. Predictions confirm the result."""
+    def guessed_edge(self, low: int, high: int) -> int | None:
+        """The last number of steps of a range that fits, by interpolation from three sizes; None if it cannot tell."""
+        if self.guess is None or len(self.found) < 2:
+            return None
         near = sorted(self.found, key=lambda size: abs(math.log(size / (max(low, 1) * self.step))))[:3]
         self.known = {size: self.found[size] for size in near}
-        guessed, beyond = low, high
-        while beyond - guessed > 1:
-            middle = (guessed + beyond) // 2
-            verdict = self.guessed(middle)
-            if verdict is None:
-                return low, high
-            guessed, beyond = (middle, beyond) if verdict else (guessed, middle)
-        stride = 1
-        guessed = max(guessed, low + 1)
-        while low < guessed < high:
-            if self.fits(guessed * self.step):
-                low, guessed = guessed, guessed + stride
-            else:
-                high, guessed = guessed, guessed - stride
-            stride *= 2
-        return low, high
+        if low and self.guessed(low + 1) is False:  # Mostly so, as the last one was guessed, too.
+            return low
+        while high - low > 1:
+            middle = min(2 * low, self.top) if high > self.top and low else (low + high) // 2
+            if (verdict := self.guessed(middle)) is None:
+                return None
+            low, high = (middle, high) if verdict else (low, middle)
+        return low
 
     def guessed(self, count: int) -> bool | None:
         """Whether interpolation says that `count` steps fit; None without a guess."""

@@ -123,7 +123,9 @@ class CpuProbe:
         key = key_of(func, args, kwargs, contents)
         with ONE_AT_A_TIME:
             if key not in self.table.found:
+                state = torch.default_generator.get_state()  # Probes draw numbers that the model does not.
                 self.table.add(key, self._run(func, args, kwargs, contents))
+                torch.default_generator.set_state(state)
             return self.table.found[key]
 
     def check(self, call: FunctionCall) -> str | None:

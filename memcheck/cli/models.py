@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -248,6 +248,7 @@ class ModelPredictor:
     place: Place
     options: dict[str, Any]  # Further options of a step, and those of its model.
     probe: Probe | bool = True
+    _built: dict[tuple[Any, ...], Built] = field(default_factory=dict)  # The last one, by what it depends on.
 
     @classmethod
     def of(
@@ -270,7 +271,7 @@ class ModelPredictor:
     def predict(self, setting: Setting | None = None) -> Prediction:
         """The prediction for the setting; by default for the predictor's own."""
         setting = setting or self.setting
-        built, ranks = self.source.build(setting), self.place.ranks
+        built, ranks = self._build(setting), self.place.ranks
         if ranks is not None and ranks.kind == "tp" and not getattr(built.model, "tp_plan", None):
             rule = "it takes a model with a tp_plan, as those of transformers have"
             python = f"memcheck.Ranks(tp={ranks.over}, split_by=...) in Python takes any"
@@ -287,6 +288,14 @@ class ModelPredictor:
             raise MemcheckError(f"the model cannot be predicted: {failure(error)}") from error
         found.record.bsz, found.record.query_len = setting.bsz, setting.seq_len
         return found
+
+    def _build(self, setting: Setting) -> Built:
+        """The model and its inputs. A prediction leaves them as they are, so the last ones serve again."""
+        key = setting.bsz, setting.seq_len, setting.dtype, setting.attention, setting.mode
+        if key not in self._built:
+            self._built.clear()
+            self._built[key] = self.source.build(setting)
+        return self._built[key]
 
     def words(self, prediction: Prediction, setting: Setting | None = None) -> str:
         """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""

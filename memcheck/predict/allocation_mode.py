@@ -111,7 +111,7 @@ class AllocationMode(TorchDispatchMode):
         self.operators: dict[str, None] = {}
         self.works: list[Done] = []
         self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
-        self._workspaces: dict[tuple[str, bool], Allocation] = {}  # Name, and whether it is that of autograd's thread.
+        self.workspaces: dict[tuple[str, bool], Allocation] = {}  # Name, and whether it is that of autograd's thread.
         self._searched: set[str] = set()  # Algorithms that cuDNN has searched for.
         self._keeps_integers = False
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
@@ -374,9 +374,9 @@ class AllocationMode(TorchDispatchMode):
 
     def drop_library_workspaces(self) -> None:
         """Frees cuBLAS's workspaces."""
-        for workspace in self._workspaces.values():
+        for workspace in self.workspaces.values():
             self.log.free(workspace)
-        self._workspaces.clear()
+        self.workspaces.clear()
 
     @contextmanager
     def real_integers(self) -> Iterator[None]:
@@ -418,8 +418,8 @@ class AllocationMode(TorchDispatchMode):
         Autograd's thread, which runs a backward, has its own cuBLAS handle and therefore its own workspaces.
         """
         key = name, torch._C._current_graph_task_id() != -1
-        if key not in self._workspaces:
-            self._workspaces[key] = self.log.allocate(name, size, is_library=True)
+        if key not in self.workspaces:
+            self.workspaces[key] = self.log.allocate(name, size, is_library=True)
 
 
 @functools.cache

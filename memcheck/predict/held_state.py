@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import gc
 import inspect
+import io
 import itertools
+import logging
+import random
+import re
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
@@ -27,6 +32,11 @@ UNSET = object()
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 NO_HOLDERS = (*PLAIN, torch.Tensor, types.ModuleType)
 CONTAINERS = (dict, list, deque, set, tuple, frozenset)
+EMPTIABLE = (dict, OrderedDict, list, deque, set)
+OF_NO_MODEL = (logging.Filterer, logging.Manager, re.Pattern, dataclasses.Field, io.IOBase, types.GetSetDescriptorType)
+# Objects whose state only C can see, and the modules of such classes.
+HIDDEN = (Iterator, bytearray, memoryview, random.Random, torch.Generator)
+HIDDEN_OF = ("numpy", "numpy.random._generator", "numpy.random.mtrand", "array", "_ctypes")
 
 
 class HeldState:
@@ -35,14 +45,19 @@ class HeldState:
     They are those that functions of the roots name or hold, and functions that these name, with the attributes of all
     objects on the way, of libraries too. Modules in the roots are copied by a prediction, so their own attributes are
     not part of it.
+
+    most: objects that are looked at, nearest first.
+    to_compare: for values: of the functions of classes, those count whose names occur in functions that count.
+    is_whole: nothing was left out.
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, most: int = MOST_OBJECTS, to_compare: bool = False) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}  # By identity: the object, and a copy of what it holds.
         self._slots: dict[int, tuple[Any, dict[Any, Any]]] = {}  # By identity: the object, and its slots.
         self.scripted: list[str] = []  # Names of functions that TorchScript compiled.
         self.classes: dict[int, type] = {}  # By the identity of the dict of their attributes.
-        self._names: set[str] = set()  # That the functions use.
+        self._names: set[str] = {"forward"} if to_compare else set()  # That the functions use.
+        self._waiting: dict[str, list[Any]] | None = {} if to_compare else None  # Functions of classes by name.
         self._seen: set[int] = set()
         self._queue: deque[Any] = deque()
         for root in roots:
@@ -51,11 +66,23 @@ class HeldState:
             for module in modules:
                 self._visit_module(module)
             self._add(root)
-        for _ in range(MOST_OBJECTS):
+        self.is_whole = True
+        for _ in range(most):
             if not self._queue:
                 break
             self._visit(self._queue.popleft())
+        self.is_whole &= not self._queue
         self._queue.clear()
+
+    @property
+    def values(self) -> list[Any] | None:
+        """All that is held, as values that keep nothing alive: numbers and strings as they are, else identities.
+
+        None: something was left out.
+        """
+        held = [(key, tokens_of(before)) for key, (_, before) in self._known.items()]
+        slots = [(key, tokens_of(before)) for key, (_, before) in self._slots.items()]
+        return held + slots if self.is_whole else None
 
     def of(self, holder: Any) -> Any:
         """The contents of the object; None if they are not known."""
@@ -106,12 +133,18 @@ class HeldState:
         for thing in things:
             if isinstance(thing, torch.Tensor):
                 self._add(*hooks_of(thing))
-            elif id(thing) not in self._seen and not isinstance(thing, NO_HOLDERS):
+            elif id(thing) not in self._seen and not isinstance(thing, NO_HOLDERS) and not is_ours(thing):
+                if self._waiting is not None and is_left_out(thing):
+                    continue
                 self._seen.add(id(thing))
                 self._queue.append(thing)
 
     def _save(self, holder: Any, held: Any) -> None:
-        if id(holder) not in self._known and (not hasattr(held, "__len__") or len(held) <= MOST_ENTRIES):
+        if id(holder) in self._known:
+            return
+        if hasattr(held, "__len__") and len(held) > MOST_ENTRIES:
+            self.is_whole = False
+        else:
             self._known[id(holder)] = holder, copied(held)
 
     def _visit(self, thing: Any) -> None:
@@ -129,6 +162,10 @@ class HeldState:
             self._add(thing.fget, thing.fset)
         elif isinstance(thing, types.BuiltinMethodType):
             self._add(thing.__self__)
+        elif isinstance(thing, types.GeneratorType):
+            self._known[id(thing)] = thing, [thing.gi_frame.f_lasti if thing.gi_frame else None]
+        elif isinstance(thing, itertools.count):
+            self._known[id(thing)] = thing, [repr(thing)]
         elif isinstance(thing, torch.jit.ScriptFunction):
             self.scripted.append(getattr(thing, "name", "a function"))
         else:
@@ -136,10 +173,12 @@ class HeldState:
 
     def _visit_object(self, thing: Any) -> None:
         """Saves the parts of a container, and the attributes of an object."""
+        self.is_whole &= not isinstance(thing, HIDDEN) and type(thing).__module__ not in HIDDEN_OF
         if isinstance(thing, dict | list | deque | set):
             self._save(thing, thing)
             parts = list(dict.values(thing) if isinstance(thing, dict) else thing)
             self._add(*parts[:MOST_PARTS])
+            self.is_whole &= all(map(is_plain, parts[MOST_PARTS:]))
         elif isinstance(thing, tuple | frozenset):
             self._add(*itertools.islice(thing, MOST_PARTS))
         if type(thing) in CONTAINERS:
@@ -165,6 +204,8 @@ class HeldState:
         if vars(function):
             self._save(vars(function), vars(function))
         names = names_of(function.__code__)
+        if self._waiting:
+            self._add(*(part for name in names for part in self._waiting.pop(name, ())))
         self._names |= names
         self._save(function.__globals__, function.__globals__)
         found = [function.__globals__[name] for name in names if name in function.__globals__]
@@ -180,7 +221,11 @@ class HeldState:
                 (namespace,) = gc.get_referents(vars(base))
                 self._save(namespace, namespace)
                 self.classes[id(namespace)] = base
-                self._add(*vars(base).values())
+                for name, part in vars(base).items():
+                    if self._waiting is None or not is_function(part) or name in self._names or name.startswith("__"):
+                        self._add(part)
+                    else:
+                        self._waiting.setdefault(name, []).append(part)
 
 
 def first_value(namespace: dict[Any, Any], name: str) -> Any:
@@ -204,6 +249,34 @@ def modules_in(thing: Any) -> Iterator[torch.nn.Module]:
         yield from thing.modules()
 
 
+def tokens_of(held: Any) -> Any:
+    """What a copy of a container holds, as values that can be compared."""
+    if isinstance(held, set):
+        return set(map(token_of, held))
+    if isinstance(held, dict):
+        return [(token_of(key), token_of(value)) for key, value in held.items()]
+    return list(map(token_of, held))
+
+
+def token_of(thing: Any) -> Any:
+    if isinstance(thing, int):
+        return type(thing), thing
+    if isinstance(thing, torch.Tensor):
+        return id(thing), thing.shape, thing.dtype, thing.requires_grad
+    if type(thing) in EMPTIABLE and not thing:
+        return id(thing), None
+    return thing if is_plain(thing) else id(thing)
+
+
+def is_left_out(thing: Any) -> bool:
+    """Whether a comparison needs no look at it: token_of tells whether it is still empty, or it steers no model."""
+    return (type(thing) in EMPTIABLE and not thing) or isinstance(thing, OF_NO_MODEL) or thing is sys.modules
+
+
+def is_function(thing: Any) -> bool:
+    return isinstance(thing, types.FunctionType | classmethod | staticmethod | property)
+
+
 def is_plain(thing: Any) -> bool:
     return isinstance(thing, PLAIN)
 
@@ -211,7 +284,7 @@ def is_plain(thing: Any) -> bool:
 def copied(held: Any) -> Any:
     """A copy of a container, for which no function of the user runs."""
     if isinstance(held, dict):
-        return dict.copy(held)
+        return dict(dict.items(held))
     if isinstance(held, list | deque):
         return list(held)
     return set(held) if isinstance(held, set) else held
@@ -244,6 +317,11 @@ def slots_in(kind: type) -> list[Any]:
 def is_of_library(name: str | None) -> bool:
     root = (name or "").partition(".")[0]
     return root in LIBRARIES or root in sys.stdlib_module_names
+
+
+def is_ours(thing: Any) -> bool:
+    """Whether it is a part of the prediction itself."""
+    return type(thing).__module__.startswith(("memcheck.core.", "memcheck.predict."))
 
 
 @functools.lru_cache(maxsize=20_000)

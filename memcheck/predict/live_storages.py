@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ from memcheck.core.tensors import storages_in
 from memcheck.predict.allocation_log import Allocation, AllocationLog
 from memcheck.predict.modules import Modules
 from memcheck.predict.scratch import Target
+
+# References to a storage in LiveStorages.note_sizes if no code of the model holds it: the list, the variable, the
+# argument of sys.getrefcount, and the tensor's own.
+OWN_REFERENCES = 4
 
 
 class LiveStorages:
@@ -129,11 +134,14 @@ class LiveStorages:
         self._lent.add(storage)
 
     def note_sizes(self, storages: Iterable[torch.UntypedStorage] | None = None) -> None:
-        """Notes the new sizes of storages that were resized, by default of those that the model got."""
-        for storage in list(self._lent) if storages is None else storages:
+        """Notes the new sizes of storages that were resized, by default of those that the model got and may hold."""
+        for storage in list(self._lent) if storages is None and len(self._lent) else storages or ():
             allocation = self._allocations.get(storage._cdata)
             if (0 if allocation is None else allocation.bytes) != storage.nbytes():
                 self.note_resized(storage)
+            has_tensor = torch._C._storage_Use_Count(storage._cdata) > 1
+            if storages is None and has_tensor and sys.getrefcount(storage) <= OWN_REFERENCES:
+                self._lent.discard(storage)
 
     def hand_over(self, before: Tensor, after: Tensor) -> None:
         """Transfers the first tensor's memory to the second."""

@@ -23,6 +23,7 @@ from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import distributed_followed
 from memcheck.predict.scratch import Target, Unlisted
+from memcheck.predict.second_step import FirstStep, NamedAllocations, may_be_copied
 
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
@@ -61,6 +62,7 @@ class TraceRunner:
         self.result = Trace(self.mode.log)
         self._loaded: Any = None  # Inputs of the pass that runs, if each has its own.
         self._stepped: Workload | None = None  # Its gradients are cleared when the next pass begins.
+        self._repeated: FirstStep | None = None  # The measured step is copied from it.
 
     def trace(self, workload: Workload) -> Trace:
         """Runs the workload and returns its trace. For a single use of this object."""
@@ -128,6 +130,10 @@ class TraceRunner:
             workload = self._begin(workload)
             self._end("inputs", next_phase="forward")
         given = list(workload.named_inputs())
+        if (repeated := self._repeated) is not None:
+            self._repeated = None  # It holds tensors.
+            self._copy_step(repeated, workload, [*given, *owned])
+            return
         began = len(self.result.log.events)
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the step ends.
@@ -135,7 +141,7 @@ class TraceRunner:
         if workload.backward and leaves and not returned.roots and self.mode.saw_transforms:
             self.mode.note_unknown(Unlisted("when torch frees what a transform of a function made"), "forward")
         self._renew_parameters(owned)
-        self._note_outputs(returned.named, workload, began)
+        self._note_outputs(self._with_allocations(returned.named), workload, began)
         self._end("forward", next_phase="backward")
         if returned.roots and workload.backward:
             self.result.backward_from = returned.words
@@ -144,6 +150,22 @@ class TraceRunner:
             if workload.optimizer_step is not None:
                 workload.optimizer_step()
                 self._end("optimizer")
+
+    def _copy_step(self, first: FirstStep, workload: Workload, leaves: list[tuple[str, Tensor]]) -> None:
+        """Copies the measured forward and backward from the first step, and runs the optimizer's."""
+        began = len(self.result.log.events)
+        first.copy_forward()
+        self._note_outputs(first.outputs, workload, began)
+        self._end("forward", next_phase="backward")
+        self.result.backward_from = first.words
+        first.copy_backward()
+        self.result.incoming = self._titled([(self._incoming_name, first.incoming)])
+        self.result.gradients = self._gradients(leaves)
+        self._end("backward", next_phase="optimizer")
+        assert workload.optimizer_step is not None
+        workload.optimizer_step()
+        self._end("optimizer")
+        first.end()
 
     def _before(
         self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]
@@ -157,8 +179,13 @@ class TraceRunner:
         left = Left()
         for step in (*workload.earlier, workload):
             if step.warm_up:
-                left = self._pass(step, step.optimizer_step, left)
+                repeats = may_be_copied(step) and not self.is_split
+                first = FirstStep(self.mode, step, [*inputs, *parameters]) if repeats else None
+                left = self._pass(step, step.optimizer_step, left, first)
                 self._stepped = step
+                if first is not None and first.is_repeated():
+                    first.make_gradients()
+                    self._repeated = first
             ends = step is not workload
             for number in range(1, step.accumulate + ends):
                 if number > 1 and not ends and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
@@ -205,27 +232,48 @@ class TraceRunner:
         if self.is_split:
             self.result.parameters = self._named(owned, owned=True)
 
-    def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None, left: Left) -> Left:
-        """Runs a forward, a backward, and the optimizer's step if it is given. Returns what stays of its outputs."""
+    def _pass(
+        self,
+        workload: Workload,
+        optimizer_step: Callable[[], Any] | None,
+        left: Left,
+        noted: FirstStep | None = None,
+    ) -> Left:
+        """Runs a forward, a backward, and the optimizer's step if it is given. Returns what stays of its outputs.
+
+        noted: notes what the pass does.
+        """
         workload = self._begin(workload)
+        if noted is not None:
+            noted.note("began")
         self.mode.phase = "forward"
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the pass ends.
+        if noted is not None:
+            noted.note_forward(self._with_allocations(returned.named), returned.words)
         if returned.roots and workload.backward:
             self.mode.phase = "backward"
-            run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad), workload.retain_graph)
+            incoming = gradients_for(returned.roots, self.dense_grad)
+            if noted is not None:
+                noted.incoming = self._allocations(incoming)
+            run_backward(returned.roots, incoming, workload.retain_graph)
             self.mode.works.clear()  # No collective is asked after the backward.
+            del incoming
             leaves = [*workload.named_inputs(), *workload.named_parameters()]
             self.result.first_gradients += self._gradients(leaves)
+        if noted is not None:
+            noted.note("backward")
         if optimizer_step is not None:
             self.mode.phase = "optimizer"
             optimizer_step()
+        if noted is not None:
+            noted.note("optimizer")
         return returned.held if workload.outputs_stay else Left()
 
-    def _note_outputs(self, outputs: list[tuple[str, Tensor]], workload: Workload, began: int) -> None:
+    def _note_outputs(self, outputs: NamedAllocations, workload: Workload, began: int) -> None:
         """Names what the forward made and left: outputs, buffers in place of others, and what is saved.
 
-        began: the last event before the forward.
+        outputs: what it returned. began: the last event before the forward.
         """
         self.mode.numbers.note()
         held, log = self.result.held, self.result.log
@@ -236,8 +284,7 @@ class TraceRunner:
             for allocation in log.alive()
             if allocation.born > began and allocation not in held and not allocation.is_library
         }
-        new = [(name, output) for name, output in titled if not made.isdisjoint(self._allocations([output]))]
-        self.result.outputs = self._named(new)
+        self.result.outputs = self._titled([(name, output) for name, output in titled if not made.isdisjoint(output)])
         made -= {*self.result.outputs}
         owned = [] if self.is_split else [tensor for _, tensor in workload.named_parameters()]  # FSDP2 gathers them.
         renewed = [allocation for allocation in self._allocations(owned) if allocation in made]
@@ -249,8 +296,7 @@ class TraceRunner:
 
     def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]], retain_graph: bool) -> None:
         incoming = gradients_for(roots, self.dense_grad)
-        name = "grad y" if self.dense_grad else "grad y, expanded"
-        self.result.incoming = self._named([(name, gradient) for gradient in incoming])
+        self.result.incoming = self._titled([(self._incoming_name, self._allocations(incoming))])
         run_backward(roots, incoming, retain_graph)
         self.mode.works.clear()
         self.result.gradients = self._gradients(leaves)
@@ -277,14 +323,25 @@ class TraceRunner:
 
         owned: the names are paths of parameters, which include the module.
         """
-        allocations: dict[Allocation, None] = {}
-        for name, tensor in named:
-            for allocation in self._allocations([tensor]):
-                if allocation not in allocations:
+        return self._titled(self._with_allocations(named), owned)
+
+    def _titled(self, named: NamedAllocations, owned: bool = False) -> list[Allocation]:
+        """Gives the allocations these names, the first if there are several. Returns each once."""
+        found: dict[Allocation, None] = {}
+        for name, allocations in named:
+            for allocation in allocations:
+                if allocation not in found:
                     allocation.name = name
                     allocation.module = module_of(name) if owned else allocation.module
-                    allocations[allocation] = None
-        return list(allocations)
+                    found[allocation] = None
+        return list(found)
+
+    def _with_allocations(self, named: Iterable[tuple[str, Tensor]]) -> NamedAllocations:
+        return [(name, self._allocations([tensor])) for name, tensor in named]
+
+    @property
+    def _incoming_name(self) -> str:
+        return "grad y" if self.dense_grad else "grad y, expanded"
 
     def _allocations(self, tensors: Iterable[Tensor]) -> list[Allocation]:
         found = (allocation for tensor in tensors for allocation in self.mode.storages.allocations_of(tensor))

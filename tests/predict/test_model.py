@@ -206,7 +206,7 @@ def test_nothing_of_its_size_is_allocated() -> None:
         prediction = memcheck.predict_memory(model, x, device="RTX-4090", optimizer=adamw)
     assert prediction.record.backward_peak_bytes is not None
     assert prediction.record.backward_peak_bytes > 10_000_000
-    assert memory.peak_bytes < 10_000
+    assert memory.peak_bytes < 20_000  # States of the random generator, of 5 KB each.
 
 
 def test_modules_are_told_apart() -> None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import memcheck
 from memcheck.bench import probe
 from memcheck.predict.python_functions import ANSWERED, function_named
+from memcheck.predict.second_step import TRACE_ALL
 
 pytestmark = pytest.mark.cpu
 
@@ -202,7 +203,10 @@ def record(device: str, dtype: torch.dtype | None) -> dict[str, Any]:
 
 @pytest.mark.extension
 @pytest.mark.parametrize("other", [("cpu", None), ("cpu", torch.bfloat16), ("RTX-4090", torch.float16)])
-def test_two_threads_predict_what_each_predicts_alone(other: tuple[str, torch.dtype | None]) -> None:
+def test_two_threads_predict_what_each_predicts_alone(
+    other: tuple[str, torch.dtype | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRACE_ALL, "1")  # Both threads wait in both steps.
     pair = [("cpu", torch.bfloat16), other]
     alone, found = [record(*each) for each in pair], [{}, {}]
     barrier = threading.Barrier(2)

@@ -128,7 +128,7 @@ MISTAKES = [
     Mistake(
         "one-search-only",
         "memcheck/bench/capacity.py",
-        "low, high = self.bracket(again)\n",
+        "low = self.edge(again)\n",
         "return again * self.step\n",
         ("tests/cli/test_fit.py", "-k", "found"),
     ),
