@@ -40,14 +40,14 @@ LEAVES = {bool, int, float, complex, str, torch.dtype, torch.device, torch.layou
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """The tensors in a tensor, module (parameters, buffers), optimizer (parameters, state) or containers of these."""
-    # Arguments of operators, which are asked often, are lists and tuples of tensors and numbers.
-    if type(thing) is tuple or type(thing) is list:
-        for part in thing:
+    # Arguments of operators, which are asked often, are lists, tuples and dicts of tensors and numbers.
+    if type(thing) in (tuple, list, dict):
+        for part in thing.values() if type(thing) is dict else thing:
             if isinstance(part, torch.Tensor):
                 yield part
             elif part is not None and type(part) not in LEAVES:
                 yield from tensors_in(part)
-    elif type(thing) is not dict or thing:
+    else:
         for _, tensor in named_tensors_in(thing):
             yield tensor
 

@@ -149,7 +149,7 @@ class AllocationMode(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default and self.target.kind == "cpu" and not args[0].is_meta:
             return self.lifted(args[0])
         if not self._keeps_integers and not all_on_meta(args, kwargs):
-            if (returns_numbers(func) or is_view(func._schema)) and self.copies.are_unchanged(args, kwargs):
+            if (returns_numbers(func) or is_view(func)) and self.copies.are_unchanged(args, kwargs):
                 return func(*args, **kwargs)
             args, kwargs = self.copies.with_twins(func, args, kwargs, self.storages.on_host)
         if returns_numbers(func):

@@ -20,7 +20,17 @@ from memcheck.core.torch_versions import FUSED_RMS_NORM
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
 from memcheck.predict.known_contents import is_meta
-from memcheck.predict.on_device import ANSWERS, Extremum, Mish, answer, capability_of, fused_rms_norm, moved, one_hot
+from memcheck.predict.on_device import (
+    ANSWERS,
+    Extremum,
+    Mish,
+    answer,
+    capability_of,
+    fused_rms_norm,
+    moved,
+    on_meta,
+    one_hot,
+)
 from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import Bodies, answered, original, yes
 from memcheck.predict.scratch import Unlisted
@@ -35,6 +45,13 @@ READERS = {"tolist", "numpy", "__array__"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
 # may differ from those of the device.
 CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+# Names of other functions that DeviceFunctions does not call as they are.
+TREATED_NAMES = {*READERS, *CLOSED, "to", "cpu", "cuda", "_pad_packed_sequence", "_pack_padded_sequence"}
+TREATED = {*OF_DATA, *EXTREMA, Tensor.new, Tensor.new_tensor, Tensor.untyped_storage, torch.max_pool1d, torch.dropout}
+TREATED |= {Tensor.__getitem__, Tensor.__setitem__, torch._C._nn.one_hot, torch._C._nn.mish, torch.rms_norm}
+TREATED |= {getattr(torch.nn.functional, name) for name in ("scaled_dot_product_attention", "rms_norm", "linear")}
 
 
 class DeviceFunctions(TorchFunctionMode):
@@ -87,6 +104,8 @@ class DeviceFunctions(TorchFunctionMode):
         said = answer(func, args, target)
         if said is not None:
             return said
+        if not is_treated(func):
+            return func(*args, **on_meta(kwargs or {}, target))
         func, args, kwargs = moved(func, args, kwargs or {}, target)
         if func in OF_DATA and target.kind == "cpu" and next(tensors_in((args, kwargs)), None) is None:
             return self.mode.of_data(func, args, kwargs)
@@ -236,6 +255,12 @@ def counted_random_state(mode: AllocationMode) -> Tensor:
         allocation = mode.log.allocate("random state", state.untyped_storage().nbytes())
         weakref.finalize(state.untyped_storage(), mode.log.free, allocation)
     return state
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_treated(func: Any) -> bool:
+    """Whether a call of the function is more than its call with the target's device replaced by meta."""
+    return func in TREATED or getattr(func, "__name__", "") in TREATED_NAMES
 
 
 def is_tensor(args: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -78,9 +79,15 @@ def kept_number(node: Any, name: str) -> Tensor | None:
 
 def numbers_for_tensors(func: Any, call: OperatorCall) -> dict[str, int]:
     """The operands that are Python numbers in place of tensors: the bytes of their tensors by name."""
-    given = [one for one in func._schema.arguments if isinstance(call.arguments[one.name], int | float | complex)]
-    tensors = [argument.name for argument in given if isinstance(argument.type, torch.TensorType)]
-    return {name: NUMBERS[type(call.arguments[name])].itemsize for name in tensors}
+    given = [(name, call.arguments[name]) for name in tensor_arguments_of(func)]
+    return {name: NUMBERS[type(value)].itemsize for name, value in given if isinstance(value, int | float | complex)}
+
+
+@functools.cache
+def tensor_arguments_of(func: Any) -> tuple[str, ...]:
+    """The names of the operator's arguments that are tensors by its schema."""
+    arguments = func._schema.arguments
+    return tuple(argument.name for argument in arguments if isinstance(argument.type, torch.TensorType))
 
 
 def without_kept(parts: Iterable[Scratch | Unknown], kept: int) -> list[Scratch | Unknown]:

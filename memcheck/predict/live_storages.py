@@ -66,6 +66,8 @@ class LiveStorages:
                 self._note_storage(storage, name)
 
     def _note_storage(self, storage: torch.UntypedStorage, name: str) -> None:
+        if storage._cdata in self._allocations:
+            return
         if storage.device.type == "cpu" and storage._cdata not in self.on_host:
             self._remember(self.on_host, storage)
         elif storage.nbytes() == 0 and storage._cdata not in self._empty:
@@ -74,7 +76,7 @@ class LiveStorages:
         is_real = self.target.kind == "cpu" and storage.device.type == "cpu"
         counts = is_real and (self.log.phase == "inputs" or bool(running_node()))
         size = storage.nbytes()
-        if not (counts or storage.device.type == "meta") or size == 0 or storage in self:
+        if not (counts or storage.device.type == "meta") or size == 0:
             return
         if storage._cdata in self._preexisting:
             return

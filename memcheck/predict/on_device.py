@@ -111,10 +111,15 @@ def moved(func: Any, args: Any, kwargs: dict[str, Any], target: Target) -> tuple
     name = getattr(func, "__name__", "")
     if name in ("to", "cpu", "cuda") and isinstance(args[0], Tensor):
         return move_of(name, args, kwargs, target)
+    return func, args, on_meta(kwargs, target)
+
+
+def on_meta(kwargs: dict[str, Any], target: Target) -> dict[str, Any]:
+    """The keyword arguments with meta in place of the target's device."""
     device = kwargs.get("device")
     if device is not None and not isinstance(device, int) and torch.device(device).type in (target.kind, "meta"):
-        kwargs = {**kwargs, "device": torch.device("meta")}
-    return func, args, kwargs
+        return {**kwargs, "device": torch.device("meta")}
+    return kwargs
 
 
 def move_of(name: str, args: Any, kwargs: dict[str, Any], target: Target) -> tuple[Any, Any, dict[str, Any]]:

@@ -108,16 +108,17 @@ def defaults_of(func: Any) -> dict[str, Any]:
 def call_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target, **more: Any
 ) -> OperatorCall:
-    schema, defaults = func._schema, defaults_of(func)
+    defaults = defaults_of(func)
     outputs = output if isinstance(output, tuple | list) else (output,)
     tensors = tuple(tensor for tensor in outputs if isinstance(tensor, Tensor))
     arguments = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-    return OperatorCall(schema.name, arguments, tensors, target, is_view(schema), **more)
+    return OperatorCall(func._schema.name, arguments, tensors, target, is_view(func), **more)
 
 
-def is_view(schema: Any) -> bool:
+@functools.cache
+def is_view(func: Any) -> bool:
     """Whether every result is a view of an operand that is not modified."""
-    aliases = [result.alias_info for result in schema.returns]
+    aliases = [result.alias_info for result in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 

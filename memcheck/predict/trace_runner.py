@@ -179,7 +179,7 @@ class TraceRunner:
         left = Left()
         for step in (*workload.earlier, workload):
             if step.warm_up:
-                repeats = may_be_copied(step) and not self.is_split
+                repeats = step is workload and may_be_copied(step) and not self.is_split
                 first = FirstStep(self.mode, step, [*inputs, *parameters]) if repeats else None
                 left = self._pass(step, step.optimizer_step, left, first)
                 self._stepped = step

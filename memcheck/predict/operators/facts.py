@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,7 @@ def add(names: str, example: str, *, everywhere: Rule | None = None, **facts: An
         TABLE[name] = OperatorFacts(name, text, **facts)
 
 
+@functools.lru_cache(maxsize=10_000)
 def facts_of(name: str) -> OperatorFacts:
     """The facts of an operator such as "aten::mul"; empty ones if nothing is known."""
     name = name.removeprefix("aten::")
