@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from memcheck.cli.flags import words_of
 from memcheck.cli.options import ModelStep
-from memcheck.cli.requests import Fit, Predict, Run
+from memcheck.cli.requests import Compare, Fit, Predict, Report, Run
 from memcheck.core.options import options_of
 
 LENGTHS = ("--seq-len", "--query-len", "--kv-len")
@@ -71,3 +71,31 @@ def after_run(request: Run) -> str:
     made = f"{request.module[0]}:make" if request.module else f"{(request.script or ['train.py'])[0]}:make"
     purpose = "predicts the step on any GPU, and what would need less; make() is to return (model, inputs)"
     return next_step("predict", ["--model", made, "--device", "RTX-4090"], purpose)
+
+
+def after_decoding(request: Predict, sequences: int | None) -> str:
+    """The prediction of the largest batch that fits; without a limit that of a GPU. sequences: of that batch."""
+    words = words_of(request)
+    if sequences is None:
+        return next_step("predict", with_flags(words, "--device RTX-4090"), "says how many sequences fit a GPU")
+    if sequences == 0:
+        return next_step("predict", with_flags(words, "--bsz 1 --dtype bf16"), "predicts one sequence in 16 bits")
+    return next_step("predict", with_flags(words, f"--bsz {sequences}"), "predicts the largest batch that fits")
+
+
+def after_snapshot(device: str | None) -> str:
+    """The prediction of the recorded program's model, which needs a function that returns it."""
+    purpose = "predicts the step with other settings; make() is to return (model, inputs)"
+    return next_step("predict", ["--model", "train.py:make", "--device", device or "RTX-4090"], purpose)
+
+
+def after_compare(request: Compare) -> str:
+    """The comparison that fails where memory grew."""
+    words = [str(request.before), str(request.after), "--fail-on-growth", "5%"]
+    return next_step("compare", words, "fails if a case takes over 5 % more memory, as in CI")
+
+
+def after_report(request: Report) -> str:
+    """The page of the same folders."""
+    words = [*map(str, request.folders), "--html", "page.html"]
+    return next_step("report", words, "writes all tables and plots as one page")

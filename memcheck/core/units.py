@@ -65,10 +65,9 @@ def format_bytes(size: float) -> str:
 
 
 def exact_bytes(size: int) -> str:
-    """The bytes in the largest unit of which they are a multiple: "100MiB", "12345B"."""
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
-    unit, scale = next(pair for pair in units.items() if size % pair[1] == 0)
-    return f"{size // scale}{unit}"
+    """The shortest text of the bytes without rounding: "100MiB", "16GB", "12345B"."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+    return min((f"{size // scale}{unit}" for unit, scale in units.items() if size % scale == 0), key=len)
 
 
 def counted(number: int, noun: str) -> str:

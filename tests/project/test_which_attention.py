@@ -81,6 +81,13 @@ def state_bytes(kind: str, length: int) -> int:
     return size
 
 
+def windowed_bytes(length: int) -> int:
+    """The state of compressed attention with a window: the blocks before it, and its positions."""
+    k, v = (torch.empty(1, HEADS, length, DIM // HEADS, device="meta", dtype=torch.bfloat16) for _ in range(2))
+    _, state = memcheck.compressed_attention(k[:, :, -1:], k, v, factor=FACTOR, window=WINDOW, return_state=True)
+    return sum(part.nbytes for part in state if isinstance(part, Tensor))
+
+
 def state_lines() -> Iterator[str]:
     """The state of one sequence in one layer."""
     cache, linear = ([state_bytes(kind, length) for length in LENGTHS] for kind in ("softmax", "linear-causal"))
@@ -94,7 +101,7 @@ def state_lines() -> Iterator[str]:
         "softmax": cache,
         "sliding window of 1,024": window,
         "compressed, factor 8": compressed,
-        "compressed with that window": [sum(pair) for pair in zip(compressed, window, strict=True)],
+        "compressed with that window": [windowed_bytes(length) for length in LENGTHS],
         "linear": linear,
         "linear with decay": [HEADS * head * head * 4] * len(LENGTHS),
         "softplus": softplus,

@@ -6,6 +6,7 @@ import sys
 from typing import TextIO
 
 from memcheck.bench.sweep.store import read_results
+from memcheck.cli.next_steps import after_compare
 from memcheck.cli.requests import Compare
 from memcheck.core.errors import UsageError
 from memcheck.core.units import Growth
@@ -34,7 +35,11 @@ def run(request: Compare) -> int:
     print(
         *(f"The environment differs: {change}." for change in changes), sep="\n", end="\n" if changes else "", file=out
     )
-    return 0 if request.fail_on_growth is None else verdict(comparison, request, request.fail_on_growth, out)
+    if request.fail_on_growth is not None:
+        return verdict(comparison, request, request.fail_on_growth, out)
+    if request.format == "table":
+        print(f"\n{after_compare(request)}")
+    return 0
 
 
 def verdict(comparison: Comparison, request: Compare, allowed: Growth, out: TextIO) -> int:
