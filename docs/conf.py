@@ -56,7 +56,7 @@ def flag_table(parser: argparse.ArgumentParser) -> str:
     """A row per option of a command: its flags, and its help."""
     rows = ["| flag | meaning |", "| --- | --- |"]
     for action in parser._actions:
-        if not isinstance(action, argparse._HelpAction):
+        if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
             value = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
             words = [f"{flag} {value}" if action.nargs != 0 else flag for flag in action.option_strings] or [value]
             flags = ", ".join(f"`{cell(word)}`" for word in words)

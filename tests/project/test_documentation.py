@@ -1,5 +1,6 @@
 """What the documentation shows runs, and is what the operators compute."""
 
+import argparse
 import doctest
 import json
 import os
@@ -214,6 +215,14 @@ def test_every_file_a_page_names_is_there(page):
     linked = {page.parent / target.split()[0] for target in re.findall(r"\]\(([^)#:]+)\)", text)}
     named = {ROOT / path for path in re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text)}
     assert [path for path in sorted(linked | named) if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_table_has_its_header(page):
+    """An empty line inside of a table makes text of the rows after it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    starts = re.findall(r"(?<!\|\n)^\|.*\n(.*)", text, re.MULTILINE)
+    assert [line for line in starts if not line.startswith("| ---")] == []
 
 
 def test_the_readme_is_one_page():
@@ -572,10 +581,8 @@ def test_the_page_of_commands_has_every_flag_and_example(pages):
     sections = re.split(r"^## memcheck (.*)$", pages["command_page"](), flags=re.MULTILINE)[1:]
     assert sections[::2] == list(COMMANDS)
     for name, text in zip(sections[::2], sections[1::2], strict=True):
-        flags = {flag for action in parser_of(name, COMMANDS[name])._actions for flag in action.option_strings} - {
-            "-h",
-            "--help",
-        }
+        shown = [action for action in parser_of(name, COMMANDS[name])._actions if action.help != argparse.SUPPRESS]
+        flags = {flag for action in shown for flag in action.option_strings} - {"-h", "--help"}
         assert set(re.findall(r"(?<=`)--?[\w-]+", text)) == flags
         assert re.findall(r"^\$ (.*)$", text, re.MULTILINE) == split_help(COMMANDS[name])[1]
         assert "|  |" not in text
