@@ -13,6 +13,7 @@ from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.checks import SelfSequences, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places
+from memcheck.ops.compressed_attention_windows import CompressedAttentionWindowState
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,8 +28,9 @@ class CompressedState(NamedTuple):
     v: Tensor  # (B,Hkv,m,D)
 
 
-# The state with compression="mean", or with "convolution"; packed or padded, a tuple with one for each sequence.
-State = CompressedAttentionState | CompressedState
+# The state with compression="mean", of it with a window, or with "convolution"; packed or padded, a tuple with one for
+# each sequence.
+State = CompressedAttentionState | CompressedAttentionWindowState | CompressedState
 States = State | tuple[CompressedAttentionState, ...] | tuple[CompressedState, ...]
 
 
@@ -92,6 +94,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
             blocks. `step` needs it.
         strict: only blocks complete before s. Needs causal.
         scale: of the scores; D**-0.5 by default.
+        window: as in memcheck.compressed_attention: the newest positions are seen as they are. Needs causal.
         sink: learn a score for each head that every query sees, with a value of 0. The parameter is sink (H,), which
             starts at 0: it adds 1 to the sum over which softmax divides.
         bias: of the four torch.nn.Linear inside.
@@ -99,7 +102,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
     Raises:
         ValueError: a size that is not positive or does not divide, another compression, strict without causal, an x
-            that is not (B,S,E), a step without causal.
+            that is not (B,S,E), a step or a window without causal.
+        NotImplementedError: a window with a state, packed or padded; with "convolution", a window with any of these.
 
     Equivalent to:
         >>> q, k, v = (p(x).unflatten(2, (-1, module.head_dim)).transpose(1, 2)
@@ -119,6 +123,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         causal: bool = True,
         strict: bool = False,
         scale: float | None = None,
+        window: int | None = None,
         sink: bool = False,
         bias: bool = True,
         device: DeviceLike = None,
@@ -131,6 +136,11 @@ class CompressedSelfAttention(HeadedSelfAttention):
             raise ValueError(f'{name}: compression must be "mean" or "convolution", got "{compression}"')
         if strict and not causal:
             raise ValueError(f"{name}: strict needs causal=True, got causal=False")
+        if window is not None:
+            check_positive(name, window=window)
+            if not causal:
+                raise ValueError(f"{name}: window needs causal=True, got causal=False")
+        self.window = window
         self.factor, self.compression = factor, compression
         self.causal, self.strict, self.scale = causal, strict, scale
         if compression == "convolution":
@@ -145,15 +155,17 @@ class CompressedSelfAttention(HeadedSelfAttention):
             torch.nn.init.zeros_(self.sink)
 
     def extra_repr(self) -> str:
-        sink = "" if self.sink is None else ", sink=True"
+        more = "" if self.window is None else f", window={self.window}"
+        more += "" if self.sink is None else ", sink=True"
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, factor={self.factor}, compression={self.compression!r}, "
-            f"causal={self.causal}, strict={self.strict}, scale={self.scale}{sink}"
+            f"causal={self.causal}, strict={self.strict}, scale={self.scale}{more}"
         )
 
     def options(self) -> dict[str, Any]:
         """Arguments of both operators."""
         options = {"factor": self.factor, "causal": self.causal, "strict": self.strict}
+        options |= {} if self.window is None else {"window": self.window}
         return {**options, "scale": self.scale, "sink": self.sink}
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,11 +206,13 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
         The other arguments are those of memcheck.compressed_attention. Where padded, y is the bias of out_proj. The
         projections read padding, so x must be finite there if a weight wants a gradient. States are
-        CompressedAttentionState with "mean", CompressedState with "convolution"; packed or padded, a tuple of them.
+        CompressedAttentionState with "mean", CompressedAttentionWindowState with a window too, CompressedState with
+        "convolution"; packed or padded, a tuple of them.
         """
+        options: dict[str, Any]
         if self.compression == "mean":
             q, k, v = self.project(x)
-            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
+            options = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
             options |= {"initial_state": initial_state, "return_state": return_state, **self.options()}
             result = compressed_attention(q, k, v, **options)
             return (self.leave(result[0]), result[1]) if return_state else self.leave(result)
@@ -207,6 +221,10 @@ class CompressedSelfAttention(HeadedSelfAttention):
         continued = initial_state is not None or return_state
         if continued and not self.causal:
             raise ValueError(f"{name}: initial_state and return_state need causal=True, got causal=False")
+        if self.window is not None and (continued or sequences):
+            raise NotImplementedError(
+                f'{name}: with compression="convolution" window is not available with states, nor packed or padded, yet'
+            )
         if sequences:
             y, states = self.extend_sequences(x, initial_state, sequences)
             return (y, states) if return_state else y
@@ -215,7 +233,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
             return (y, state) if return_state else y
         q, k, v = self.project(x)
         kc, vc = self.compress(k, v)
-        return self.leave(compressed_attention_pooled(q, kc, vc, kv_len=k.shape[2], **self.options()))
+        options = {"kv_len": k.shape[2], **self.options()} | ({} if self.window is None else {"k": k, "v": v})
+        return self.leave(compressed_attention_pooled(q, kc, vc, **options))
 
     if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
         __call__ = forward
@@ -275,11 +294,11 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
         Returns:
             y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state, of the
-            old one's type; a CompressedState at the beginning.
+            old one's type; at the beginning a CompressedState, or with a window a CompressedAttentionWindowState.
         """
         check_tokens("CompressedSelfAttention", x, self.dim)
         check_step("CompressedSelfAttention", x, self.causal)
-        if isinstance(state, CompressedAttentionState):
+        if isinstance(state, CompressedAttentionState) or self.window is not None:
             y, state = self(x, initial_state=state, return_state=True)
             return y, state
         return self.extend(x, state)

@@ -61,6 +61,14 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
 
 
+class WithPositions(Options, total=False):
+    """Those of compressed_attention_pooled."""
+
+    k: Tensor | None
+    v: Tensor | None
+    window: int | None
+
+
 class WithState(Options, total=False):
     """The same, with those of a single state."""
 
@@ -263,15 +271,15 @@ def compressed_attention(
 
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: No = ..., **options: Unpack[Options]
+    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: No = ..., **options: Unpack[WithPositions]
 ) -> Tensor: ...
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: Yes, **options: Unpack[Options]
+    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: Yes, **options: Unpack[WithPositions]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: bool, **options: Unpack[Options]
+    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: bool, **options: Unpack[WithPositions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def compressed_attention_pooled(
     q: Tensor,

@@ -45,6 +45,7 @@ ATTENTIONS: dict[str, Build] = {
     "linear, learned decay": partial(LinearSelfAttention, DIM, 4, 2, decay="retnet", learned_decay=True),
     "mean": partial(CompressedSelfAttention, DIM, 4, 2, factor=3),
     "mean, sink": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, sink=True),
+    "mean, window": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4),
     "mean, strict": partial(CompressedSelfAttention, DIM, 4, factor=3, strict=True, scale=0.7),
     "convolution": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, compression="convolution"),
     "convolution, strict": partial(
@@ -149,8 +150,8 @@ def test_the_convolution_starts_as_the_mean(S: int, causal: bool) -> None:
 @attentions
 def test_gradients(build: Build, causal: bool) -> None:
     """Numerical gradients of x by element, and of x and every parameter along one direction."""
-    if not causal and {"strict", "decay"} & set(build.keywords):
-        pytest.skip("strict and decay need causal")
+    if not causal and {"strict", "decay", "window"} & set(build.keywords):
+        pytest.skip("strict, decay and window need causal")
     module = make(build, dtype=torch.float64, causal=causal)
     x = tokens(1, 5, torch.float64).requires_grad_()
     parameters = dict(module.named_parameters())
@@ -176,9 +177,10 @@ def test_a_step_keeps_no_graph_and_no_tokens(build: Build) -> None:
     y, state = module.step(x)
     assert not y.requires_grad
     _, later = module.step(x[:, :1], state)
-    held = sum(part.untyped_storage().nbytes() for part in later)
+    held = sum(part.untyped_storage().nbytes() for part in later if isinstance(part, Tensor))
     if isinstance(module, CompressedSelfAttention):
-        blocks, rest = divmod(24, module.factor)
+        blocks = (24 - (module.window or 1) + 1) // module.factor
+        rest = 24 - blocks * module.factor
         assert held == 2 * 4 * 2 * module.kv_heads * module.head_dim * (blocks + rest)
     else:
         assert [part.shape for part in later] == [part.shape for part in state]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +205,10 @@ def test_modules_without_the_options_have_the_same_weights() -> None:
             "learned_decay=False",
         ),
         (
+            CompressedSelfAttention(DIM, 4, factor=3, window=5),
+            "heads=4, kv_heads=4, factor=3, compression='mean', causal=True, strict=False, scale=None, window=5",
+        ),
+        (
             CompressedSelfAttention(DIM, 4, factor=3, sink=True),
             "heads=4, kv_heads=4, factor=3, compression='mean', causal=True, strict=False, scale=None, sink=True",
         ),
@@ -270,3 +276,35 @@ X = torch.zeros(2, 5, DIM)
 def test_errors(call: Callable[[], object], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=f"^{re.escape(said)}$"):
         call()
+
+
+# ---- windows
+
+
+def test_a_window_with_learned_compression() -> None:
+    """A convolution that starts as the mean gives what the mean gives; it has no states yet."""
+    x = sequences()[2][None]
+    mean, convolution = (
+        make(partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4, compression=kind))
+        for kind in ("mean", "convolution")
+    )
+    convolution.load_state_dict(mean.state_dict(), strict=False)
+    close(convolution(x), mean(x))
+    for call in (lambda: convolution(x, return_state=True), lambda: convolution.step(x)):
+        with pytest.raises(NotImplementedError, match="window is not available with states, nor packed or padded, yet"):
+            call()
+
+
+def test_a_packed_window() -> None:
+    module, parts = make(partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4)), sequences()
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    close(module(torch.cat(parts)[None], cu_seqlens=cu_seqlens)[0], torch.cat([module(x[None])[0] for x in parts]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window must be positive, got 0"), ({"window": 2, "causal": False}, "window needs causal=True")],
+)
+def test_a_wrong_window(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"CompressedSelfAttention: {message}"):
+        CompressedSelfAttention(DIM, 4, factor=3, **options)
