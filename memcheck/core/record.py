@@ -205,7 +205,7 @@ class Record:
         return few_lines(
             [
                 self.headline(),
-                *([f"{', '.join(sizes).capitalize()}."] if sizes else []),
+                *([f"{sizes[0][0].upper()}{', '.join(sizes)[1:]}."] if sizes else []),
                 *([f"Alive {alive[0]}: {alive_words(alive[1].items())}."] if alive else []),
                 *start,
                 *doubts,
