@@ -108,7 +108,7 @@ TERM_FIELDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "stat
 def terms_of(case: Case, torch_version: Version | None = None) -> Terms | None:
     """The predicted terms of the fields that are known to the byte, on the case's device without a limit.
 
-    None if no field is known, as of memcheck's operators without the extension. Without that GPU in this machine,
+    None if no field is known, as for memcheck's operators without the extension. Without that GPU in this machine,
     cuBLAS's workspaces are left out.
     """
     kind = case.device.partition(":")[0]

@@ -229,7 +229,7 @@ class Predict(PredictedModel, OfTwoLengths):
     threads: int | None = of_place("threads")
     expandable_segments: bool = of_place("expandable_segments")
     cuda_context: int | None = of_place("cuda_context")
-    compile: bool = option(False, "the case runs under torch.compile, for which nothing is predicted", switch)
+    compile: bool = option(False, "the case runs under torch.compile; such a case is not predicted", switch)
     dense_grad: bool = of_step("dense_grad")
     explain: bool = option(False, "each figure of the case as the sum of its terms", switch)
     layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)

@@ -154,7 +154,7 @@ class ProfileModel(Timed, Predicting, Detailed):
         metavar="bf16|fp16",
     )
     checkpointing: bool = of_step("checkpointing", more="default: --no-checkpointing", negatable=True)
-    compile: bool = option(False, "run under torch.compile, for which nothing is predicted", switch)
+    compile: bool = option(False, "run under torch.compile; such cases are not predicted", switch)
     predict: bool = option(False, "predict only: run and allocate nothing", switch)
     components: bool = option(False, "a table of what each part keeps; printed for a single case anyway", switch)
     nvtx: bool = option(False, "mark passes and modules with NVTX ranges, for Nsight Systems", switch)

@@ -60,7 +60,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Growth:
-    """A line of which more is alive from step to step."""
+    """A line whose bytes grow from step to step."""
 
     place: Origin
     bytes_per_step: int

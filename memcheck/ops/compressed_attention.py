@@ -52,7 +52,7 @@ _last_step = torch.ops.memcheck.compressed_attention_last_step.default
 
 
 class Options(TypedDict, total=False):
-    """Arguments of compressed_attention, but for those that change what it returns."""
+    """Arguments of compressed_attention except those that change what it returns."""
 
     factor: Required[int]
     causal: bool

@@ -76,7 +76,7 @@ class AllocationLog:
             allocation.born = number
 
     def phase_of(self, event: int) -> str:
-        """The phase of an event, of whichever pass it is."""
+        """The phase of an event of any pass."""
         return next((name for before, name in reversed(self.begun) if before < event), "inputs")
 
     def alive(self, event: int | None = None) -> list[Allocation]:

@@ -128,7 +128,7 @@ class KnownContents:
         return dict(self._contents)
 
     def read_of(self, before: dict[int, Contents]) -> dict[int, Contents]:
-        """Those of the contents that somebody asked for since."""
+        """The contents that somebody asked for since."""
         return {key: contents for key, contents in before.items() if contents in self._read}
 
     @contextmanager

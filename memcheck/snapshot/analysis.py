@@ -164,7 +164,7 @@ def blocks_of(recording: Recording, replayed: Replayed | None) -> Blocks:
 
 
 def _sizes(recording: Recording, replayed: Replayed | None, blocks: Blocks, at_end: dict[int, int]) -> Ints:
-    """The bytes of the blocks, of which the sizes so far are as requested."""
+    """The bytes of the blocks, whose sizes so far are as requested."""
     requested, places = np.unique(blocks.sizes, return_inverse=True)
     rounded = np.array([recording.settings.rounded(int(size)) for size in requested], np.int64)
     sizes = rounded[places] if len(requested) else blocks.sizes

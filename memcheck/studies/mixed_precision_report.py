@@ -191,7 +191,7 @@ def kept_words(plain: StagesRun, cast: StagesRun) -> str:
     weights = sum(kept.bytes for stage in cast.stages for kept in stage.kept if kept.what in copies)
     return (
         f"Kept for backward: {plain.saved_bytes:,} B without autocast, {cast.saved_bytes:,} B with it, "
-        f"{cast.saved_bytes - weights:,} B but for the copies of weights, which do not grow with the batch."
+        f"{cast.saved_bytes - weights:,} B without the copies of weights, which do not grow with the batch."
     )
 
 
@@ -210,7 +210,7 @@ def kept_table(run: StagesRun) -> Table:
 
 
 def sharing_words(run: StagesRun) -> Iterator[str]:
-    yield "Bytes are of the whole storage, of which the tensor may be a part: q, k and v lie in the output of qkv."
+    yield "Bytes are those of whole storages, also if a tensor is a part of one: q, k and v lie in the output of qkv."
     for stage in run.stages:
         shared = dict.fromkeys(kept.what for kept in stage.kept)
         if shared and not stage.kept_bytes:

@@ -65,7 +65,7 @@ def reserved_by(event: Event) -> int:
 
 
 class _Rewound:
-    """The state of the allocator, of which events are undone from the last to the first."""
+    """The state of the allocator, in which events are undone from the last to the first."""
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         self._ranges = {segment.address: segment for segment in segments}

@@ -106,7 +106,7 @@ def unlisted(call: OperatorCall) -> Unlisted:
 
 
 def doubt(unknown: Unknown, when: Callable[[OperatorCall], bool] = lambda call: True) -> Rule:
-    """A rule that allocates nothing, but for what is unknown in some calls. {} in the words is the operator's name."""
+    """A rule that allocates nothing, except unknown scratch in some calls. {} in the words is the operator's name."""
 
     def rule(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         if when(call):
