@@ -137,21 +137,27 @@ ROOMS: dict[int, Room] = {}  # of the newest states, by the id of their kc
 
 def room_after(state: CompressedAttentionState, more: int) -> tuple[Tensor, Tensor]:
     """Memory that begins with the blocks of the state, and has places for more of them."""
-    kc, vc = state.kc, state.vc
+    return memory_after(state.kc, state.vc, more)[:2]
+
+
+def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int]:
+    """Memory that has kc and vc and places for more behind them, and the place of the first."""
     count = kc.shape[2] + more
     room = None if torch.jit.is_tracing() else ROOMS.pop(id(kc), None)
-    if room is not None and room.of_kc() is kc and room.of_vc() is vc and room.has(count):
-        return room.kc, room.vc
+    if room is not None and room.of_kc() is kc and room.of_vc() is vc:
+        start = (kc.storage_offset() - room.kc.storage_offset()) // max(1, room.kc.stride(2))
+        if room.has(start + count):
+            return room.kc, room.vc, start
     places = count + max(count // 2, LEAST_ROOM)
     copies = [x.new_empty(*x.shape[:2], places, *x.shape[3:]) for x in (kc, vc)]
     for x, copy in zip((kc, vc), copies, strict=True):
         copy[:, :, : x.shape[2]] = x
-    return copies[0], copies[1]
+    return copies[0], copies[1], 0
 
 
-def blocks_in(room: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` blocks of a room, which the next state gets."""
-    kc, vc = room[0].narrow(2, 0, count), room[1].narrow(2, 0, count)
+def blocks_in(room: tuple[Tensor, Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """`count` blocks of a room, which the next state gets."""
+    kc, vc = room[0].narrow(2, start, count), room[1].narrow(2, start, count)
     key = id(kc)
     ROOMS[key] = Room(*room, weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
     return kc, vc

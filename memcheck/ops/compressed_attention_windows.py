@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +15,24 @@ from memcheck.ops.compressed_attention_states import (
     Arguments,
     Inputs,
     attend,
+    blocks_in,
     check_matches,
     check_new,
     extended,
+    grows_in_place,
+    memory_after,
     no_sums,
 )
 
 MOST_POSITIONS = 2**62
+Pair = tuple[Tensor, Tensor]  # keys and values
 
 
 class CompressedAttentionWindowState(NamedTuple):
-    """The state of decoding with a window: the blocks before it, and the positions from there on."""
+    """The state of decoding with a window: the blocks before it, and the positions from there on.
+
+    Positions of successive states share memory: do not write to them.
+    """
 
     kc: Tensor  # (B,Hkv,C,D) means of the keys of blocks that the next position sees as such, in their dtype
     vc: Tensor  # (B,Hkv,C,D) of the values
@@ -77,31 +85,49 @@ def go_on(
             f"{op}: with a window q must be of new positions, S <= n, got S = {q.shape[2]} and n = {k.shape[2]}"
         )
     check_new(op, q, k, v, q.shape[2], options["scale"])
-    near = [torch.cat(x, 2) if x[0].shape[2] else x[1] for x in ((old.k, k), (old.v, v))]
-    state = state_after(op, old, *near)
+    near, kept_from = joined(old, k, v)
+    state = state_after(op, old, near, kept_from)
     blocks = {"factor": old.factor, "window": old.window, "kv_len": positions_of(state)}
     return attend(POOLED, (q, state.kc, state.vc), sink, blocks, options, near), state
 
 
-def state_after(op: str, old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> CompressedAttentionWindowState:
-    """The state after positions k and v (B,Hkv,n,D), of which the first are those of the old one."""
-    kc, vc, *_, factor, window = old
+def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[Pair, Callable[[int], Pair]]:
+    """The positions of the state and then k and v, and a function: those from the nth on, for the next state.
+
+    While decoding, a new position is written behind the others, in memory that has places for half as many more.
+    """
+    count, more = old.k.shape[2], k.shape[2]
+    if more <= count and grows_in_place(k, v, old[:4]):
+        *room, start = memory_after(old.k, old.v, more)
+        for x, new in zip(room, (k, v), strict=True):
+            x[:, :, start + count : start + count + more] = new
+        near = (room[0].narrow(2, start, count + more), room[1].narrow(2, start, count + more))
+        return near, lambda n: blocks_in((room[0], room[1]), count + more - n, start + n)
+    if not count:
+        return (k, v), lambda n: (k[:, :, n:].clone(), v[:, :, n:].clone())
+    near = (torch.cat([old.k, k], 2), torch.cat([old.v, v], 2))
+    return near, lambda n: (near[0][:, :, n:].clone(), near[1][:, :, n:].clone()) if n else near
+
+
+def state_after(
+    op: str, old: CompressedAttentionWindowState, near: Pair, kept_from: Callable[[int], Pair]
+) -> CompressedAttentionWindowState:
+    """The state after the positions near (B,Hkv,n,D), of which the first are those of the old one."""
+    (k, v), (kc, vc, *_, factor, window) = near, old
     seen_as_blocks = max(0, kc.shape[2] * factor + k.shape[2] - window + 1) // factor - kc.shape[2]
     end = seen_as_blocks * factor
-    if end == 0 and old.k.shape[2]:  # then k and v are tensors of our own
-        return old._replace(k=k, v=v)
-    state = old._replace(k=k[:, :, end:].clone(), v=v[:, :, end:].clone())
-    if end == 0:
-        return state
-    sums = no_sums(k, k.shape[0])
-    new = extended(op, k[:, :, :end], v[:, :, :end], sums, sums, positions=[0], factor=factor)
-    kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
-    return state._replace(kc=kc, vc=vc)
+    if end > 0:
+        sums = no_sums(k, k.shape[0])
+        new = extended(op, k[:, :, :end], v[:, :, :end], sums, sums, positions=[0], factor=factor)
+        kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
+    k, v = kept_from(end)
+    return CompressedAttentionWindowState(kc, vc, k, v, factor, window)
 
 
 def state_of_prompt(op: str, k: Tensor, v: Tensor, sizes: tuple[int, int]) -> CompressedAttentionWindowState:
     """The state after a prompt. sizes: factor and window."""
-    return state_after(op, state_before(op, "state", None, k, sizes), k, v)
+    old = state_before(op, "state", None, k, sizes)
+    return state_after(op, old, *joined(old, k, v))
 
 
 def positions_of(state: CompressedAttentionWindowState) -> int:

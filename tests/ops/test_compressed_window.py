@@ -313,6 +313,27 @@ def test_steps(window: int, dtype: torch.dtype) -> None:
     assert same_bits([y], [compressed_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], **options)])
 
 
+def test_steps_share_memory_and_fork() -> None:
+    """Positions are written behind the others, and copied once for half a window of steps. A second step from the same
+    state has memory of its own."""
+    (q, k, v), _ = make_inputs(1, 4, 2, 90, 90, 20)
+    options = {"factor": 2, "window": 20}
+    state = compressed_attention_state(k[:, :, :30], v[:, :, :30], **options)
+    memories, states = set(), []
+    for t in range(30, 90):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        (y, after), (other, forked) = (compressed_attention_step(*new, state, **options) for _ in range(2))
+        assert same_bits([y, *after[:4]], [other, *forked[:4]])
+        memories.add(after.k.untyped_storage().data_ptr())
+        states.append((after, [x.clone() for x in after[:4]]))
+        state = after
+    assert len(memories) <= 8
+    assert all(same_bits(a[:4], copy) for a, copy in states)
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            y, state = compressed_attention_step(*(x[:, :, :1] for x in (q, k, v)), state, **options)
+
+
 STATE_RAISES = {
     "another window": (
         {"window": 4},

@@ -180,8 +180,17 @@ def test_windows_of_compressed_attention_are_predicted(dtype: torch.dtype) -> No
         y, state = memcheck.compressed_attention(*first, factor=8, window=50, return_state=True)
         return y, memcheck.compressed_attention(*rest, factor=8, window=50, initial_state=state)
 
+    def in_steps(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        how: dict[str, Any] = {"factor": 8, "window": 50}
+        state, ys = memcheck.compressed_attention_state(k[:, :, :300], v[:, :, :300], **how), []
+        for t in range(300, 340):
+            y, state = memcheck.compressed_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, **how)
+            ys.append(y)
+        return ys, state
+
     assert_same(in_two_pieces, *given)
     assert_same(torch.inference_mode()(in_two_pieces), *given, backward=False)
+    assert_same(torch.inference_mode()(in_steps), *given, backward=False)
 
 
 def test_states_of_compressed_attention_are_predicted() -> None:
