@@ -67,7 +67,8 @@ def format_bytes(size: float) -> str:
 def exact_bytes(size: int) -> str:
     """The shortest text of the bytes without rounding: "100MiB", "16GB", "12345B"."""
     units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
-    return min((f"{size // scale}{unit}" for unit, scale in units.items() if size % scale == 0), key=len)
+    texts = (f"{size // scale}{unit}" for unit, scale in units.items() if size % scale == 0)
+    return min(texts, key=lambda text: len(text.replace("iB", "B")))
 
 
 def counted(number: int, noun: str) -> str:
