@@ -64,8 +64,8 @@ class Place:
     )
     drop_workspaces: bool | None = option(
         None,
-        "cuBLAS's workspaces are freed after each phase, as memcheck's measurements do; default: of a case of the "
-        "catalog; any other program keeps those of both of its threads, as torch does up to 2.14",
+        "cuBLAS's workspaces are freed after each phase, as memcheck's measurements do; default: True for a case of "
+        "the catalog, False for any other program, which keeps those of both of its threads, as torch does up to 2.14",
         converters.switch,
     )
 

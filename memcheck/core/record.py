@@ -128,11 +128,11 @@ class Record:
 
     # In detail.
     doubts: tuple[str, ...] = ()  # Reasons why a figure may be off, as sentences.
-    exact: bool | None = None  # Of a prediction: True if every figure is verified and none is a bound.
+    exact: bool | None = None  # True if a prediction's figures are all verified and none is a bound.
     # How the figures are known: "measured" on this device; predicted by rules that were compared with measurements on
     # this kind of device, "verified"; or by rules only read in sources, "derived". None: there are no figures.
     basis: str | None = None
-    bounds: tuple[str, ...] = ()  # Of a prediction: fields that are not known to the byte, but bounds.
+    bounds: tuple[str, ...] = ()  # Fields of a prediction that are not known to the byte, but bounds.
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
     over_time: dict[str, list[int]] | None = None  # Phase -> bytes alive over time, in steps of a few allocations.

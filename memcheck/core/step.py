@@ -34,8 +34,8 @@ class Step:
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     loss: Callable[[Any], Any] | None = option(
         None,
-        "makes the tensor that the backward starts from out of the model's output; by default it starts from "
-        'output.loss or output["loss"], else from the only scalar that requires grad, else from every output that does',
+        "a function of the model's output that returns the loss; default: "
+        'output.loss or output["loss"], else the only scalar that requires grad, else every output that does',
         converters.function,
     )
     backward: bool = option(True, "with False the forward runs under no_grad", converters.switch)
@@ -53,8 +53,8 @@ class Step:
     )
     accumulate: int = option(
         1,
-        "backwards of a step, each after a forward on the same inputs; the figures are those of the last one, in which "
-        "the gradients of the others are alive",
+        "forwards and backwards of a step, on the same inputs; the figures are those of the last pair, in which the "
+        "gradients of the others are alive",
         converters.count,
     )
     clip_grad_norm: float | None = option(
@@ -90,13 +90,13 @@ class Step:
     )
     parameters: Any = option(
         (),
-        "of a measurement: tensors, modules, optimizers (their parameters and state) or containers of these that the "
-        "model uses without being given them, such as a closure's weights",
+        "tensors, modules, optimizers (their parameters and state) or containers of these that the model uses without "
+        "being given them, such as a closure's weights; for measurements",
     )
     optimizer_step: Callable[[], Any] | None = option(
         None,
-        "of a measurement, in place of optimizer: called after the backward: an optimizer's own `optimizer.step` or "
-        "any callable; the state is that of the optimizer, or what the first call allocates",
+        "called after the backward in place of optimizer: an optimizer's own `optimizer.step` or any callable; the "
+        "state is that of the optimizer, or what the first call allocates; for measurements",
         converters.function,
     )
 
