@@ -103,7 +103,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
     Raises:
         ValueError: a size that is not positive or does not divide, another compression, strict without causal, an x
             that is not (B,S,E), a step or a window without causal.
-        NotImplementedError: a window with a state, packed or padded; with "convolution", a window with any of these.
+        NotImplementedError: with "convolution", a window and a state or a packed or padded batch.
 
     Equivalent to:
         >>> q, k, v = (p(x).unflatten(2, (-1, module.head_dim)).transpose(1, 2)

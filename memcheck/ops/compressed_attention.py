@@ -45,7 +45,15 @@ No = Literal[False]
 
 # Packed or padded, there is a state for each sequence.
 States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
-AnyState = States | CompressedAttentionWindowState
+WindowStates = CompressedAttentionWindowState | tuple[CompressedAttentionWindowState, ...]
+AnyState = States | WindowStates
+InitialState = (
+    CompressedAttentionState
+    | CompressedAttentionWindowState
+    | Sequence[CompressedAttentionState]
+    | Sequence[CompressedAttentionWindowState]
+    | None
+)
 
 _step = torch.ops.memcheck.compressed_attention_step.default
 _last_step = torch.ops.memcheck.compressed_attention_last_step.default
@@ -88,11 +96,18 @@ class WithWindowState(Options, total=False):
     initial_state: CompressedAttentionWindowState | None
 
 
+class WithWindowStates(Options, Sequences, total=False):
+    """The same, with those of packed or padded sequences, which have a tuple of states."""
+
+    window: Required[int]
+    initial_state: CompressedAttentionWindowState | Sequence[CompressedAttentionWindowState] | None
+
+
 class WithAny(Options, Sequences, total=False):
     """The same, with or without a window."""
 
     window: int | None
-    initial_state: CompressedAttentionState | CompressedAttentionWindowState | Sequence[CompressedAttentionState] | None
+    initial_state: InitialState
 
 
 @overload
@@ -111,6 +126,14 @@ def compressed_attention(
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithWindowState]
 ) -> tuple[Tensor, Tensor, CompressedAttentionWindowState]: ...
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithWindowStates]
+) -> tuple[Tensor, WindowStates]: ...
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithWindowStates]
+) -> tuple[Tensor, Tensor, WindowStates]: ...
 @overload
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithState]
@@ -148,10 +171,7 @@ def compressed_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: CompressedAttentionState
-    | CompressedAttentionWindowState
-    | Sequence[CompressedAttentionState]
-    | None = None,
+    initial_state: InitialState = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AnyState] | tuple[Tensor, Tensor, AnyState]:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
@@ -184,8 +204,8 @@ def compressed_attention(
         padding: where lengths has the padding, "right" (after the positions that count) or "left".
         initial_state: the CompressedAttentionState of all positions before these: blocks go on from it. Queries are
             then the newest positions, and T counts the earlier ones too. Needs causal. Packed or padded: a sequence of
-            N states, one for each sequence, with B = 1. With a window: a CompressedAttentionWindowState, and no more
-            queries than new positions; packed or padded batches with a window have no states yet.
+            N states, one for each sequence, with B = 1. With a window: CompressedAttentionWindowState, and no more
+            queries than new positions.
         return_state: return the state after these positions too; packed or padded, a tuple of N. Needs causal.
 
     Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
@@ -219,7 +239,7 @@ def compressed_attention(
             causal, a state of other sizes or another factor, another number of states than of sequences, a rule of
             cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
-        NotImplementedError: a window on CUDA, or with states of packed or padded batches.
+        NotImplementedError: a window on CUDA.
 
     Equivalent to:
         >>> def blocks(x):
@@ -260,10 +280,8 @@ def compressed_attention(
     state: AnyState
     if window is None:
         outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
-    elif sequences:
-        raise NotImplementedError(f"{op}: window is not available with states of packed or padded batches yet")
     else:
-        outputs, state = windows.go_on(op, (q, k, v), sink, initial_state, (factor, window), options)
+        outputs, state = windows.go_on(op, (q, k, v), sink, initial_state, (factor, window), options, **sequences)
     if not return_state:
         return outputs
     return (*outputs, state) if return_lse else (outputs, state)

@@ -450,6 +450,10 @@ class Places(NamedTuple):
         y = self.join(y, torch.zeros_like(q, memory_format=torch.contiguous_format), index)
         return y if lse is None else (y, self.join(lse, lse.new_full(q.shape[:3], -torch.inf), index))
 
+    def whole(self, packed: Tensor, padded: Tensor) -> Tensor:
+        """packed (1,heads,count,...) where these places are in padded (B,heads,positions,...)."""
+        return packed if self.packed else self.join(packed, padded, self.rows_and_positions(padded.device))
+
     def rows_and_positions(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows and positions of all sequences in a padded tensor (B,heads,positions,...)."""
         rows = torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts, dtype=torch.int64))

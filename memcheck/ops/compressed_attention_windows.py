@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memcheck.ops.checks import check_int, check_rank, in_autocast_dtype
+from memcheck.ops import derivatives
+from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
 from memcheck.ops.compressed_attention_states import (
     LONGEST,
     POOLED,
     Arguments,
     Inputs,
+    Places,
     attend,
     blocks_in,
     check_matches,
@@ -71,15 +73,39 @@ def state_before(
 
 
 def go_on(
-    op: str, inputs: Inputs, sink: Tensor | None, before: object, sizes: tuple[int, int], options: Arguments
-) -> tuple[Any, CompressedAttentionWindowState]:
+    op: str,
+    inputs: Inputs,
+    sink: Tensor | None,
+    before: object,
+    sizes: tuple[int, int],
+    options: Arguments,
+    **sequences: Any,
+) -> tuple[Any, Any]:
     """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the state after them.
 
-    before: the state before them, or None. sizes: factor and window.
+    before: the state before them, or None. Of a packed or padded batch both are sequences, with one for each. sizes:
+    factor and window.
     """
     q, k, v = (in_autocast_dtype(x) for x in inputs)
+    if sequences:
+        of_each = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
+        return of_each(op, (q, k, v), sink, before, sizes, options, **sequences)
+    return _one_goes_on(op, (q, k, v), sink, before, sizes, options)
+
+
+def _one_goes_on(
+    op: str,
+    inputs: Inputs,
+    sink: Tensor | None,
+    before: object,
+    sizes: tuple[int, int],
+    options: Arguments,
+    of_sequence: str = "",
+) -> tuple[Any, CompressedAttentionWindowState]:
+    q, k, v = inputs
     check_new(op, q, k, v)
-    old = state_before(op, "initial_state" if op == "compressed_attention" else "state", before, k, sizes)
+    name = f"initial_state{of_sequence}" if op == "compressed_attention" else "state"
+    old = state_before(op, name, before, k, sizes)
     if q.shape[2] > k.shape[2]:
         raise ValueError(
             f"{op}: with a window q must be of new positions, S <= n, got S = {q.shape[2]} and n = {k.shape[2]}"
@@ -89,6 +115,43 @@ def go_on(
     state = state_after(op, old, near, kept_from)
     blocks = {"factor": old.factor, "window": old.window, "kv_len": positions_of(state)}
     return attend(POOLED, (q, state.kc, state.vc), sink, blocks, options, near), state
+
+
+def _sequences_go_on(
+    op: str,
+    inputs: Inputs,
+    sink: Tensor | None,
+    before: object,
+    sizes: tuple[int, int],
+    options: Arguments,
+    **sequences: Any,
+) -> tuple[Any, tuple[CompressedAttentionWindowState, ...]]:
+    """Each sequence has a call of its own, with the state before it."""
+    q, k, v = inputs
+    derivatives.refuse_mapped_lengths(op, sequences)
+    check_new(op, q, k, v, scale=options["scale"])
+    of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
+    given = check_states(op, before, len(of_keys.counts), CompressedAttentionWindowState)
+    outputs, states = [], []
+    parts = zip(of_queries.split(q), of_keys.split(k), of_keys.split(v), given, strict=True)
+    for i, (*part, state) in enumerate(parts):
+        of_one, after = _one_goes_on(op, (part[0], part[1], part[2]), sink, state, sizes, options, f"[{i}]")
+        outputs.append(of_one if options["return_lse"] else (of_one,))
+        states.append(after)
+    wholes = [
+        q.new_zeros(q.shape),
+        q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)),
+    ]
+    wholes = wholes[: 1 + options["return_lse"]]
+    if outputs:
+        wholes = [
+            of_queries.whole(torch.cat(x, 2), to) for x, to in zip(zip(*outputs, strict=True), wholes, strict=True)
+        ]
+    return (tuple(wholes) if options["return_lse"] else wholes[0]), tuple(states)
+
+
+# As those of states without a window, their sizes depend on values.
+_leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
 def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[Pair, Callable[[int], Pair]]:

@@ -27,7 +27,7 @@ from ops.checks import (
 from ops.test_compressed_attention import backward_op, contract, forward_op, make_inputs, pooled_backward_op, pooled_op
 from ops.test_compressed_merging import make_more, run_both
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 import memcheck
 from memcheck import compressed_attention, compressed_attention_state, compressed_attention_step, measure_memory
@@ -293,6 +293,44 @@ def test_pieces_equal_the_whole(window: int, factor: int, strict: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(joined, inputs, grads), expected)
 
 
+@pytest.mark.parametrize("kind", ["packed", "right", "left"])
+def test_pieces_of_sequences_equal_the_whole(kind: str) -> None:
+    """In two calls with states between; each sequence is cut where its first piece ends."""
+    lengths, cuts = [30, 0, 1, 40], [12, 0, 1, 33]
+    options = {"factor": 3, "window": 8, "return_lse": True}
+    singles = [make_more(1, 4, 2, n, n, 20, dtype=torch.float64) for n in lengths]
+    sink = singles[0][0][3].requires_grad_()
+    leaves = [[x.requires_grad_() for x in inputs[:3]] for inputs, _ in singles]
+    expected = [compressed_attention(*inputs, sink=sink, **options) for inputs in leaves]
+    every, grads = [x for inputs in leaves for x in inputs], [x for _, of_both in singles for x in of_both]
+    truths = torch.autograd.grad([x for both in expected for x in both], [*every, sink], grads)
+    outputs, states = [], None
+    for begins, ends in (([0] * 4, cuts), (cuts, lengths)):
+        counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
+        pieces = [[x[:, :, b:e] for x in inputs] for inputs, b, e in zip(leaves, begins, ends, strict=True)]
+        longest = max(counts)
+        if kind == "packed":
+            how = {"cu_seqlens": torch.tensor([0, *itertools.accumulate(counts)])}
+            batch = [torch.cat(x, 2) for x in zip(*pieces, strict=True)]
+        else:
+            how = {"lengths": torch.tensor(counts), "padding": kind}
+            sides = [(0, longest - n) if kind == "right" else (longest - n, 0) for n in counts]
+            rows = [[pad(x, (0, 0, *side)) for x in piece] for piece, side in zip(pieces, sides, strict=True)]
+            batch = [torch.cat(x) for x in zip(*rows, strict=True)]
+        *both, states = compressed_attention(
+            *batch, sink=sink, initial_state=states, return_state=True, **options, **how
+        )
+        if kind == "packed":
+            outputs.append([x.split(counts, 2) for x in both])
+        else:
+            ranges = [slice(0, n) if kind == "right" else slice(longest - n, longest) for n in counts]
+            outputs.append([[x[i : i + 1, :, at] for i, at in enumerate(ranges)] for x in both])
+            assert (both[1].isinf().sum(2) == longest - torch.tensor(counts)[:, None]).all()
+    joined = [torch.cat([piece[of][i] for piece in outputs], 2) for i in range(4) for of in range(2)]
+    torch.testing.assert_close(joined, [x for both in expected for x in both])
+    torch.testing.assert_close(torch.autograd.grad(joined, [*every, sink], grads), truths)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 20])
 def test_steps(window: int, dtype: torch.dtype) -> None:
@@ -334,6 +372,8 @@ def test_steps_share_memory_and_fork() -> None:
             y, state = compressed_attention_step(*(x[:, :, :1] for x in (q, k, v)), state, **options)
 
 
+QKV = torch.ones(1, 2, 5, 3)
+STATE = compressed_attention_state(QKV, QKV, factor=2, window=3)
 STATE_RAISES = {
     "another window": (
         {"window": 4},
@@ -344,7 +384,16 @@ STATE_RAISES = {
     "more queries": ({"k": torch.ones(2, 2, 2, 3), "v": torch.ones(2, 2, 2, 3)}, ValueError, "got S = 5 and n = 2"),
     "no tensor": ({"of_state": {"k": None}}, TypeError, "k must be a tensor, got None"),
     "other values": ({"of_state": {"vc": torch.ones(2, 2, 9, 3)}}, ValueError, r"vc must be \(B,Hkv,C,D\) ="),
-    "packed": ({"cu_seqlens": torch.tensor([0, 5])}, NotImplementedError, "states of packed or padded batches yet"),
+    "one state of two": (
+        {"q": QKV, "k": QKV, "v": QKV, "cu_seqlens": torch.tensor([0, 2, 5])},
+        TypeError,
+        "initial_state must be a sequence of CompressedAttentionWindowState",
+    ),
+    "another window of one": (
+        {"q": QKV, "k": QKV, "v": QKV, "cu_seqlens": torch.tensor([0, 5]), "window": 4, "initial_state": [STATE]},
+        ValueError,
+        "factor and window must be those of the state, factor 2 and window 3",
+    ),
 }
 
 
