@@ -202,13 +202,17 @@ class Predicting(Request):
         return Place(device, **given).resolved()
 
 
-MODELS, OUTPUT = "models", "output of models"
+MODELS, OUTPUT = "models", "output"
 
 
 @request()
 class ModelStep(Request):
-    """A request for a model, and a step of it."""
+    """A request for a model, and a step of it.
 
+    ALONE: further options that operators do not take.
+    """
+
+    ALONE: ClassVar[tuple[str, ...]] = ("calibration", "no_changes", "doubts")
     groups: ClassVar[dict[str, str]] = {MODELS: "any model, in place of an operator of --attention-type"}
 
     model: str | None = option(
@@ -287,7 +291,7 @@ class ModelStep(Request):
         for name in ("hf_config", "calibration"):
             if self.given(name) and not getattr(self, name).is_file():
                 raise UsageError(f"{named(name)}: there is no file {getattr(self, name)}")
-        of_models = [name for name in (*options_of(ModelStep), *OF_OUTPUT) if name not in ("model", "hf_config")]
+        of_models = [name for name in (*options_of(ModelStep), *self.ALONE) if name not in ("model", "hf_config")]
         foreign = OF_OPERATORS if self.source else of_models
         if wrong := next(filter(self.given, foreign), None):
             alone = named(f"{wrong}=False" if getattr(self, wrong) is False else wrong)
@@ -322,12 +326,11 @@ class ModelStep(Request):
             raise UsageError(f"{named('hf_config')} needs transformers: pip install transformers")
 
 
-# Options that models do not take, and those of their output.
+# Options that models do not take.
 OF_OPERATORS = (
     *("attention_type", "query_len", "kv_len", "lengths", "packed", "padded", "dim", "heads", "core_dim", "factor"),
     *("causal", "compile", "plot", "explain"),
 )
-OF_OUTPUT = ("calibration", "no_changes", "doubts")
 
 
 @request(doubts={"group": OUTPUT})

@@ -224,6 +224,7 @@ class Predict(PredictedModel, OfTwoLengths):
     memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
     """
 
+    ALONE: ClassVar[tuple[str, ...]] = ("calibration",)
     DECODING: ClassVar = "a model that decodes, in --mode decode"
 
     threads: int | None = of_place("threads")

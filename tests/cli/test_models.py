@@ -331,7 +331,7 @@ WRONG = {
     "fit --torch-version new --device T4": "--torch-version must look like '2.13', '2.13.0' or (2, 13), got 'new'",
     "profile-model --torch-version 2.13": "--torch-version is for --predict",
     "predict --model net.py:make --calibration net.py --torch-version 2.13": "leave out --torch-version",
-    "predict --doubts": "--doubts needs --model or --hf-config",
+    "fit --doubts": "--doubts needs --model or --hf-config",
     "predict --hf-config nothing.json": "--hf-config: there is no file nothing.json",
     "predict --model net.py:make --calibration net.py --device T4": "--calibration is of a CPU, and",
     "fit --model net.py:make --device cpu --find bsz": "--device cpu has no limit to find",

@@ -111,6 +111,9 @@ def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *SMALL, "--attention-type", "softmax", "--dtype", "fp16", "--device", "H200"]) == 0
     said = capsys.readouterr().out
     assert "doubt: the workspace of cuDNN's plan" in said
+    flags = [*SMALL, "--attention-type", "softmax", "--dtype", "fp16", "--device", "H200", "--doubts"]
+    assert main(["predict", *flags]) == 0
+    assert capsys.readouterr().out.count("doubt: ") == len(predicted(capsys, *flags)["doubts"])
     assert "peak forward, not known to the byte" in said
 
 
