@@ -1,16 +1,21 @@
-"""Measures the cost of predictions: a sweep of 1,000 predicted cells, its tables and pictures, and single cells.
+"""Measures the cost of predictions: commands, a sweep of 1,000 predicted cells, its tables and pictures, single cells.
 
     python benchmarks/prediction.py [--rounds 3] [--output FILE]
 
 The cells are ten operators, five lengths, five dimensions, two dtypes and two batch sizes. A sweep is predict_sweep
 into a new folder, which includes writing rows to the disk; the target is 60 s on two cores. Processor seconds are
-recorded too: they show how busy the machine was otherwise.
+recorded too: they show how busy the machine was otherwise. A command is timed from its start to its end; those of a
+configuration of transformers are left out without it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +44,15 @@ DTYPES = ("float32", "bfloat16")
 BATCHES = (8, 16)
 GPU = DEVICES["A100-40GB"]
 PROMISED_SECONDS = 60.0
+ROOT = Path(__file__).parents[1]
+EXAMPLE, LLAMA = "--model docs/examples/model.py:make", "--hf-config docs/examples/llama-8b.json --bsz 1 --dtype bf16"
+COMMANDS = (
+    f"predict {EXAMPLE} --bsz 24 --device RTX-4090",
+    f"predict {EXAMPLE} --bsz 24 --device RTX-4090 --no-changes",
+    f"fit {EXAMPLE} --find bsz --device RTX-4090",
+    f"predict {LLAMA} --seq-len 2048 --device H100-80GB --no-changes",
+    f"fit {LLAMA} --find seq-len --checkpointing --fsdp 8 --device H100-80GB --no-changes",
+)
 
 
 def cases() -> list[Case]:
@@ -93,6 +107,26 @@ def time_sweeps(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def time_commands(rounds: int) -> list[dict[str, Any]]:
+    """Returns a row for each command, with the processor seconds of its process."""
+    rows = []
+    for command in COMMANDS:
+        if "--hf-config" in command and importlib.util.find_spec("transformers") is None:
+            continue
+        watch = Watch()
+        for _ in range(rounds):
+            start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(
+                [sys.executable, "-m", "memcheck", *command.split()], cwd=ROOT, check=True, capture_output=True
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            watch.seconds.append(time.perf_counter() - start)
+            watch.cpu_seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        timed = {**figures("seconds", watch.seconds), **figures("cpu_seconds", watch.cpu_seconds)}
+        rows.append({"what": f"memcheck {command}", "threads": torch.get_num_threads(), **timed})
+    return rows
+
+
 def time_cells(device: Device) -> list[dict[str, Any]]:
     """Returns a row per operator: milliseconds per prediction, and the statuses of the predictions."""
     rows = []
@@ -125,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.rounds < 2:
         parser.error("--rounds must be at least 2: quartiles need as many")
-    rows = [*time_sweeps(args.rounds), *time_cells(GPU)]
+    rows = [*time_commands(args.rounds), *time_sweeps(args.rounds), *time_cells(GPU)]
     for row in rows:
         print(", ".join(f"{name} {value}" for name, value in row.items()))
     print(write_result("prediction", rows, args.output))
