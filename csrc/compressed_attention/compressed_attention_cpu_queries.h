@@ -65,10 +65,10 @@ MEMCHECK_INLINE void put_along_lanes(const acc_t* from, int64_t rows, int64_t co
 template <typename acc_t>
 struct Sight {
   int64_t count;               // of columns in the tile
-  int64_t by_all;              // all queries see the first so many, but for those
-  int64_t not_by_all = 0;      // before this one, of which each query sees
-  acc_t start[kQueries];       // those from here on
-  acc_t limit[kQueries] = {};  // each query sees the first so many
+  int64_t by_all;              // all queries see the columns before this one, from not_by_all on
+  int64_t not_by_all = 0;      // not all queries see the columns before this one
+  acc_t start[kQueries];       // the first column of each query, set if not_by_all > 0
+  acc_t limit[kQueries] = {};  // the column behind the last of each query, set if by_all < count
 
   MEMCHECK_INLINE Sight(const Columns& columns, const QueryTile& tile, int64_t j, int64_t size)
       : count(size), by_all(size) {
