@@ -23,6 +23,11 @@ class Allocation:
     made_by: str = ""  # The operator that returned it.
     stream: int = 0  # That it was allocated on, which alone can use its memory again. 0: the default one.
 
+    def resized(self, size: int) -> Allocation:
+        """An allocation of that size which is like this one otherwise."""
+        how = self.is_library, self.module, self.made_by, self.stream
+        return Allocation(self.name, size, self.born, self.died, *how)
+
     def alive_after(self, event: int) -> bool:
         return self.born <= event and (self.died is None or self.died > event)
 

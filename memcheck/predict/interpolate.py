@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 
+from memcheck.core.collector import collector_at_rest
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.replay import Prediction, Replay
 
@@ -18,12 +18,12 @@ def fits_by_interpolation(predicted: Mapping[int, Prediction], size: int) -> boo
     Returns None if these differ in more than bytes, so that nothing can be guessed.
     """
     traces = {each: prediction.trace for each, prediction in predicted.items() if prediction.trace is not None}
-    trace = interpolated(traces, size) if len(traces) == len(predicted) else None
-    if trace is None:
-        return None
-    one = next(iter(predicted.values()))
-    record = dataclasses.replace(one.record, status="ok")
-    return Replay(trace, one.case, one.place, record).prediction().fits
+    with collector_at_rest(generation=0):  # It would look through all traces for each of the many allocations.
+        trace = interpolated(traces, size) if len(traces) == len(predicted) else None
+        if trace is None:
+            return None
+        one = next(iter(predicted.values()))
+        return Replay(trace, one.case, one.place, one.record).fits()
 
 
 def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:
@@ -36,7 +36,7 @@ def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:
     log = AllocationLog(begun=first.log.begun)
     for allocations in zip(*(trace.log.allocations for trace in traces.values()), strict=True):
         found = sum(weight * allocation.bytes for weight, allocation in zip(weights, allocations, strict=True))
-        log.allocations.append(dataclasses.replace(allocations[0], bytes=max(0, round(found))))
+        log.allocations.append(allocations[0].resized(max(0, round(found))))
     new = dict(zip(map(id, first.log.allocations), log.allocations, strict=True))
     log.events = [(new[id(allocation)], taken) for allocation, taken in first.log.events]
     return Trace(log, first.phases)

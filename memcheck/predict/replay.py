@@ -339,6 +339,16 @@ class Replay:
         found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, basis)
         return Prediction(*found, self.trace, self.refused)
 
+    def fits(self) -> bool:
+        """Whether the device has the memory, without any figure."""
+        self.allocator = allocator_at(self.place)
+        try:
+            for phase in self.trace.phases:
+                self._play(phase)
+        except OutOfMemory:
+            return False
+        return True
+
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
         if self.place.room_bytes is None or not self.trace.unknown.keys() & self.requested.keys():
