@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -154,15 +154,17 @@ class Decoder(torch.nn.Module):
         vocabulary: V. dim: E. feed_forward_dim: F, of SwiGLU. layers. heads: which divide dim.
         context: the longest S.
         attention: "naive" (the whole score matrix), "softmax" (F.scaled_dot_product_attention), "linear", "compressed"
-            or "softplus" (no heads, R = E); all causal.
-        factor: of compressed attention.
+            or "softplus" (no heads, R = E); all causal. Or one of these for each layer, as
+            ["linear", "linear", "linear", "softmax"].
+        factor, window: of compressed attention.
         feed_forward: "swiglu", or in its place a "combinator" or "combinator-low-memory".
         checkpointing: keep only each layer's input for backward, and run the layer again then.
         device, dtype: of the weights, as in torch.nn.Linear.
 
     Raises:
-        ValueError: an unknown name, a size that is not positive or does not divide, an odd head, S beyond the context;
-            in the forward, cu_seqlens with another attention.
+        ValueError: an unknown name, another number of them than layers, a size that is not positive or does not
+            divide, an odd head, a window without compressed attention, S beyond the context; in the forward, cu_seqlens
+            with another attention.
     """
 
     __prepare_scriptable__ = refuse_scripting
@@ -176,8 +178,9 @@ class Decoder(torch.nn.Module):
         heads: int,
         *,
         context: int,
-        attention: str = "softmax",
+        attention: str | Sequence[str] = "softmax",
         factor: int = 8,
+        window: int | None = None,
         feed_forward: str = "swiglu",
         checkpointing: bool = False,
         device: DeviceLike = None,
@@ -186,20 +189,34 @@ class Decoder(torch.nn.Module):
         super().__init__()
         sizes = {"vocabulary": vocabulary, "feed_forward_dim": feed_forward_dim, "layers": layers, "context": context}
         check_positive("Decoder", **sizes, heads=heads, factor=factor)
-        check_known("attention", attention, tuple(ATTENTIONS))
+        kinds = (attention,) * layers if isinstance(attention, str) else tuple(attention)
+        for kind in kinds:
+            check_known("attention", kind, tuple(ATTENTIONS))
+        if len(kinds) != layers:
+            raise ValueError(f"Decoder: attention must name one for each of layers = {layers}, got {len(kinds)}")
         check_known("feed_forward", feed_forward, FEED_FORWARDS)
+        options: dict[str, Any] = {"factor": factor}
+        if window is not None:
+            check_positive("Decoder", window=window)
+            if "compressed" not in kinds:
+                raise ValueError(f"Decoder: window needs compressed attention, got attention={attention!r}")
+            options["window"] = window
         place: Any = {"device": device, "dtype": dtype}
-        self.context, self.attention = context, attention
+        self.context, self.attention = context, kinds
         self.embedding = torch.nn.Embedding(vocabulary, dim, **place)
-        rotary = Rotary(dim if attention == "softplus" else dim // heads, context, **place)
+        # Layers share the tables of rotary positions: one of heads, and one of all channels for softplus attention.
+        rotaries = {
+            whole: Rotary(dim if whole else dim // heads, context, **place)
+            for whole in sorted({kind == "softplus" for kind in kinds})
+        }
         self.layers = torch.nn.ModuleList(
             DecoderLayer(
-                make_attention(attention, dim, heads, factor, rotary, **place),
+                make_attention(kind, dim, heads, options, rotaries[kind == "softplus"], **place),
                 make_feed_forward(feed_forward, dim, feed_forward_dim, **place),
                 dim,
                 **place,
             )
-            for _ in range(layers)
+            for kind in kinds
         )
         self.norm = torch.nn.RMSNorm(dim, eps=1e-5, **place)
         self.head = torch.nn.Linear(dim, vocabulary, bias=False, **place)
@@ -239,8 +256,9 @@ class Decoder(torch.nn.Module):
             raise ValueError(f"Decoder: tokens must be (B,S) with S <= {self.context}, got {tuple(tokens.shape)}")
         sequences = {}
         if cu_seqlens is not None:
-            if self.attention not in PACKABLE:
-                raise ValueError(f"Decoder: cu_seqlens needs attention {', '.join(PACKABLE)}, got {self.attention!r}")
+            for kind in self.attention:
+                if kind not in PACKABLE:
+                    raise ValueError(f"Decoder: cu_seqlens needs attention {', '.join(PACKABLE)}, got {kind!r}")
             sequences = {"cu_seqlens": cu_seqlens, "positions": positions_within(cu_seqlens, tokens)}
         x = self.embedding(tokens)
         for layer in self.layers:
@@ -264,8 +282,11 @@ def check_known(argument: str, name: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"Decoder: {argument} must be one of {', '.join(known)}, got {name!r}")
 
 
-def make_attention(name: str, dim: int, heads: int, factor: int, rotary: Rotary, **place: Any) -> torch.nn.Module:
-    attend = Attend(ATTENTIONS[name], **({"factor": factor} if name == "compressed" else {}))
+def make_attention(
+    name: str, dim: int, heads: int, options: dict[str, Any], rotary: Rotary, **place: Any
+) -> torch.nn.Module:
+    """options: arguments of compressed attention."""
+    attend = Attend(ATTENTIONS[name], **(options if name == "compressed" else {}))
     if name == "softplus":
         return RotarySoftplusSelfAttention(dim, rotary, attend, **place)
     return RotarySelfAttention(dim, heads, rotary, attend, **place)

@@ -46,6 +46,29 @@ def test_compressed_with_factor_1_is_softmax() -> None:
     torch.testing.assert_close(compressed(tokens()), softmax(tokens()), rtol=1e-12, atol=1e-12)
 
 
+def test_a_window_over_all_is_softmax() -> None:
+    windowed, softmax = decoder("compressed", window=S), decoder("softmax")
+    softmax.load_state_dict(windowed.state_dict())
+    torch.testing.assert_close(windowed(tokens()), softmax(tokens()), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(decoder("compressed")(tokens()), windowed(tokens()))
+
+
+def test_each_layer_may_have_another_attention() -> None:
+    kinds = ("softmax", "softplus", "compressed", "linear")
+    hybrid = Decoder(V, E, F, 4, H, context=S, attention=kinds, factor=3, window=2, dtype=torch.float64)
+    assert hybrid.attention == kinds
+    given = hybrid.embedding(tokens())
+    for kind, layer in zip(kinds, hybrid.layers, strict=True):
+        options = {"window": 2} if kind == "compressed" else {}
+        alone = Decoder(V, E, F, 1, H, context=S, attention=kind, factor=3, dtype=torch.float64, **options).layers[0]
+        alone.load_state_dict(layer.state_dict())
+        expected, given = alone(given), layer(given)
+        assert torch.equal(given, expected)
+    assert torch.equal(hybrid(tokens()), hybrid.head(hybrid.norm(given)))
+    with pytest.raises(ValueError, match="cu_seqlens needs attention linear, compressed, softplus, got 'softmax'"):
+        hybrid(tokens(batch=1), cu_seqlens=torch.tensor([0, 4, S]))
+
+
 def in_plain_pytorch(model: Decoder, ids: Tensor) -> Tensor:
     """Returns the logits of a decoder with softmax attention and SwiGLU, in plain PyTorch."""
 
@@ -172,6 +195,10 @@ def test_rotary_embedding() -> None:
         ({"feed_forward": "gelu"}, "Decoder: feed_forward must be one of swiglu, combinator, combinator-low-memory"),
         ({"context": 0}, "Decoder: context must be positive, got 0"),
         ({"factor": 0}, "Decoder: factor must be positive, got 0"),
+        ({"attention": ["softmax"]}, "Decoder: attention must name one for each of layers = 2, got 1"),
+        ({"attention": ["softmax", "flash"]}, "Decoder: attention must be one of naive, .*, got 'flash'"),
+        ({"window": 4}, "Decoder: window needs compressed attention, got attention='softmax'"),
+        ({"attention": "compressed", "window": 0}, "Decoder: window must be positive, got 0"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
