@@ -60,9 +60,12 @@ def after_fit(request: Fit, operator: str | None, size: int, fits: bool) -> str:
     return next_step("predict", with_flags(words, change, others), purpose)
 
 
-def after_calibrate(request: ModelStep, path: str) -> str:
-    """The prediction that reads the table, on any machine."""
-    words = with_flags(words_of(request), f"--calibration {path}", ["--output", "--threads"])
+def after_calibrate(request: ModelStep, path: str | None) -> str:
+    """The prediction on any machine. path: the table that it reads."""
+    given = ["--output", "--threads"]
+    if path is None:
+        return next_step("predict", with_flags(words_of(request), "--device cpu", given), "predicts it on any machine")
+    words = with_flags(words_of(request), f"--calibration {path}", given)
     return next_step("predict", words, "predicts it from the table, on any machine")
 
 

@@ -36,6 +36,8 @@ def run(request: Calibrate) -> int:
     print(screen.fill(verdict(prediction)))
     print(screen.fill(certainty(prediction)))
     counts = f"{operators} operators and {functions} functions, {done['new']} of them new"
-    print(f"Wrote {request.output}: {counts} ({', '.join(environment())}).")
-    print(after_calibrate(request, str(request.output)))
+    is_needed = operators + functions > 0
+    wrote = f"Wrote {request.output}: {counts} ({', '.join(environment())})."
+    print(wrote if is_needed else "No table was written: every operator of the model has a rule.")
+    print(after_calibrate(request, str(request.output) if is_needed else None))
     return 0
