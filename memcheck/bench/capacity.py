@@ -210,10 +210,19 @@ class Search:
                 return low
             if (guessed := self.guessed_edge(low, high)) is not None:
                 count = max(guessed, low + 1)
+            elif self.guess is not None and len(self.found) == 1 and low:
+                count = max(min(self.in_proportion(low), self.top), low + 1)
             elif low == 0:
                 count = max(high // 2, 1)
             else:
                 count = min(2 * low, self.top) if high > self.top else (low + high) // 2
+
+    def in_proportion(self, count: int) -> int:
+        """The number of steps that would fit if all but parameters and the optimizer's state grew in proportion."""
+        one = self.found[count * self.step]
+        held = (one.record.parameter_bytes or 0) + (one.record.optimizer_bytes or 0)
+        used, room = one.record.reserved_bytes or one.record.max_allocated_bytes or 0, one.place.room_bytes or 0
+        return count * (room - held) // (used - held) if used > held else 2 * count
 
     def guessed_edge(self, low: int, high: int) -> int | None:
         """The last number of steps of a range that fits, by interpolation from three sizes; None if it cannot tell."""

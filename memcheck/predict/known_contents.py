@@ -6,6 +6,7 @@ operator is noted when it runs on meta tensors, and it computes its results only
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -211,7 +212,7 @@ class KnownContents:
         """Notes what an operator that ran on meta tensors computes."""
         written = list(written_by(func, args, kwargs))
         parts: dict[int, View] = {}
-        if not self._follows(func) or not self._find_operands((args, kwargs), parts):
+        if not is_determined(func) or not self._find_operands((args, kwargs), parts):
             self._forget(args[0] if func is UNSCALED else written)
             return
         operands = {view.contents: None for view in parts.values()}
@@ -251,7 +252,7 @@ class KnownContents:
         small: operands that depend on more than small integers count as unknown.
         """
         operands = list(tensors_in((args, kwargs)))
-        if not self._follows(func):
+        if not is_determined(func):
             return UNKNOWN
         reals = {id(operand): (self.of if small else self.read)(operand) for operand in operands}
         if any(real is None for real in reals.values()):
@@ -283,11 +284,6 @@ class KnownContents:
         for tensor in tensors:
             if tensor.layout == torch.strided:
                 self._contents.pop(tensor.untyped_storage()._cdata, None)
-
-    def _follows(self, func: Any) -> bool:
-        """Whether operands determine contents. Gradients that a GradScaler looks at are assumed to be finite."""
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        return not random and func is not UNSCALED and func._schema.name != "aten::set_"
 
     def _find_operands(self, thing: Any, parts: dict[int, View]) -> bool:
         """Fills parts with a view of each tensor, by identity. False: the contents of one are not known."""
@@ -368,11 +364,22 @@ def laid_out(real: Tensor, view: View, size: int) -> torch.UntypedStorage:
 
 def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The operands that the operator writes."""
-    if not func._schema.is_mutable:
-        return
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+    for position, name in written_arguments_of(func):
+        yield from tensors_in(args[position] if position < len(args) else kwargs.get(name))
+
+
+@functools.cache
+def written_arguments_of(func: Any) -> tuple[tuple[int, str], ...]:
+    """The positions and the names of the arguments that the operator writes."""
+    aliases = ((one.alias_info, place, one.name) for place, one in enumerate(func._schema.arguments))
+    return tuple((place, name) for alias, place, name in aliases if alias is not None and alias.is_write)
+
+
+@functools.cache
+def is_determined(func: Any) -> bool:
+    """Whether operands determine what the operator computes. Gradients for a GradScaler are assumed to be finite."""
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return not random and func is not UNSCALED and func._schema.name != "aten::set_"
 
 
 def mapped(function: Any, thing: Any) -> Any:

@@ -40,8 +40,10 @@ def with_parts(tensor: Tensor, parts: tuple[Tensor, ...]) -> Any:
 
 def takes_sparse(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the operator takes a sparse tensor and has no kernel for such on meta."""
-    sparse = any(is_sparse(tensor) for tensor in tensors_in((args, kwargs)))
-    return sparse and facts_of(func._schema.name).sparse != "on meta"
+    for tensor in tensors_in((args, kwargs)):
+        if is_sparse(tensor):
+            return facts_of(func._schema.name).sparse != "on meta"
+    return False
 
 
 def computed(
