@@ -197,7 +197,7 @@ class AllocationMode(TorchDispatchMode):
             self.storages.note_sizes(storage for storage in storages_in(tensor) if storage in self.storages)
         for position, tensor in enumerate(call.outputs):
             is_noted = position not in elsewhere and not (call.is_view and numbers)
-            if is_noted and tensor not in self.storages and not tensor._is_zerotensor() and not is_of_zeros(func):
+            if is_noted and not self.storages.know(tensor) and not tensor._is_zerotensor() and not is_of_zeros(func):
                 self.storages.note(tensor, call.name)
         if not call.is_view:
             self.contents.note_call(func, args, kwargs, call.outputs)

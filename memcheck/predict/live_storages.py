@@ -90,13 +90,13 @@ class LiveStorages:
         """Logs an allocation of the module that runs, or whose node does."""
         return self.log.allocate(name, size, module=self.modules.path_of(torch._C._current_autograd_node()))
 
-    def __contains__(self, thing: torch.UntypedStorage | Tensor) -> bool:
-        """Whether a storage, or the storage of a plain tensor, has an allocation."""
-        if type(thing) in (Tensor, torch.nn.Parameter):
-            if thing.layout is not torch.strided or thing._is_zerotensor():
-                return False
-            thing = thing.untyped_storage()
-        return isinstance(thing, torch.UntypedStorage) and thing._cdata in self._allocations
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._allocations
+
+    def know(self, tensor: Tensor) -> bool:
+        """Whether it is a plain tensor whose storage has an allocation."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor._is_zerotensor()
+        return is_plain and tensor.untyped_storage()._cdata in self._allocations
 
     def identities(self) -> set[int]:
         """Identities of the storages without data that are alive."""
