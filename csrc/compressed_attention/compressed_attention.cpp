@@ -55,8 +55,10 @@ void zero_all(std::initializer_list<at::Tensor> tensors) {
 // ---- kernels with a window or without
 
 #ifdef MEMCHECK_HOST_CUDA
+constexpr bool kHasWindow = false;
 constexpr const CompressedAttentionWindowKernels* kWindowKernels = nullptr;
 #else
+constexpr bool kHasWindow = true;
 constexpr const CompressedAttentionWindowKernels* kWindowKernels = &compressed_attention_window_cpu;
 #endif
 
@@ -64,7 +66,7 @@ constexpr const CompressedAttentionWindowKernels* kWindowKernels = &compressed_a
 CompressedAttentionWindow window_of(const char* op, const CompressedAttentionShape& shape, const Options& options,
                                     const at::Tensor& k, const at::Tensor& v) {
   if (!options.window) return {};
-  TORCH_CHECK_NOT_IMPLEMENTED(kWindowKernels != nullptr, op, ": window is not available on CUDA yet");
+  TORCH_CHECK_NOT_IMPLEMENTED(kHasWindow, op, ": window is not available on CUDA yet");
   const int64_t size = std::min(*options.window, std::max<int64_t>(1, shape.T));
   return {size, shape.T - k.size(2), reads<4>(k), reads<4>(v)};
 }
