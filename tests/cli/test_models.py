@@ -216,6 +216,7 @@ def test_the_verdict_says_where_the_backward_starts(capsys: pytest.CaptureFixtur
     assert "Backward" not in capsys.readouterr().out
 
 
+@pytest.mark.extension  # Without it, operators are doubts, so that changes may fit.
 def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["predict", "--model", "net.py:make", "--device", "cpu"]
     assert main([*flags, "--memory-limit", "500KiB", "--fail-on-oom"]) == 3

@@ -46,6 +46,7 @@ def results() -> list[tuple[object, str]]:
     ]
 
 
+@pytest.mark.extension
 def test_print_shows_a_few_lines() -> None:
     for result, first in results():
         lines = str(result).splitlines()
