@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,22 @@ def default_device() -> Iterator[None]:
     torch.set_default_device(device)
     yield
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the second step of each prediction was copied."""
+    from memcheck.predict.second_step import FirstStep
+
+    found: list[bool] = []
+    is_repeated = FirstStep.is_repeated
+
+    def noted(self: Any) -> bool:
+        found.append(is_repeated(self))
+        return found[-1]
+
+    monkeypatch.setattr(FirstStep, "is_repeated", noted)
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -197,8 +197,8 @@ class Search:
     def edge(self, count: int) -> int:
         """A number of steps that fits, the next of which does not, both predicted; 0 if none fits.
 
-        The first is `count`, then twice or half as many until some fit and others do not, then those between. Guesses
-        of interpolation replace most of these.
+        It tries `count`, then twice or half as many until some fit and others do not, then those between. With a guess,
+        it tries the guessed edge instead.
         """
         low, high = 0, self.top + 1
         while True:
@@ -225,7 +225,7 @@ class Search:
         return count * (room - held) // (used - held) if used > held else 2 * count
 
     def guessed_edge(self, low: int, high: int) -> int | None:
-        """The last number of steps of a range that fits, by interpolation from three sizes; None if it cannot tell."""
+        """The last number of steps of a range that fits, interpolated from two or three; None if that cannot tell."""
         if self.guess is None or len(self.found) < 2:
             return None
         near = sorted(self.found, key=lambda size: abs(math.log(size / (max(low, 1) * self.step))))[:3]

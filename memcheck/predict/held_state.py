@@ -32,7 +32,9 @@ UNSET = object()
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 NO_HOLDERS = (*PLAIN, torch.Tensor, types.ModuleType)
 CONTAINERS = (dict, list, deque, set, tuple, frozenset)
+# Containers that need no look while they are empty.
 EMPTIABLE = (dict, OrderedDict, list, deque, set)
+# Objects whose state decides nothing that a model allocates.
 OF_NO_MODEL = (logging.Filterer, logging.Manager, re.Pattern, dataclasses.Field, io.IOBase, types.GetSetDescriptorType)
 # Objects whose state only C can see, and the modules of such classes.
 HIDDEN = (Iterator, bytearray, memoryview, random.Random, torch.Generator)
@@ -47,7 +49,8 @@ class HeldState:
     not part of it.
 
     most: objects that are looked at, nearest first.
-    to_compare: for values: of the functions of classes, those count whose names occur in functions that count.
+    to_compare: look only at what `values` compares. Methods of classes are looked at if a function that is looked at
+        names them; one that is called by a computed name is missed.
     is_whole: nothing was left out.
     """
 
@@ -259,6 +262,7 @@ def tokens_of(held: Any) -> Any:
 
 
 def token_of(thing: Any) -> Any:
+    """A value that stands for the object, and keeps nothing alive."""
     if isinstance(thing, int):
         return type(thing), thing
     if isinstance(thing, torch.Tensor):

@@ -52,10 +52,10 @@ class FirstStep:
         self.words: str | None = None
         self._random = generator_states()
         self._roots = workload.operator, workload.forward_options.loss, workload.inputs
-        self._held = self._held_values()
         self._contents = mode.contents.now()
         self._real_written = len(mode.copies.written)
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self._held = self._held_values()
             self._layouts = list(map(layout_of, leaves))
         self._copies: dict[Allocation, Allocation] = {}
         self._moments: dict[str, int] = {}
@@ -95,8 +95,7 @@ class FirstStep:
         )
 
     def _held_values(self) -> list[Any] | None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return HeldState(*self._roots, most=MOST_OBJECTS, to_compare=True).values
+        return HeldState(*self._roots, most=MOST_OBJECTS, to_compare=True).values
 
     def _has_plain_events(self, gradients: set[Allocation]) -> bool:
         """Whether only gradients and workspaces outlive the step, and everything else dies in it or at its end."""

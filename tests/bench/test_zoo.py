@@ -13,7 +13,7 @@ import torch
 from zoo_of_models import loaded
 
 import memcheck
-from memcheck.predict.second_step import TRACE_ALL, FirstStep
+from memcheck.predict.second_step import TRACE_ALL
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
@@ -132,16 +132,8 @@ def test_decoders_are_predicted_for_a_gpu_that_is_not_here(require_package: Call
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", ["cpu", "A100-40GB"])
-def test_copied_steps_are_those_of_a_trace(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_steps_are_those_of_a_trace(device: str, repeated: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The step of each entry with an optimizer, copied from the first one where it may be, and traced."""
-    repeated: list[bool] = []
-    is_repeated = FirstStep.is_repeated
-
-    def noted(self: FirstStep) -> bool:
-        repeated.append(is_repeated(self))
-        return repeated[-1]
-
-    monkeypatch.setattr(FirstStep, "is_repeated", noted)
 
     def found(name: str, trace_all: str) -> Any:
         monkeypatch.setenv(TRACE_ALL, trace_all)

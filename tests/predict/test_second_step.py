@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import memcheck
-from memcheck.predict.second_step import TRACE_ALL, FirstStep
+from memcheck.predict.second_step import TRACE_ALL
 
 COUNT = 0
 STEPS = [0]
@@ -143,20 +143,6 @@ TRACED: dict[str, Callable[[], nn.Module]] = {
     "a tensor that is read": with_forward(counts_in_a_tensor, total=lambda: torch.tensor(0)),
     "an iterator": with_forward(counts_on, numbers=lambda: iter(range(1, 100))),
 }
-
-
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the second step of each prediction was copied."""
-    found: list[bool] = []
-    is_repeated = FirstStep.is_repeated
-
-    def noted(self: FirstStep) -> bool:
-        found.append(is_repeated(self))
-        return found[-1]
-
-    monkeypatch.setattr(FirstStep, "is_repeated", noted)
-    return found
 
 
 def events_of(prediction: Any) -> list[Any]:
