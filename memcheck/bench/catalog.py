@@ -52,6 +52,7 @@ class Contender:
     has_heads: bool = False
     has_core_dim: bool = False
     has_factor: bool = False
+    has_window: bool = False  # Whether it takes a window.
     # True if build makes an operator on the packed or padded sequences of case.lengths.
     takes_lengths: bool = False
     # Tensors handed to the operator after the inputs and counted as parameters. A module's own parameters need not
@@ -65,7 +66,7 @@ class Contender:
 
 def check_case(case: Case) -> Case:
     """Returns the case. Raises UsageError with the flag, the rule and the value if the case is invalid."""
-    for name in ("bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor"):
+    for name in ("bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor", "window"):
         size = getattr(case, name)
         if size is not None and size < 1:
             raise UsageError(f"{named(name)} must be at least 1, got {size}")
@@ -85,6 +86,10 @@ def check_case(case: Case) -> Case:
     if case.mode not in MODES:
         raise UsageError(f"{named('mode')} must be one of {', '.join(MODES)}, got {case.mode}")
     check_lengths(case)
+    if case.window is not None and not contender.has_window:
+        raise UsageError(f"{named('window')} is not for {case.operator}, only for {windowed_types()}")
+    if case.window is not None and not case.causal:
+        raise UsageError(f"{named('window')} needs {named('causal')}, got {named('causal=False')}")
     if case.mode == "decode" and case.query_len != 1:
         rule = f"must be 1 in {named('mode')} decode, a step takes one token"
         raise UsageError(f"{named('query_len')} {rule}, got {case.query_len}")
@@ -134,6 +139,11 @@ def attention_types() -> list[str]:
     return [name for name, contender in CONTENDERS.items() if contender.kind == "attention"]
 
 
+def windowed_types() -> str:
+    """The names of the operators that take a window, in words."""
+    return ", ".join(name for name, contender in CONTENDERS.items() if contender.has_window)
+
+
 def combinator_types() -> list[str]:
     """The names that --combinator-type accepts."""
     return [name for name, contender in CONTENDERS.items() if contender.kind == "combinator"]
@@ -145,6 +155,7 @@ def make_case(
     heads: int | None,
     core_dim: int | None,
     factor: int | None,
+    window: int | None = None,
     causal: bool = True,
     compiled: bool = False,
     **fields: Any,
@@ -160,6 +171,7 @@ def make_case(
         heads=heads if contender.has_heads else None,
         core_dim=(fields["dim"] if core_dim is None else core_dim) if contender.has_core_dim else None,
         factor=(DEFAULT_FACTOR if factor is None else factor) if contender.has_factor else None,
+        window=window if contender.has_window else None,
         causal=(causal if contender.causal is None else contender.causal) if contender.has_mask else None,
         compiled=compiled or contender.compiled,
         **fields,
@@ -315,6 +327,7 @@ CONTENDERS: dict[str, Contender] = {
             operators.on_sequences(operators.build_compressed),
             Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
             has_factor=True,
+            has_window=True,
             takes_lengths=True,
             decode=Decoding(decoding.compressed_step, decoding.compressed_state),
             **OURS,

@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.bench.operators import random_leaves
+from memcheck.bench.operators import compression, random_leaves
 from memcheck.core.case import DTYPES, Case, Operator, Terms
-from memcheck.ops.compressed_attention import CompressedAttentionState, compressed_attention_step
+from memcheck.ops.compressed_attention import (
+    CompressedAttentionState,
+    CompressedAttentionWindowState,
+    compressed_attention_step,
+)
 
 Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)
 
@@ -109,14 +113,22 @@ def linear_state(case: Case) -> tuple[Tensor, ...]:
 
 
 def compressed_step(case: Case) -> Operator:
-    factor = case.size("factor")
-    return lambda q, k, v, state: compressed_attention_step(q, k, v, state, factor=factor)
+    blocks = compression(case)
+    return lambda q, k, v, state: compressed_attention_step(q, k, v, state, **blocks)
 
 
 def compressed_state(case: Case) -> Any:
-    """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open block."""
+    """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open block.
+
+    With a window: the means of the blocks that the next query sees as such, and keys and values of all later positions.
+    """
     factor = case.size("factor")
     B, H, T, D = head_sizes(case)
+    if case.window is not None:
+        C = max(0, T - case.window + 1) // factor
+        shapes = [(B, H, C, D)] * 2 + [(B, H, T - C * factor, D)] * 2
+        kc, vc, k, v = random_leaves(case, *shapes)
+        return CompressedAttentionWindowState(kc, vc, k, v, factor, case.window)
     kc, vc = random_leaves(case, *[(B, H, T // factor, D)] * 2)
     k_sum, v_sum = sums(case, *[(B, H, D)] * 2)
     return CompressedAttentionState(kc, vc, k_sum, v_sum, T % factor, factor)

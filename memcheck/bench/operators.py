@@ -162,8 +162,14 @@ def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:
     return build
 
 
+def compression(case: Case) -> dict[str, Any]:
+    """The arguments factor and, if the case has one, window."""
+    window = {} if case.window is None else {"window": case.window}
+    return {"factor": case.size("factor"), **window}
+
+
 def build_compressed(case: Case) -> Operator:
-    return functools.partial(compressed_attention, factor=case.size("factor"), causal=bool(case.causal))
+    return functools.partial(compressed_attention, **compression(case), causal=bool(case.causal))
 
 
 class FlexAttention(torch.nn.Module):

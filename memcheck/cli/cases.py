@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from memcheck.bench.catalog import Case, batch_of, combinator_types, make_case, make_combinator_case
+from memcheck.bench.catalog import (
+    CONTENDERS,
+    Case,
+    batch_of,
+    combinator_types,
+    make_case,
+    make_combinator_case,
+    windowed_types,
+)
 from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS, Operators
 from memcheck.core.errors import UsageError
 from memcheck.core.options import Request, named
@@ -76,13 +84,9 @@ def make_lengths(
 
 def attention_fields_of(request: Operators) -> dict[str, Any]:
     """The sizes and the mask that only attentions have, one of each."""
-    (heads,), core_dim, factor = request.heads or [DEFAULT_SIZES["heads"]], request.core_dim, request.factor
-    return {
-        "heads": heads,
-        "core_dim": core_dim and core_dim[0],
-        "factor": factor and factor[0],
-        "causal": request.causal is not False,
-    }
+    (heads,) = request.heads or [DEFAULT_SIZES["heads"]]
+    ones = {name: (getattr(request, name) or [None])[0] for name in ("core_dim", "factor", "window")}
+    return {"heads": heads, **ones, "causal": request.causal is not False}
 
 
 def gpu_words(given: Container[str]) -> str:
@@ -98,8 +102,16 @@ def gpu_words(given: Container[str]) -> str:
     return f"defaults of a GPU, where no flag says otherwise: {used}" if used else ""
 
 
+def check_takes_window(window: object, names: Iterable[str]) -> None:
+    """UsageError: there is a window, and no operator of these names takes one."""
+    names = dict.fromkeys(names)
+    if window is not None and all(name in CONTENDERS and not CONTENDERS[name].has_window for name in names):
+        others = ", ".join(names)
+        raise UsageError(f"{named('window')} is only for {windowed_types()}, got {named('attention_type')} {others}")
+
+
 def note_unused_options(request: Request, cases: list[Case]) -> None:
-    for field in ("heads", "core_dim", "factor"):
+    for field in ("heads", "core_dim", "factor", "window"):
         without = dict.fromkeys(case.operator for case in cases if getattr(case, field) is None)
         if getattr(request, field, None) is not None and without:
             print(f"note: {named(field)} is not used by {', '.join(without)}", file=sys.stderr)

@@ -128,6 +128,9 @@ class Operators(Plugins, Modes):
     )
     core_dim: list[int] | None = option(None, "core dimension of softplus attention; default: --dim", sizes)
     factor: list[int] | None = option(None, "positions per block of compressed attention; default: 8", sizes)
+    window: list[int] | None = option(
+        None, "newest positions that compressed attention sees as they are; default: none of them", sizes
+    )
     causal: bool | None = option(
         None, "each query sees only the keys up to its own position; default: --causal", switch
     )
@@ -329,7 +332,7 @@ class ModelStep(Request):
 # Options that models do not take.
 OF_OPERATORS = (
     *("attention_type", "query_len", "kv_len", "lengths", "packed", "padded", "dim", "heads", "core_dim", "factor"),
-    *("causal", "compile", "plot", "explain"),
+    *("window", "causal", "compile", "plot", "explain"),
 )
 
 

@@ -127,7 +127,7 @@ class Fit(PredictedModel, Operators):
         if getattr(self, self.axis) is not None:
             rule = f"leave out {named(self.axis)}, or find another one"
             raise UsageError(f"{named('find')} {self.find} searches for this size: {rule}")
-        for name in ("heads", "core_dim", "factor"):
+        for name in ("heads", "core_dim", "factor", "window"):
             self.single(name, "here")
 
 
@@ -210,7 +210,7 @@ class Plot(Request):
         name: {"more": words, "metavar": "N"}
         for name, words in {**OF_DEFAULT_SIZES, "seq_len": "default: 1024"}.items()
     },
-    **{name: {"metavar": "N"} for name in ("query_len", "kv_len", "core_dim", "factor")},
+    **{name: {"metavar": "N"} for name in ("query_len", "kv_len", "core_dim", "factor", "window")},
     lengths="here once",
     attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; default: naive", "metavar": "NAME"},
     dtype=f"of models: {DTYPE_OF_MODELS}",
@@ -251,7 +251,7 @@ class Predict(PredictedModel, OfTwoLengths):
         for name in ("attention_type", "lengths"):
             if len(getattr(self, name) or ()) > 1:
                 raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")
-        for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor"):
+        for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window"):
             self.single(name, "here")
 
 

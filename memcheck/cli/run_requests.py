@@ -72,6 +72,7 @@ class Cases(Timed, Detailed, Plugins, Modes):
     },
     core_dim={"metavar": "N"},
     factor={"metavar": "N"},
+    window={"metavar": "N"},
     attention_type=f"repeatable; default: {','.join(DEFAULT_TYPES)}",
     seq_len=f"default: 256 to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}",
     dtype="on a GPU bf16",
@@ -88,7 +89,7 @@ class ProfileAttention(Cases, OfTwoLengths):
     preset: str = option("quick", "values of flags not given; default: quick", choices=PRESETS[:1])
 
     def check(self) -> None:
-        for name in (*DEFAULT_SIZES, "core_dim", "factor"):
+        for name in (*DEFAULT_SIZES, "core_dim", "factor", "window"):
             self.single(name, "here, as memcheck sweep takes several")
 
 
@@ -145,6 +146,9 @@ class ProfileModel(Timed, Predicting, Detailed):
     context: list[int] = option((128,), "lengths S; default: 128", converters.sizes)
     bsz: int = option(1, "batch size B; default: 1", count)
     factor: int | None = option(None, "positions per block of compressed attention; default: 8", count)
+    window: int | None = option(
+        None, "newest positions that compressed attention sees as they are; default: none of them", count
+    )
     autocast: str | None = of_step(
         "autocast",
         help="compute products in bf16 (if no name is given) or fp16, with parameters in fp32",
@@ -183,7 +187,7 @@ OPTIONAL: dict[str, Any] = {"default": None, "only_on": True}
         name: {"group": GRID}
         for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "lengths", "packed", "padded")
     },
-    **{name: {"group": GRID} for name in ("core_dim", "factor", "causal")},
+    **{name: {"group": GRID} for name in ("core_dim", "factor", "window", "causal")},
     attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; repeatable", "group": GRID},
     dtype={"convert": converters.dtype_names, "more": "on a GPU bf16", "group": GRID},
     mode={"default": None, "convert": names, "choices": None, "metavar": "NAME[,NAME]", "group": GRID},

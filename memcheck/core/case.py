@@ -24,7 +24,7 @@ Terms = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of one contender. kv_len, heads, core_dim, factor and causal are None where the operator has none.
+    """One shape of one contender. kv_len, heads, core_dim, factor, window and causal are None where there is none.
 
     dtype: its name, long or short, or a torch.dtype.
 
@@ -42,6 +42,7 @@ class Case:
     heads: int | None = None
     core_dim: int | None = None
     factor: int | None = None
+    window: int | None = None
     dtype: str = "float32"
     causal: bool | None = True
     mode: str = "train"

@@ -64,6 +64,7 @@ class Record:
     heads: int | None = None  # None if the operator has no heads.
     core_dim: int | None = None  # Core dimension R of softplus attention.
     factor: int | None = None  # Block length of compressed attention.
+    window: int | None = None  # Newest positions that compressed attention sees as they are; None without a window.
     dtype: str | None = None  # "float32", ...
     causal: bool | None = None  # The mask that was applied; None if the operator has no such option.
     mode: str | None = None  # "train", "inference" or "decode".

@@ -18,8 +18,8 @@ from memcheck.core.units import format_bytes
 R = TypeVar("R", bound=Record)
 # size, feed_forward, autocast and checkpointing are those of whole models.
 CASE_FIELDS = (
-    *("operator", "size", "bsz", "query_len", "kv_len", "lengths", "dim", "heads", "core_dim", "factor", "dtype"),
-    *("causal", "mode", "compiled", "feed_forward", "autocast", "checkpointing"),
+    *("operator", "size", "bsz", "query_len", "kv_len", "lengths", "dim", "heads", "core_dim", "factor", "window"),
+    *("dtype", "causal", "mode", "compiled", "feed_forward", "autocast", "checkpointing"),
 )
 WORDS = {
     "bsz": "batch {}",
@@ -29,6 +29,7 @@ WORDS = {
     "heads": "{} heads",
     "core_dim": "core dim {}",
     "factor": "factor {}",
+    "window": "window {}",
     "autocast": "autocast {}",
 }
 YES_AND_NO = {
@@ -48,7 +49,7 @@ FIELD_WORDS = {
     },
 }
 # Sizes that only some operators have. If every operator has one value, they do not distinguish operators.
-OWN_SIZES = ("heads", "core_dim", "factor", "causal")
+OWN_SIZES = ("heads", "core_dim", "factor", "window", "causal")
 NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main figures.
 
 
@@ -146,7 +147,7 @@ def count_of(records: Sequence[Any]) -> str:
 def common_case(records: Sequence[Any]) -> str:
     """The settings that all records share: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
     parts = []
-    for name in ("device", "device_name", "dtype", "bsz", "dim", "heads", "core_dim", "factor", "mode"):
+    for name in ("device", "device_name", "dtype", "bsz", "dim", "heads", "core_dim", "factor", "window", "mode"):
         values = values_of(records, name)
         if len(values) == 1 and (name != "core_dim" or values != {record.dim for record in records}):
             parts.append(WORDS.get(name, "{}").format(values.pop()))

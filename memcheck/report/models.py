@@ -106,7 +106,16 @@ def model_title(records: Sequence[ModelRecord]) -> str:
     return ", ".join(words)
 
 
-SETTINGS = ("bsz", "factor", "feed_forward", "checkpointing", "compiled", "source", "status")  # Shown where they vary.
+SETTINGS = (
+    "bsz",
+    "factor",
+    "window",
+    "feed_forward",
+    "checkpointing",
+    "compiled",
+    "source",
+    "status",
+)  # Shown where they vary.
 FOR_PROGRAMS = ("dim", "heads", "autocast", "layers", "parameters", "passes", "device", "device_name", "torch_version")
 
 

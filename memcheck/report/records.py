@@ -69,7 +69,7 @@ CASE_COLUMNS = [
     Column("bsz", "B"),
     Column("query_len", "S", audience="programs"),
     Column("kv_len", "T", audience="programs"),
-    *named_columns(("dim", "heads", "core_dim", "factor")),
+    *named_columns(("dim", "heads", "core_dim", "factor", "window")),
 ]
 ALWAYS_SHOWN = ("operator", "backend")
 SIZES = ("bsz", "dim", "query_len", "kv_len")

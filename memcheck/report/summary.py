@@ -352,6 +352,7 @@ def next_model_step(records: Sequence[ModelRecord], limit_bytes: int | None = No
         "autocast": short_dtype(record.autocast or None),
         "feed-forward": unless("swiglu", record.feed_forward),
         "factor": record.factor or None,
+        "window": record.window or None,
         "checkpointing": "",
     }
     if record.source == "predicted" and record.device == "cuda":
@@ -388,7 +389,7 @@ def flags_of(record: Record, lengths: bool = True) -> str:
         flags["seq-len"] = record.query_len
     elif lengths:
         flags |= {"query-len": record.query_len, "kv-len": record.kv_len}
-    flags |= {"dim": record.dim, "heads": record.heads, "factor": record.factor}
+    flags |= {"dim": record.dim, "heads": record.heads, "factor": record.factor, "window": record.window}
     flags["core-dim"] = None if record.core_dim == record.dim else record.core_dim
     flags |= {"dtype": short_dtype(unless("float32", record.dtype)), "mode": unless("train", record.mode)}
     bare = {str(record.layout): "lengths" in flags, "compile": record.compiled, "no-causal": record.causal is False}

@@ -408,9 +408,9 @@ def test_contenders_with_a_decoding_step() -> None:
 
 @pytest.mark.extension
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("operator", DECODERS)
-def test_a_state_equals_that_of_single_steps(operator: str, dtype: str) -> None:
-    case = case_of(operator, mode="decode", kv_len=11, factor=4, dtype=dtype)
+@pytest.mark.parametrize(("operator", "window"), [*((name, None) for name in DECODERS), ("compressed", 5)])
+def test_a_state_equals_that_of_single_steps(operator: str, window: int | None, dtype: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=11, factor=4, window=window, dtype=dtype)
     decode = CONTENDERS[operator].decode
     assert decode is not None
     step = decode.step(case)
@@ -437,9 +437,9 @@ def test_a_step_equals_the_last_query(operator: str) -> None:
 
 @pytest.mark.extension
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("operator", DECODERS)
-def test_terms_of_decoding_are_exact(operator: str, dtype: str) -> None:
-    case = case_of(operator, mode="decode", kv_len=11, factor=4, dtype=dtype)
+@pytest.mark.parametrize(("operator", "window"), [*((name, None) for name in DECODERS), ("compressed", 5)])
+def test_terms_of_decoding_are_exact(operator: str, window: int | None, dtype: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=11, factor=4, window=window, dtype=dtype)
     record = profile_case(case, timed=False)
     assert (record.status, record.mode, record.query_len) == ("ok", "decode", 1)
     assert record.terms is not None
@@ -553,6 +553,9 @@ def test_a_case_holds_only_the_sizes_its_operator_has() -> None:
         ({"mode": "decode"}, "query_len must be 1 in mode decode, a step takes one token, got 9"),
         ({"mode": "dream"}, "mode must be one of train, inference, decode, got dream"),
         ({"dtype": "int8"}, "dtype int8 is unknown; known: fp32"),
+        ({"window": 4}, "window is not for naive, only for compressed"),
+        ({"operator": "compressed", "factor": 2, "window": 0}, "window must be at least 1, got 0"),
+        ({"operator": "compressed", "factor": 2, "window": 4, "causal": False}, "window needs causal"),
         ({"operator": "hard"}, "attention_type hard is unknown; known: naive, naive-compiled, softmax"),
     ],
 )

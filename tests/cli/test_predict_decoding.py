@@ -24,6 +24,9 @@ LLAMA = ("--dim", "4096", "--heads", "32", "--kv-heads", "8", "--layers", "32", 
 TOKEN = 2 * 8 * 128 * 2 * 32
 
 
+WS = (1, 6, 9, 100)  # Windows; behind 40 tokens, a step completes a block of 4 with the second, and not with the third.
+
+
 def decoding(operator: str = "softmax", **fields: object) -> Case:
     sizes = {"bsz": 3, "kv_len": 40, "dim": 48, "heads": 6, "core_dim": None, "factor": 4, "dtype": "float32"}
     return make_case(operator, query_len=1, mode="decode", **{**sizes, **fields})  # type: ignore[arg-type]
@@ -62,13 +65,24 @@ def test_the_second_copy_of_a_concatenation_counts_only_if_asked(capsys) -> None
 
 
 @pytest.mark.extension
-@pytest.mark.parametrize("operator", ["naive", "softmax", "linear-causal", "compressed"])
+@pytest.mark.parametrize(
+    ("operator", "window"),
+    [
+        ("naive", None),
+        ("softmax", None),
+        ("linear-causal", None),
+        ("compressed", None),
+        *(("compressed", W) for W in WS),
+    ],
+)
 @pytest.mark.parametrize("kv_heads", [None, 2])
 @pytest.mark.parametrize("concatenates", [False, True])
-def test_the_step_of_a_layer_is_predicted_to_the_byte(operator: str, kv_heads: int | None, concatenates: bool) -> None:
+def test_the_step_of_a_layer_is_predicted_to_the_byte(
+    operator: str, window: int | None, kv_heads: int | None, concatenates: bool
+) -> None:
     if concatenates and operator not in ("naive", "softmax"):
         return
-    model = CachedModel(decoding(operator), kv_heads, concatenates=concatenates)
+    model = CachedModel(decoding(operator, window=window), kv_heads, concatenates=concatenates)
     predicted = model.predict_step(device_named("cpu"))
     workload = step_workload(model.case, kv_heads=kv_heads, concatenates=concatenates)
     measured = measure_memory(workload.operator, *workload.inputs, backward=False)
@@ -105,6 +119,18 @@ def test_states_that_do_not_grow(capsys) -> None:
     assert "The cpu has no limit of its own (--memory-limit)." in out
     compressed = CachedModel(decoding("compressed"), layers=5)
     assert compressed.bytes_per_token == 5 * 2 * 48 * 4 / 4
+
+
+@pytest.mark.extension
+def test_the_state_of_a_window(capsys) -> None:
+    """Blocks before the window, and the positions from there on."""
+    flags = ("--attention-type", "compressed", "--kv-len", "40", "--dim", "48", "--heads", "6", "--factor", "4")
+    found = cache(capsys, *flags, "--window", "10", "--device", "cpu")
+    blocks = (40 - 10 + 1) // 4
+    assert found["bytes_per_sequence"] == 2 * 48 * (blocks + 40 - 4 * blocks) * 4
+    assert found["bytes_per_token"] == 2 * 48 * 4 / 4  # One block for 4 tokens; the window does not grow.
+    assert main(["predict", "--mode", "decode", "--attention-type", "softmax", "--window", "10"]) == 2
+    assert capsys.readouterr().err == "memcheck: --window is only for compressed, got --attention-type softmax\n"
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:

@@ -108,6 +108,11 @@ def test_predicted_is_measured_of_every_variant(attention: str, variant: dict[st
     assert disagreements(case(attention_type=attention, **variant)) == {}
 
 
+@pytest.mark.parametrize("variant", [{}, *VARIANTS[:5]], ids=lambda variant: "-".join(map(str, variant.values())))
+def test_predicted_is_measured_with_a_window(variant: dict[str, object]) -> None:
+    assert disagreements(case(attention_type="compressed", window=11, **variant)) == {}
+
+
 def test_what_is_not_known_is_named_and_is_a_bound() -> None:
     record, predicted = measured_and_predicted(case(dtype="bfloat16"))
     if predicted["bounds"]:
@@ -132,10 +137,15 @@ def test_every_part_keeps_what_its_formula_says(
     attention: str, feed_forward: str, autocast: str | None, checkpointing: bool
 ) -> None:
     fields = {"attention_type": attention, "feed_forward": feed_forward, "mode": "backward"}
+    for window in (None, 7) if attention == "compressed" else (None,):
+        check_formulas(window=window, **fields, autocast=autocast, checkpointing=checkpointing)
+
+
+def check_formulas(*, autocast: str | None, **fields: object) -> None:
     for kind, dtype, context in (("cpu", "float32", 300), ("cuda", "float32", 41), ("cpu", "bfloat16", 41)):
         if autocast and dtype != "float32":
             continue
-        of = case(**fields, autocast=autocast, checkpointing=checkpointing, dtype=dtype, context=context)
+        of = case(**fields, autocast=autocast, dtype=dtype, context=context)
         on_meta = dataclasses.replace(of, device="meta")
         device = device_named("A100-80GB" if kind == "cuda" else "cpu")
         target = memcheck.predict.replay.target_at(Place(device))
@@ -367,6 +377,8 @@ def test_a_compiled_model_is_measured_and_not_predicted() -> None:
 def test_a_case_names_what_is_wrong() -> None:
     with pytest.raises(UsageError, match="factor must be at least 1, got 0"):
         make_model_case("tiny", attention_type="compressed", factor=0)
+    with pytest.raises(UsageError, match="window must be at least 1, got 0"):
+        make_model_case("tiny", attention_type="compressed", window=0)
     with pytest.raises(UsageError, match="bsz must be at least 1, got -1"):
         make_model_case("tiny", bsz=-1)
 

@@ -226,6 +226,19 @@ def test_a_file_says_what_flags_say(tmp_path, plan) -> None:
     assert cases == [f"softplus B2 S128 T128 E{dim} R{dim} float32: to run" for dim in (16, 32, 64)]
 
 
+def test_windows_of_compressed_attention(tmp_path, plan, capsys) -> None:
+    names = ["--attention-type", "naive,compressed", "--seq-len", "64"]
+    expected = ["naive B1 S64 T64 E256 H4 float32: to run"]
+    expected += [f"compressed B1 S64 T64 E256 H4 C8 W{window} float32: to run" for window in (16, 32)]
+    assert plan(*names, "--window", "16,32") == expected
+    path = tmp_path / "grid.toml"
+    path.write_text('attention-type = ["naive", "compressed"]\nseq-len = 64\nwindow = [16, 32]\n')
+    assert plan("--config", str(path)) == expected
+    path.write_text('attention-type = "naive"\nwindow = 16\n')
+    assert main(["sweep", "--config", str(path), "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "memcheck: --window is only for compressed, got --attention-type naive\n"
+
+
 def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr("memcheck.cli.commands.sweep.find_device", lambda name: "cuda:0")
     quick = plan("--attention-type", "softplus", "--preset", "quick")

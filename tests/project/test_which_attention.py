@@ -19,7 +19,7 @@ from memcheck.predict.replay import Prediction
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/which-attention.md").read_text(encoding="utf-8")
 LENGTHS = (2**10, 2**15, 2**20)
-DIM, HEADS, WINDOW, FACTOR = 1024, 16, 1024, 8
+DIM, HEADS, WINDOW = 1024, 16, 1024
 # Names of the page, and the catalog's.
 NAMES = {
     "plain softmax, written out": "naive",
@@ -73,19 +73,13 @@ def training_lines() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
 
 
-def state_bytes(kind: str, length: int) -> int:
+def state_bytes(kind: str, length: int, window: int | None = None) -> int:
     sizes = {"bsz": 1, "dim": DIM, "heads": HEADS, "core_dim": None, "factor": None, "dtype": "bfloat16"}
+    sizes |= {"window": window}
     case = make_case(kind, query_len=1, kv_len=length, mode="decode", **sizes)
     size = memcheck.predict_memory(case, "A100-40GB").record.state_bytes
     assert size is not None
     return size
-
-
-def windowed_bytes(length: int) -> int:
-    """The state of compressed attention with a window: the blocks before it, and its positions."""
-    k, v = (torch.empty(1, HEADS, length, DIM // HEADS, device="meta", dtype=torch.bfloat16) for _ in range(2))
-    _, state = memcheck.compressed_attention(k[:, :, -1:], k, v, factor=FACTOR, window=WINDOW, return_state=True)
-    return sum(part.nbytes for part in state if isinstance(part, Tensor))
 
 
 def state_lines() -> Iterator[str]:
@@ -101,7 +95,7 @@ def state_lines() -> Iterator[str]:
         "softmax": cache,
         "sliding window of 1,024": window,
         "compressed, factor 8": compressed,
-        "compressed with that window": [windowed_bytes(length) for length in LENGTHS],
+        "compressed with that window": [state_bytes("compressed", length, WINDOW) for length in LENGTHS],
         "linear": linear,
         "linear with decay": [HEADS * head * head * 4] * len(LENGTHS),
         "softplus": softplus,

@@ -59,6 +59,7 @@ class ModelCase:
     bsz: int = 1
     context: int = 128
     factor: int | None = None
+    window: int | None = None
     mode: str = "train"
     dtype: str = "float32"
     autocast: str | None = None
@@ -78,19 +79,18 @@ class ModelCase:
 
 
 def make_model_case(
-    size: str, *, attention_type: str = "softmax", factor: int | None = None, **fields: Any
+    size: str, *, attention_type: str = "softmax", factor: int | None = None, window: int | None = None, **fields: Any
 ) -> ModelCase:
     """A checked case. UsageError with the flag, the rule and the value if it is invalid."""
-    if attention_type == "compressed":
-        factor = DEFAULT_FACTOR if factor is None else factor
-    case = ModelCase(size, attention_type, factor=factor if attention_type == "compressed" else None, **fields)
+    blocks: Any = {"factor": DEFAULT_FACTOR if factor is None else factor, "window": window}
+    case = ModelCase(size, attention_type, **(blocks if attention_type == "compressed" else {}), **fields)
     check_known(named("size"), size, SIZES)
     check_known(named("attention_type"), attention_type, ATTENTIONS)
     check_known(named("feed_forward"), case.feed_forward, FEED_FORWARDS)
     check_known(named("mode"), case.mode, MODES)
     if case.dtype not in DTYPES:
         raise unknown_name(named("dtype"), case.dtype, (*SHORT_DTYPES, *DTYPES))
-    for name in ("bsz", "context", "factor"):
+    for name in ("bsz", "context", "factor", "window"):
         given = getattr(case, name)
         if given is not None and given < 1:
             raise UsageError(f"{named(name)} must be at least 1, got {given}")
@@ -121,6 +121,7 @@ def build_decoder(case: ModelCase) -> Decoder:
         context=case.context,
         attention=case.attention_type,
         factor=case.factor or DEFAULT_FACTOR,
+        window=case.window,
         feed_forward=case.feed_forward,
         checkpointing=case.checkpointing,
         device=case.device,

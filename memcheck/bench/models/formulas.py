@@ -139,7 +139,8 @@ def attention(case: ModelCase, kind: str) -> str:
         return f"3 B S E a + {scores} + S S"
     if case.attention_type == "compressed":
         queries = "B S E a" if letters_of(case)["a"] == 2 else "2 B S E a"  # y is kept as well if it is not rounded.
-        return f"{queries} + 2 B C E a + B H S n"
+        positions = "" if case.window is None else " + 2 B S E a"  # k and v
+        return f"{queries} + 2 B C E a + B H S n{positions}"
     return {"softmax": "4 B S E a + B H S n", "linear": "3 B S E a", "softplus": "3 B S E a + 2 B K E n"}[
         case.attention_type
     ]

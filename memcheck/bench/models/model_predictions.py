@@ -85,7 +85,10 @@ def describe_model(record: ModelRecord, case: ModelCase) -> ModelRecord:
     )
 
 
-CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
+CASE_FIELDS = (
+    *("size", "feed_forward", "bsz", "factor", "window", "mode"),
+    *("dtype", "autocast", "checkpointing", "compiled"),
+)
 
 
 @functools.lru_cache(maxsize=32)

@@ -75,17 +75,19 @@ class Grid:
     compile: bool = False
     core_dim: Sequence[int | None] = (None,)
     factor: Sequence[int | None] = (None,)
+    window: Sequence[int | None] = (None,)
     batches: Sequence[dict[str, Any]] = ()
 
     def cases(self, device: str) -> Iterator[Case]:
         """All combinations, including those that no operator accepts; check_case gives their reason."""
         check_names(named("attention_type"), self.operators, list(CONTENDERS))
         check_names(named("mode"), self.mode, list(MODES))
-        for mode, dtype, bsz, heads, core_dim, factor in itertools.product(
-            self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor
+        for mode, dtype, bsz, heads, core_dim, factor, window in itertools.product(
+            self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor, self.window
         ):
             fields = {"mode": mode, "dtype": dtype, "bsz": bsz, "compiled": self.compile, "device": device}
-            sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "causal": self.causal}
+            sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "window": window}
+            sizes |= {"causal": self.causal}
             dense = ({"query_len": query_len, "kv_len": kv_len} for query_len, kv_len in self.lengths)
             for dim, batch, operator in itertools.product(self.dim, [*dense, *self.batches], self.operators):
                 kv_len = {"kv_len": batch["kv_len"]}

@@ -298,6 +298,7 @@ def is_above(case: Case, smaller: Case) -> bool:
 def shape(case: Case | Record) -> str:
     """The sizes of a case: "B64 S512 T512 E128 H8", and "padded sequences of 512, 64" of batches with lengths."""
     letters = {"bsz": "B", "query_len": "S", "kv_len": "T", "dim": "E", "heads": "H", "core_dim": "R", "factor": "C"}
+    letters |= {"window": "W"}
     sizes = ((letter, getattr(case, field)) for field, letter in letters.items())
     words = " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
     return words if case.lengths is None else f"{words} {case.layout} {sequence_words(case.lengths)}"

@@ -14,7 +14,7 @@ from typing import Any
 from memcheck.bench.capacity import Capacity, Search, capacity_curve, capacity_object, check_has_limit, find_capacity
 from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
-from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case
+from memcheck.cli.cases import attention_fields_of, batches_of, check_takes_window, make_any_case
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.next_steps import after_fit
 from memcheck.cli.options import DEFAULT_TYPES
@@ -179,6 +179,7 @@ def make_cases(request: Fit, axis: str) -> Iterator[Case]:
     names = list(dict.fromkeys(request.attention_type or DEFAULT_TYPES))
     check_names(named("attention_type"), names, list(CONTENDERS))
     given = {name: getattr(request, name) or default for name, default in DEFAULTS.items()}
+    check_takes_window(request.window, names)
     fields = attention_fields_of(request)
     heads = fields["heads"]
     # A multiple of the heads that differs from a given core dimension.

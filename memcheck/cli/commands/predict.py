@@ -9,7 +9,13 @@ from typing import Any
 
 from memcheck.bench.case_predictions import predict_case, predicted_or_skipped
 from memcheck.bench.changes import single_changes
-from memcheck.cli.cases import attention_fields_of, batches_of, make_any_case, note_unused_options
+from memcheck.cli.cases import (
+    attention_fields_of,
+    batches_of,
+    check_takes_window,
+    make_any_case,
+    note_unused_options,
+)
 from memcheck.cli.decoding import of_case, of_configuration, predict_decoding
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
 from memcheck.cli.next_steps import after_predict
@@ -155,6 +161,7 @@ def make_cases(request: Predict) -> list[Case]:
     (dim,) = request.dim or [DEFAULT_SIZES["dim"]]
     more = {"dtype": request.dtype or "float32", "mode": request.mode, "compiled": request.compile}
     batches = batches_of(vars(request), default=[1024])
+    check_takes_window(request.window, [name])
     fields = attention_fields_of(request)
     cases = [make_any_case(name, fields, **{"bsz": bsz, "dim": dim, **more, **batch}) for batch in batches]
     note_unused_options(request, cases)

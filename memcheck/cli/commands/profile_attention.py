@@ -6,7 +6,7 @@ from typing import Any
 
 from memcheck.bench.catalog import Case, make_case
 from memcheck.bench.profile import find_device
-from memcheck.cli.cases import batches_of, gpu_words
+from memcheck.cli.cases import batches_of, check_takes_window, gpu_words
 from memcheck.cli.options import (
     DEFAULT_SIZES,
     DEFAULT_TYPES,
@@ -33,7 +33,12 @@ def cases_of(request: ProfileAttention) -> list[Case]:
     """The cases of the flags, from small to large, so that an early end loses only the largest."""
     device = find_device(request.device)
     on_gpu = device != "cpu"
-    defaults: dict[str, Any] = {**(GPU_SIZES if on_gpu else DEFAULT_SIZES), "core_dim": None, "factor": None}
+    defaults: dict[str, Any] = {
+        **(GPU_SIZES if on_gpu else DEFAULT_SIZES),
+        "core_dim": None,
+        "factor": None,
+        "window": None,
+    }
     sizes = {name: (getattr(request, name) or [default])[0] for name, default in defaults.items()}
     same: dict[str, Any] = {
         "dtype": request.dtype or (GPU_DTYPE if on_gpu else "float32"),
@@ -44,4 +49,5 @@ def cases_of(request: ProfileAttention) -> list[Case]:
     }
     batches = batches_of(vars(request), GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS)
     names = dict.fromkeys(request.attention_type or DEFAULT_TYPES)
+    check_takes_window(request.window, names)
     return [make_case(name, **{**sizes, **batch}, **same) for batch in batches for name in names]

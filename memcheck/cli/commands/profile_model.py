@@ -18,6 +18,7 @@ from memcheck.bench.models.model_predictions import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.store import Store
+from memcheck.cli.cases import check_takes_window
 from memcheck.cli.output import make_room, print_answer, print_doubts, progress_bar
 from memcheck.cli.run_requests import ProfileModel
 from memcheck.cli.running import exit_code
@@ -74,6 +75,7 @@ def run(request: ProfileModel) -> int:
 def make_cases(request: ProfileModel) -> list[ModelCase]:
     """The cases from small to large, so that an early end loses only the largest."""
     device = "cpu" if request.predict else find_device(request.device)
+    check_takes_window(request.window, request.attention_type)
     sizes = list(SIZES) if "all" in request.size else request.size
     return [
         make_model_case(
@@ -83,6 +85,7 @@ def make_cases(request: ProfileModel) -> list[ModelCase]:
             bsz=request.bsz,
             context=context,
             factor=request.factor,
+            window=request.window,
             mode=mode,
             dtype=dtype,
             autocast=request.autocast,

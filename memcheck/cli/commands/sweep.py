@@ -24,7 +24,7 @@ from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, find_done, run_sweep, settings_given, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import LENGTHS, batches_of, gpu_words
+from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
 from memcheck.cli.flags import words_of
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS
 from memcheck.cli.output import print_answer, progress_bar, watch
@@ -45,7 +45,8 @@ GRID = {
     *LENGTHS,
     "lengths",
     *LAYOUTS,
-    *("attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"),
+    *("attention_type", "bsz", "dim", "heads", "core_dim", "factor", "window"),
+    *("dtype", "mode", "causal", "compile"),
 }
 GPU_BASE: dict[str, Any] = {**GPU_SIZES, "seq-len": GPU_LENGTHS, "dtype": GPU_DTYPE}
 GPU_QUICK = {"grid": [{"seq-len": GPU_LENGTHS, "dim": GPU_SIZES["dim"]}, {"seq-len": 4096, "dim": "512:4096:x2"}]}
@@ -126,6 +127,8 @@ def plan(request: Sweep, folder: Path = Path("results")) -> Plan:
     is_named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
     parts = read_parts(request, on_gpu=device != "cpu" and not is_named)
     cases = multiply_out([read_grid(part) for part in parts], device)
+    names = [name for part in parts if "window" in part for name in part["attention_type"]]
+    check_takes_window(names or None, names)
     words = request.words or ["sweep", *words_of(request)]
     return Plan(options, cases, place, parts[0].get("note"), shlex.join(["memcheck", *words]))
 

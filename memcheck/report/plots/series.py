@@ -23,6 +23,7 @@ VARIANT = {
     "heads": "{} heads",
     "core_dim": "core dim {}",
     "factor": "factor {}",
+    "window": "window {}",
     "causal": "{}",
     "compiled": "{}",
     "backend": "{}",

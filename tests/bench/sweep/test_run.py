@@ -144,6 +144,7 @@ OTHER_FIELDS = {
     "heads": 4,
     "core_dim": 8,
     "factor": 2,
+    "window": 2,
     "dtype": "float64",
     "causal": False,
     "mode": "inference",
