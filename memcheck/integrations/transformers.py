@@ -49,7 +49,8 @@ def register() -> None:
     `attn_implementation=`, in from_pretrained, from_config or set_attn_implementation:
 
     "memcheck_compressed": softmax attention over means of blocks of `model.config.memcheck_factor` positions, 1 without
-        that attribute: softmax attention. The scale is the model's.
+        that attribute: softmax attention. With `model.config.memcheck_window` a query sees the newest positions as they
+        are, as with `window` of memcheck.compressed_attention. The scale is the model's.
     "memcheck_linear": linear attention with the features of elu + 1. There is no softmax, and the scale is not used.
     "memcheck_softplus": every channel of a head is a head of its own: a running mean of the values in the channel,
         weighted by softplus(k) and gated by softplus(q). Queries and keys are never multiplied, and the scale is not
@@ -61,8 +62,8 @@ def register() -> None:
 
     Functions raise NotImplementedError for what they do not compute: masks that are given with 4 dimensions, holes in a
     mask and padding on both sides of a batch, sliding windows and chunks that are shorter than the sequence,
-    sequences packed in several rows, dropout of attention weights, head masks, biases, sinks, softcap, and attention
-    weights as a result.
+    sequences packed in several rows, memcheck_window without a causal mask, dropout of attention weights, head masks,
+    biases, sinks, softcap, and attention weights as a result.
     """
     for name, attend in ATTENTIONS.items():
         AttentionInterface.register(name, partial(attention_forward, name=name, attend=attend))
@@ -196,8 +197,11 @@ def attention_forward(
     span = read_span(name, attention_mask, query, key, keys, is_causal, kwargs.get("sliding_window"))
     if kwargs.get("cu_seq_lens_q") is not None and span.cu_seqlens is None:
         raise unsupported(name, "packed sequences without position_ids that begin again, or with a mask or a cache")
-    options = {"scale": scaling, "factor": getattr(getattr(module, "config", None), "memcheck_factor", 1)}
-    attend = partial(attend, causal=span.causal, **options)
+    config = getattr(module, "config", None)
+    blocks = {"factor": getattr(config, "memcheck_factor", 1), "window": getattr(config, "memcheck_window", None)}
+    if name == "memcheck_compressed" and blocks["window"] is not None and not span.causal:
+        raise unsupported(name, f"memcheck_window = {blocks['window']} without a causal mask")
+    attend = partial(attend, causal=span.causal, scale=scaling, blocks=blocks)
     if span.cu_seqlens is not None:
         y = attend(query, key, value, cu_seqlens=span.cu_seqlens)
     elif layer is not None:
@@ -250,15 +254,16 @@ def attend_padded(
     return torch.cat([attend(part, k, v, **padding) for part in (q[:, :, :1], q[:, :, 1:])], 2)
 
 
-def attend_compressed(q: Tensor, k: Tensor, v: Tensor, *, factor: int, scale: float | None, **options: Any) -> Any:
-    return compressed_attention(q, k, v, factor=factor, scale=scale, **options)
+def attend_compressed(q: Tensor, k: Tensor, v: Tensor, *, blocks: dict[str, Any], **options: Any) -> Any:
+    """blocks: factor and window."""
+    return compressed_attention(q, k, v, **blocks, **options)
 
 
-def attend_linear(q: Tensor, k: Tensor, v: Tensor, *, factor: int, scale: float | None, **options: Any) -> Any:
+def attend_linear(q: Tensor, k: Tensor, v: Tensor, *, blocks: object, scale: float | None, **options: Any) -> Any:
     return linear_attention(q, k, v, **options)
 
 
-def attend_softplus(q: Tensor, k: Tensor, v: Tensor, *, factor: int, scale: float | None, **options: Any) -> Any:
+def attend_softplus(q: Tensor, k: Tensor, v: Tensor, *, blocks: object, scale: float | None, **options: Any) -> Any:
     """Channel d of head h is channel h D + d of the operator. The state has rests, so that it does not drift."""
     H, D = q.shape[1], q.shape[3]
     q = q.transpose(1, 2).flatten(2)
@@ -382,7 +387,8 @@ class StateCache(Cache):
 
     For each layer: "memcheck_softplus" 4 B H D numbers, and "memcheck_linear" B Hkv D (D + 1), however many positions
     there are, in the accumulation type; "memcheck_compressed" the means of complete blocks in the dtype of k, 2 B Hkv D
-    for each block, and 2 B Hkv D sums of the open one.
+    for each block, and 2 B Hkv D sums of the open one; with a window, means of the blocks before it, and the keys and
+    values of at most memcheck_window + memcheck_factor - 2 newest positions.
 
     It takes padded batches and beams, and goes on from a prompt in pieces. Positions cannot be taken out of a state:
     `crop`, which assisted generation calls, raises NotImplementedError.

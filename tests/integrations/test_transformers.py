@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +16,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from zoo_of_models import loaded
 
+import memcheck
+
 pytestmark = [pytest.mark.ci, pytest.mark.cpu, pytest.mark.filterwarnings("ignore")]
 
 NAMES = ("memcheck_compressed", "memcheck_linear", "memcheck_softplus")
 VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, FACTOR = 31, 16, 4, 2, 2, 3
 
+# A window W is written behind the name.
+WINDOWED = "memcheck_compressed, window 4"
+
 names = pytest.mark.parametrize("name", NAMES)
+causal_names = pytest.mark.parametrize("name", (*NAMES, WINDOWED))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +74,8 @@ def make(hf: Any) -> Callable[..., Any]:
 
     def made(kind: str, attention: str, factor: int = FACTOR, **more: Any) -> Any:
         name, head, given = kinds[kind]
+        attention, _, window = attention.partition(", window ")
+        more = {"memcheck_window": int(window)} | more if window else more
         config = getattr(hf, f"{name}Config")(**{**given, **special, "memcheck_factor": factor, **more})
         config._attn_implementation = attention
         torch.manual_seed(1)
@@ -100,8 +109,10 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-@names
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(NAMES, ["llama", "gpt2", "bert"]), *itertools.product([WINDOWED], ["llama", "gpt2"])],
+)
 def test_padded_logits_and_gradients_are_those_of_each_sequence(
     make: Callable[..., Any], name: str, kind: str, side: str
 ) -> None:
@@ -121,7 +132,7 @@ def test_padded_logits_and_gradients_are_those_of_each_sequence(
             torch.testing.assert_close(padded_gradient, gradient, rtol=1e-7, atol=1e-7)
 
 
-@names
+@causal_names
 def test_packed_logits_are_those_of_each_sequence(hf: Any, make: Callable[..., Any], name: str) -> None:
     """As DataCollatorWithFlattening packs them, with and without what it gives to flash attention."""
     model, sequences = make("llama", name), tokens(7, 1, 4)
@@ -203,7 +214,7 @@ def caches(hf: Any, integration: Any, model: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@names
+@causal_names
 def test_generate_with_any_cache_is_decoding_without_one(
     hf: Any, integration: Any, make: Callable[..., Any], name: str, kind: str
 ) -> None:
@@ -219,7 +230,7 @@ def test_generate_with_any_cache_is_decoding_without_one(
         assert torch.equal(model.generate(**batch, past_key_values=cache, **how)[:, 8:], alone), cache
 
 
-@names
+@causal_names
 def test_a_prompt_in_pieces_gives_the_logits_of_one_call(
     hf: Any, integration: Any, make: Callable[..., Any], name: str
 ) -> None:
@@ -236,7 +247,7 @@ def test_a_prompt_in_pieces_gives_the_logits_of_one_call(
         close(torch.cat(logits, 1)[counts], whole)
 
 
-@names
+@causal_names
 def test_beams_and_several_answers_with_a_state(integration: Any, make: Callable[..., Any], name: str) -> None:
     model, batch = make("llama", name), padded(tokens(7, 4), "left")
     batch.pop("position_ids")
@@ -246,7 +257,7 @@ def test_beams_and_several_answers_with_a_state(integration: Any, make: Callable
 
 
 @torch.no_grad()  # A graph could not be copied.
-@names
+@causal_names
 def test_rows_of_a_state_are_chosen_and_repeated(integration: Any, make: Callable[..., Any], name: str) -> None:
     model, ids = make("llama", name), torch.stack(tokens(5, 5))
     cache, new = integration.StateCache(), torch.stack(tokens(1, 1))
@@ -301,6 +312,36 @@ def test_the_bytes_of_a_state(integration: Any, make: Callable[..., Any], name: 
         lengths = tuple(n + new for n in lengths)
 
 
+@pytest.mark.parametrize("side", ["left", "none"])
+def test_the_bytes_of_a_state_with_a_window(integration: Any, make: Callable[..., Any], side: str) -> None:
+    """Blocks before the window, and the positions from there on."""
+    model, cache, lengths = make("llama", WINDOWED).float(), integration.StateCache(), (20, 9 if side == "left" else 20)
+    batch = padded(tokens(*lengths), "left")
+    batch.pop("position_ids")
+    model.generate(**batch, past_key_values=cache, max_new_tokens=1, do_sample=False)
+    blocks = [(n - 4 + 1) // FACTOR for n in lengths]
+    rows = sum(C + n - C * FACTOR for C, n in zip(blocks, lengths, strict=True))
+    assert nbytes(cache) == 4 * LAYERS * 2 * KV_HEADS * (WIDTH // HEADS) * rows
+
+
+@pytest.mark.parametrize("side", ["left", "none"])
+def test_a_model_with_a_window_is_predicted_to_the_byte(make: Callable[..., Any], side: str) -> None:
+    model, batch = make("llama", WINDOWED).float(), padded(tokens(20, 9 if side == "left" else 20), "left")
+    how: dict[str, Any] = {"kwargs": batch | {"use_cache": False}, "loss": lambda output: output.logits.sum()}
+    measured = memcheck.measure_memory(model, **how)
+    predicted = memcheck.predict_memory(model, **how, device="cpu").record
+    for field in ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes"):
+        assert getattr(predicted, field) == getattr(measured, field), field
+
+
+@pytest.mark.parametrize("factor", [1, FACTOR])
+def test_a_window_of_all_positions_is_softmax_attention(make: Callable[..., Any], factor: int) -> None:
+    batch = padded(tokens(9, 4), "left")
+    counts = batch["attention_mask"].bool()
+    ours = make("gpt2", "memcheck_compressed", factor=factor, memcheck_window=9)(**batch)
+    close(ours.logits[counts], make("gpt2", "sdpa")(**batch).logits[counts])
+
+
 # ---- compiling, saving and training
 
 
@@ -318,19 +359,22 @@ def test_a_compiled_model_and_a_static_cache_of_a_compiled_generate(hf: Any, mak
     assert torch.equal(answer, expected)
 
 
-@names
+@causal_names
 def test_a_saved_model_comes_back(hf: Any, make: Callable[..., Any], tmp_path: Path, name: str) -> None:
     model, batch = make("llama", name), padded(tokens(9, 4), "right")
     model.save_pretrained(tmp_path)
-    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name, dtype=torch.float64)
+    loaded = hf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation=name.partition(",")[0], dtype=torch.float64
+    )
     assert loaded.config.memcheck_factor == FACTOR
+    assert getattr(loaded.config, "memcheck_window", None) == (4 if name == WINDOWED else None)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
     loaded.set_attn_implementation("sdpa")
     assert not torch.allclose(loaded(**batch).logits, model(**batch).logits)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@names
+@causal_names
 def test_the_trainer_with_checkpointing_takes_the_step_without(
     hf: Any, require_package: Callable[[str], None], make: Callable[..., Any], tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -415,6 +459,13 @@ def test_windows_and_dropout_raise(make: Callable[..., Any], name: str) -> None:
     model(ids)
     with pytest.raises(NotImplementedError, match=f"^{name}: does not support dropout of attention weights, got 0.1"):
         model.train()(ids)
+
+
+def test_a_window_needs_a_causal_mask(make: Callable[..., Any]) -> None:
+    for kind in ("bert", "bart"):
+        with pytest.raises(NotImplementedError, match="does not support memcheck_window = 4 without a causal mask"):
+            make(kind, WINDOWED)(torch.stack(tokens(9)))
+    make("bert", "memcheck_linear", memcheck_window=4)(torch.stack(tokens(9)))
 
 
 @pytest.mark.parametrize(
