@@ -27,7 +27,7 @@ VOCABULARY, WIDTH, HEADS, KV_HEADS, LAYERS, FACTOR = 31, 16, 4, 2, 2, 3
 WINDOWED = "memcheck_compressed, window 4"
 
 names = pytest.mark.parametrize("name", NAMES)
-causal_names = pytest.mark.parametrize("name", (*NAMES, WINDOWED))
+causal_names = pytest.mark.parametrize("name", [*NAMES, WINDOWED])
 
 
 @pytest.fixture(scope="module", autouse=True)
