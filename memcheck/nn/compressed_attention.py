@@ -9,11 +9,14 @@ from torch import Tensor
 
 from memcheck.nn.checks import check_positive, check_step, check_tokens
 from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.rotary import angles_at, positions_within, rotated
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import SelfSequences, check_states, sequence_arguments
+from memcheck.ops.checks import SelfSequences, check_rank, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places
-from memcheck.ops.compressed_attention_windows import CompressedAttentionWindowState
+from memcheck.ops.compressed_attention_states import positions_of as positions_of_means
+from memcheck.ops.compressed_attention_windows import Blocks, CompressedAttentionWindowState, go_on
+from memcheck.ops.compressed_attention_windows import positions_of as positions_of_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -28,10 +31,10 @@ class CompressedState(NamedTuple):
     v: Tensor  # (B,Hkv,m,D)
 
 
-# The state with compression="mean", of it with a window, or with "convolution"; packed or padded, a tuple with one for
-# each sequence.
+# The state with compression="mean", with a window, or with "convolution" and no window; packed or padded, a tuple with
+# one for each sequence.
 State = CompressedAttentionState | CompressedAttentionWindowState | CompressedState
-States = State | tuple[CompressedAttentionState, ...] | tuple[CompressedState, ...]
+States = State | tuple[State, ...]
 
 
 class Options(SelfSequences, total=False):
@@ -95,6 +98,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
         strict: only blocks complete before s. Needs causal.
         scale: of the scores; D**-0.5 by default.
         window: as in memcheck.compressed_attention: the newest positions are seen as they are. Needs causal.
+        rotary_base: rotate channels i and i + D/2 of queries and keys at position t by t * rotary_base^(-2i/D) (Su et
+            al. 2021; often 10,000), before blocks are formed of keys. None: no positions. Needs an even D.
         sink: learn a score for each head that every query sees, with a value of 0. The parameter is sink (H,), which
             starts at 0: it adds 1 to the sum over which softmax divides.
         bias: of the four torch.nn.Linear inside.
@@ -102,8 +107,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
     Raises:
         ValueError: a size that is not positive or does not divide, another compression, strict without causal, an x
-            that is not (B,S,E), a step or a window without causal.
-        NotImplementedError: with "convolution", a window and a state or a packed or padded batch.
+            that is not (B,S,E), a step or a window without causal, rotary positions of an odd D.
 
     Equivalent to:
         >>> q, k, v = (p(x).unflatten(2, (-1, module.head_dim)).transpose(1, 2)
@@ -124,6 +128,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         strict: bool = False,
         scale: float | None = None,
         window: int | None = None,
+        rotary_base: float | None = None,
         sink: bool = False,
         bias: bool = True,
         device: DeviceLike = None,
@@ -140,7 +145,12 @@ class CompressedSelfAttention(HeadedSelfAttention):
             check_positive(name, window=window)
             if not causal:
                 raise ValueError(f"{name}: window needs causal=True, got causal=False")
-        self.window = window
+        if rotary_base is not None:
+            if not rotary_base > 0:
+                raise ValueError(f"{name}: rotary_base must be positive, got {rotary_base}")
+            if self.head_dim % 2:
+                raise ValueError(f"{name}: rotary_base needs an even dim / heads, got {self.head_dim}")
+        self.window, self.rotary_base = window, rotary_base
         self.factor, self.compression = factor, compression
         self.causal, self.strict, self.scale = causal, strict, scale
         if compression == "convolution":
@@ -156,6 +166,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
     def extra_repr(self) -> str:
         more = "" if self.window is None else f", window={self.window}"
+        more += "" if self.rotary_base is None else f", rotary_base={self.rotary_base}"
         more += "" if self.sink is None else ", sink=True"
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, factor={self.factor}, compression={self.compression!r}, "
@@ -206,12 +217,12 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
         The other arguments are those of memcheck.compressed_attention. Where padded, y is the bias of out_proj. The
         projections read padding, so x must be finite there if a weight wants a gradient. States are
-        CompressedAttentionState with "mean", CompressedAttentionWindowState with a window too, CompressedState with
-        "convolution"; packed or padded, a tuple of them.
+        CompressedAttentionState with "mean", CompressedState with "convolution", and with a window
+        CompressedAttentionWindowState; packed or padded, a tuple of them.
         """
         options: dict[str, Any]
+        q, k, v = self.project_at(x, initial_state, cu_seqlens, lengths, padding)
         if self.compression == "mean":
-            q, k, v = self.project(x)
             options = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
             options |= {"initial_state": initial_state, "return_state": return_state, **self.options()}
             result = compressed_attention(q, k, v, **options)
@@ -221,51 +232,107 @@ class CompressedSelfAttention(HeadedSelfAttention):
         continued = initial_state is not None or return_state
         if continued and not self.causal:
             raise ValueError(f"{name}: initial_state and return_state need causal=True, got causal=False")
+        pair: tuple[Tensor, States]
         if self.window is not None and (continued or sequences):
-            raise NotImplementedError(
-                f'{name}: with compression="convolution" window is not available with states, nor packed or padded, yet'
-            )
-        if sequences:
-            y, states = self.extend_sequences(x, initial_state, sequences)
-            return (y, states) if return_state else y
-        if continued:
-            y, state = self.extend(x, initial_state)
-            return (y, state) if return_state else y
-        q, k, v = self.project(x)
+            blocks = Blocks(self.factor, self.window, self.compress)
+            options = {"causal": True, "strict": self.strict, "scale": self.scale, "return_lse": False}
+            y, after = go_on(name, (q, k, v), self.sink, initial_state, blocks, options, **sequences)
+            pair = self.leave(y), after
+        elif sequences:
+            pair = self.extend_sequences((q, k, v), initial_state, sequences)
+        elif continued:
+            pair = self.extend((q, k, v), initial_state)
+        else:
+            return self.at_once(q, k, v)
+        return pair if return_state else pair[0]
+
+    def at_once(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """y (B,S,E) of whole sequences with a convolution."""
         kc, vc = self.compress(k, v)
-        options = {"kv_len": k.shape[2], **self.options()} | ({} if self.window is None else {"k": k, "v": v})
+        options: dict[str, Any] = {"kv_len": k.shape[2], **self.options()} | (
+            {} if self.window is None else {"k": k, "v": v}
+        )
         return self.leave(compressed_attention_pooled(q, kc, vc, **options))
 
     if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
         __call__ = forward
 
-    def extend(self, x: Tensor, state: object) -> tuple[Tensor, CompressedState]:
-        """The newest positions x (B,n,E) -> y (B,n,E), and the new state."""
+    def project_at(
+        self,
+        x: Tensor,
+        states: object,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+        padding: str = "right",
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B,H,S,D), k and v (B,Hkv,S,D), with rotary positions behind those of the states."""
         q, k, v = self.project(x)
+        if self.rotary_base is not None:
+            positions = self.positions(x, states, cu_seqlens, lengths, padding)
+            angles = angles_at(positions, self.head_dim, self.rotary_base)
+            q, k = (rotated(part, angles.cos().to(part.dtype), angles.sin().to(part.dtype)) for part in (q, k))
+        return q, k, v
+
+    def positions(
+        self, x: Tensor, states: object, cu_seqlens: Tensor | None, lengths: Tensor | None, padding: str
+    ) -> Tensor:
+        """The positions of x (B,S,E), (S,) or (B,1,S), in at least float32."""
+        name, S = "CompressedSelfAttention", x.shape[1]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        first = None
+        for of, letters in ((cu_seqlens, "(N+1,)"), (lengths, "(B,)")):
+            if of is not None:
+                check_rank(name, "cu_seqlens" if of is cu_seqlens else "lengths", of, letters, 1)
+                if states is not None:
+                    count = of.shape[0] - (of is cu_seqlens)
+                    given = check_states(name, states, count, self.kind_of_state)
+                    first = torch.tensor([self.covered(state) for state in given], device=x.device)
+        if cu_seqlens is not None:
+            return positions_within(cu_seqlens, x, first).to(dtype)
+        positions = torch.arange(S, device=x.device)
+        if lengths is None:
+            return (positions + self.covered(states)).to(dtype)
+        shift = torch.zeros_like(lengths) if padding == "right" else lengths - S
+        positions = positions + (shift.to(x.device) + (0 if first is None else first))[:, None, None]
+        return positions.to(dtype)
+
+    @property
+    def kind_of_state(self) -> type[State]:
+        if self.window is not None:
+            return CompressedAttentionWindowState
+        return CompressedAttentionState if self.compression == "mean" else CompressedState
+
+    def covered(self, state: object) -> int:
+        """The number of positions that a state covers; 0 of None, and of what the operator refuses."""
+        if isinstance(state, CompressedAttentionState):
+            return positions_of_means(state)
+        if isinstance(state, CompressedAttentionWindowState):
+            return positions_of_window(state)
+        return state.kc.shape[2] * self.factor + state.k.shape[2] if isinstance(state, CompressedState) else 0
+
+    def extend(self, inputs: tuple[Tensor, Tensor, Tensor], state: object) -> tuple[Tensor, CompressedState]:
+        """q (B,H,n,D), k and v (B,Hkv,n,D) of the newest positions -> y (B,n,E), and the new state."""
+        q, k, v = inputs
         new = self.state_after(k, v, state)
-        y = compressed_attention_pooled(q, new.kc, new.vc, kv_len=self.positions(new), **self.options())
+        y = compressed_attention_pooled(q, new.kc, new.vc, kv_len=self.covered(new), **self.options())
         return self.leave(y), new
 
     def extend_sequences(
-        self, x: Tensor, states: object, sequences: dict[str, Any]
+        self, inputs: tuple[Tensor, Tensor, Tensor], states: object, sequences: dict[str, Any]
     ) -> tuple[Tensor, tuple[CompressedState, ...]]:
         """The same for packed or padded sequences, each from its own state; there is none if not causal."""
-        q, k, v = self.project(x)
+        q, k, v = inputs
         of_queries, of_keys = Places.of_sequences("CompressedSelfAttention", q, k, self.causal, sequences)
         parts = list(zip(of_keys.split(k), of_keys.split(v), strict=True))
         new: list[CompressedState] = []
         if self.causal:
             old = check_states("CompressedSelfAttention", states, len(parts), CompressedState)
             new = [self.state_after(*part, state) for part, state in zip(parts, old, strict=True)]
-            blocks, kv_lens = [(state.kc, state.vc) for state in new], [self.positions(state) for state in new]
+            blocks, kv_lens = [(state.kc, state.vc) for state in new], [self.covered(state) for state in new]
         else:
             blocks, kv_lens = [self.compress(*part) for part in parts], of_keys.counts
         kc, vc = ([pair[i] for pair in blocks] for i in range(2))
         return self.leave(of_queries.attend(q, kc, vc, kv_lens, **self.options())), tuple(new)
-
-    def positions(self, state: CompressedState) -> int:
-        """The number of positions that a state covers."""
-        return state.kc.shape[2] * self.factor + state.k.shape[2]
 
     def state_after(self, k: Tensor, v: Tensor, state: object) -> CompressedState:
         """The state after new keys and values (B,Hkv,n,D)."""
@@ -301,4 +368,4 @@ class CompressedSelfAttention(HeadedSelfAttention):
         if isinstance(state, CompressedAttentionState) or self.window is not None:
             y, state = self(x, initial_state=state, return_state=True)
             return y, state
-        return self.extend(x, state)
+        return self.extend(self.project_at(x, state), state)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from memcheck.nn.checks import check_positive, refuse_scripting
 from memcheck.nn.combinator import Combinator
 from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.rotary import Rotary, positions_within
 from memcheck.nn.softplus_attention import ChannelSelfAttention
 from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.checks import check_plain, is_symbolic
@@ -31,38 +32,6 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
 }
 PACKABLE = ("linear", "compressed", "softplus")
 FEED_FORWARDS = ("swiglu", "combinator", "combinator-low-memory")
-
-
-class Rotary(torch.nn.Module):
-    """Rotary position embedding: rotates channels i and i + D/2 by position * base^(-2i/D) (Su et al. 2021).
-
-    Args:
-        dim: D, even. context: the longest sequence. The buffers cos and sin are (context, D/2).
-
-    In the forward x is (..,S,D), at positions (S,), by default 0 to S - 1.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(
-        self, dim: int, context: int, base: float = 1e4, *, device: DeviceLike = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__()
-        if dim % 2:
-            raise ValueError(f"Rotary: dim must be even, got {dim}")
-        frequencies = base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
-        angles = torch.arange(context, device=device, dtype=torch.float32)[:, None] * frequencies
-        dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        rows = slice(x.shape[-2]) if positions is None else positions
-        # Under autocast dtypes differ.
-        cos, sin = (table[rows].to(x.dtype) for table in (self.cos, self.sin))
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Attend(torch.nn.Module):
@@ -268,13 +237,6 @@ class Decoder(torch.nn.Module):
 
     if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
         __call__ = forward
-
-
-def positions_within(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
-    """cu_seqlens (N+1,), tokens (1,S) -> (S,), the position of each token in its own document"""
-    cu_seqlens = cu_seqlens.to(tokens.device)
-    packed = torch.arange(tokens.shape[1], device=tokens.device, dtype=cu_seqlens.dtype)
-    return packed - cu_seqlens[torch.searchsorted(cu_seqlens[1:], packed, right=True)]
 
 
 def check_known(argument: str, name: str, known: tuple[str, ...]) -> None:

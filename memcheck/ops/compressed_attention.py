@@ -281,7 +281,9 @@ def compressed_attention(
     if window is None:
         outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
     else:
-        outputs, state = windows.go_on(op, (q, k, v), sink, initial_state, (factor, window), options, **sequences)
+        outputs, state = windows.go_on(
+            op, (q, k, v), sink, initial_state, windows.Blocks(factor, window), options, **sequences
+        )
     if not return_state:
         return outputs
     return (*outputs, state) if return_lse else (outputs, state)
@@ -398,7 +400,7 @@ def compressed_attention_state(
     refuse_gradient(op, k, v)
     check_new(op, None, k, v)
     if window is not None:
-        return windows.state_of_prompt(op, k, v, (factor, window))
+        return windows.state_of_prompt(op, k, v, windows.Blocks(factor, window))
     return state_after(op, state_before(op, "state", None, k, factor), k, v)
 
 
@@ -475,7 +477,7 @@ def compressed_attention_step(
     options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
     if window is not None:
         refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-        return windows.go_on(op, (q, k, v), None, state, (factor, window), options)
+        return windows.go_on(op, (q, k, v), None, state, windows.Blocks(factor, window), options)
     if isinstance(state, CompressedAttentionState) and _is_plain_step(q, k, v, state, factor):
         try:
             return _one_position(q, k, v, state, strict, scale)

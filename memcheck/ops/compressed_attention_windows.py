@@ -44,16 +44,24 @@ class CompressedAttentionWindowState(NamedTuple):
     window: int
 
 
+class Blocks(NamedTuple):
+    """How blocks are formed, and which are seen as such."""
+
+    factor: int  # positions per block
+    window: int
+    # k and v (B,Hkv,C factor,D) -> kc and vc (B,Hkv,C,D); the operator's means by default
+    compress: Callable[[Tensor, Tensor], Pair] | None = None
+
+
 def check_window(op: str, window: object) -> None:
     check_int(op, "window", window, 1, MOST_POSITIONS)
 
 
-def state_before(
-    op: str, name: str, state: object, k: Tensor, sizes: tuple[int, int]
-) -> CompressedAttentionWindowState:
-    """The state, after checks; in place of None that of no positions. sizes: factor and window."""
-    check_int(op, "factor", sizes[0], 1, LONGEST)
-    check_window(op, sizes[1])
+def state_before(op: str, name: str, state: object, k: Tensor, blocks: Blocks) -> CompressedAttentionWindowState:
+    """The state, after checks; in place of None that of no positions."""
+    sizes = blocks[:2]
+    check_int(op, "factor", blocks.factor, 1, LONGEST)
+    check_window(op, blocks.window)
     B, Hkv, _, D = k.shape
     if state is None:
         kc, vc, none, of_none = (k.new_empty(B, Hkv, 0, D) for _ in range(4))
@@ -77,20 +85,19 @@ def go_on(
     inputs: Inputs,
     sink: Tensor | None,
     before: object,
-    sizes: tuple[int, int],
+    blocks: Blocks,
     options: Arguments,
     **sequences: Any,
 ) -> tuple[Any, Any]:
     """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the state after them.
 
-    before: the state before them, or None. Of a packed or padded batch both are sequences, with one for each. sizes:
-    factor and window.
+    before: the state before them, or None. Of a packed or padded batch both are sequences, with one for each.
     """
     q, k, v = (in_autocast_dtype(x) for x in inputs)
     if sequences:
         of_each = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
-        return of_each(op, (q, k, v), sink, before, sizes, options, **sequences)
-    return _one_goes_on(op, (q, k, v), sink, before, sizes, options)
+        return of_each(op, (q, k, v), sink, before, blocks, options, **sequences)
+    return _one_goes_on(op, (q, k, v), sink, before, blocks, options)
 
 
 def _one_goes_on(
@@ -98,23 +105,23 @@ def _one_goes_on(
     inputs: Inputs,
     sink: Tensor | None,
     before: object,
-    sizes: tuple[int, int],
+    blocks: Blocks,
     options: Arguments,
     of_sequence: str = "",
 ) -> tuple[Any, CompressedAttentionWindowState]:
     q, k, v = inputs
     check_new(op, q, k, v)
     name = f"initial_state{of_sequence}" if op == "compressed_attention" else "state"
-    old = state_before(op, name, before, k, sizes)
+    old = state_before(op, name, before, k, blocks)
     if q.shape[2] > k.shape[2]:
         raise ValueError(
             f"{op}: with a window q must be of new positions, S <= n, got S = {q.shape[2]} and n = {k.shape[2]}"
         )
     check_new(op, q, k, v, q.shape[2], options["scale"])
     near, kept_from = joined(old, k, v)
-    state = state_after(op, old, near, kept_from)
-    blocks = {"factor": old.factor, "window": old.window, "kv_len": positions_of(state)}
-    return attend(POOLED, (q, state.kc, state.vc), sink, blocks, options, near), state
+    state = state_after(op, old, near, kept_from, blocks)
+    sizes = {"factor": old.factor, "window": old.window, "kv_len": positions_of(state)}
+    return attend(POOLED, (q, state.kc, state.vc), sink, sizes, options, near), state
 
 
 def _sequences_go_on(
@@ -122,7 +129,7 @@ def _sequences_go_on(
     inputs: Inputs,
     sink: Tensor | None,
     before: object,
-    sizes: tuple[int, int],
+    blocks: Blocks,
     options: Arguments,
     **sequences: Any,
 ) -> tuple[Any, tuple[CompressedAttentionWindowState, ...]]:
@@ -135,7 +142,7 @@ def _sequences_go_on(
     outputs, states = [], []
     parts = zip(of_queries.split(q), of_keys.split(k), of_keys.split(v), given, strict=True)
     for i, (*part, state) in enumerate(parts):
-        of_one, after = _one_goes_on(op, (part[0], part[1], part[2]), sink, state, sizes, options, f"[{i}]")
+        of_one, after = _one_goes_on(op, (part[0], part[1], part[2]), sink, state, blocks, options, f"[{i}]")
         outputs.append(of_one if options["return_lse"] else (of_one,))
         states.append(after)
     wholes = [
@@ -173,24 +180,31 @@ def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
 
 
 def state_after(
-    op: str, old: CompressedAttentionWindowState, near: Pair, kept_from: Callable[[int], Pair]
+    op: str, old: CompressedAttentionWindowState, near: Pair, kept_from: Callable[[int], Pair], blocks: Blocks
 ) -> CompressedAttentionWindowState:
     """The state after the positions near (B,Hkv,n,D), of which the first are those of the old one."""
     (k, v), (kc, vc, *_, factor, window) = near, old
     seen_as_blocks = max(0, kc.shape[2] * factor + k.shape[2] - window + 1) // factor - kc.shape[2]
     end = seen_as_blocks * factor
     if end > 0:
-        sums = no_sums(k, k.shape[0])
-        new = extended(op, k[:, :, :end], v[:, :, :end], sums, sums, positions=[0], factor=factor)
+        whole = k[:, :, :end], v[:, :, :end]
+        new = means_of(op, *whole, factor) if blocks.compress is None else blocks.compress(*whole)
         kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
     k, v = kept_from(end)
     return CompressedAttentionWindowState(kc, vc, k, v, factor, window)
 
 
-def state_of_prompt(op: str, k: Tensor, v: Tensor, sizes: tuple[int, int]) -> CompressedAttentionWindowState:
-    """The state after a prompt. sizes: factor and window."""
-    old = state_before(op, "state", None, k, sizes)
-    return state_after(op, old, *joined(old, k, v))
+def means_of(op: str, k: Tensor, v: Tensor, factor: int) -> Pair:
+    """k and v (B,Hkv,C factor,D) -> the means of blocks (B,Hkv,C,D)."""
+    sums = no_sums(k, k.shape[0])
+    kc, vc, *_ = extended(op, k, v, sums, sums, positions=[0], factor=factor)
+    return kc, vc
+
+
+def state_of_prompt(op: str, k: Tensor, v: Tensor, blocks: Blocks) -> CompressedAttentionWindowState:
+    """The state after a prompt."""
+    old = state_before(op, "state", None, k, blocks)
+    return state_after(op, old, *joined(old, k, v), blocks)
 
 
 def positions_of(state: CompressedAttentionWindowState) -> int:

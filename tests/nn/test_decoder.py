@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from memcheck.nn import Decoder
-from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, PACKABLE, Rotary
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, PACKABLE
+from memcheck.nn.rotary import Rotary
 
 V, E, F, LAYERS, H, S = 17, 12, 20, 2, 3, 10
 

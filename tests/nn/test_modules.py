@@ -51,6 +51,14 @@ ATTENTIONS: dict[str, Build] = {
     "convolution, strict": partial(
         CompressedSelfAttention, DIM, 2, 1, factor=2, compression="convolution", strict=True, bias=False
     ),
+    "convolution, window": partial(
+        CompressedSelfAttention, DIM, 4, 2, factor=3, compression="convolution", window=4, sink=True
+    ),
+    "convolution, rotary": partial(
+        CompressedSelfAttention, DIM, 2, 1, factor=3, compression="convolution", rotary_base=1e4
+    ),
+    "mean, rotary": partial(CompressedSelfAttention, DIM, 2, factor=3, rotary_base=100.0),
+    "mean, window, rotary": partial(CompressedSelfAttention, DIM, 2, 1, factor=3, window=4, rotary_base=1e4),
     "blocks of one": partial(CompressedSelfAttention, DIM, 4, factor=1, compression="convolution"),
 }
 PROJECTIONS = [QueryProjection, KeyProjection, ValueProjection, OutProjection]

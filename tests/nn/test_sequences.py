@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,9 +28,19 @@ ATTENTIONS: dict[str, Build] = {
     "sink": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, sink=True),
 }
 CONVOLUTION = partial(CompressedSelfAttention, DIM, 4, 2, factor=3, compression="convolution", sink=True)
+COMPRESSED: dict[str, Build] = {
+    "window": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4),
+    "convolution": CONVOLUTION,
+    "convolution, window": partial(CONVOLUTION, window=4),
+    "rotary": partial(CompressedSelfAttention, DIM, 2, factor=3, rotary_base=100.0),
+    "rotary, window": partial(CompressedSelfAttention, DIM, 2, factor=3, rotary_base=100.0, window=4),
+    "convolution, rotary": partial(
+        CompressedSelfAttention, DIM, 2, 1, factor=3, compression="convolution", rotary_base=100.0
+    ),
+}
 
 every_attention = pytest.mark.parametrize(
-    "build", [*ATTENTIONS.values(), CONVOLUTION], ids=[*ATTENTIONS, "convolution"]
+    "build", [*ATTENTIONS.values(), *COMPRESSED.values()], ids=[*ATTENTIONS, *COMPRESSED]
 )
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
@@ -41,6 +50,9 @@ def make(build: Build, **options: object) -> torch.nn.Module:
     module = build(dtype=torch.float64, **options)
     if getattr(module, "sink", None) is not None:
         torch.nn.init.normal_(module.sink)
+    if getattr(module, "compression", "") == "convolution":
+        for layer in (module.k_compression, module.v_compression):
+            torch.nn.init.normal_(layer.weight, 1 / layer.factor, 0.1)
     return module
 
 
@@ -64,8 +76,8 @@ def gradients(module: torch.nn.Module, x: list[Tensor], run: Callable[[], Tensor
 @pytest.mark.parametrize("causal", [True, False])
 @every_attention
 def test_packed_sequences_are_those_alone(build: Build, causal: bool) -> None:
-    if not causal and "decay" in build.keywords:
-        pytest.skip("decay needs causal")
+    if not causal and {"decay", "window"} & set(build.keywords):
+        pytest.skip("decay and window need causal")
     module, x = make(build, causal=causal), [part.requires_grad_() for part in sequences()]
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
 
@@ -116,16 +128,25 @@ def test_a_sequence_in_pieces_is_that_in_one(build: Build, cuts: list[int]) -> N
     close(gradients(module, [x], in_pieces), gradients(module, [x], lambda: module(x)))
 
 
-@pytest.mark.parametrize("build", [ATTENTIONS["sink"], CONVOLUTION], ids=["mean", "convolution"])
-def test_packed_sequences_go_on_from_a_state_each(build: Build) -> None:
+@pytest.mark.parametrize("build", [ATTENTIONS["sink"], *COMPRESSED.values()], ids=["mean", *COMPRESSED])
+@pytest.mark.parametrize("padding", [None, "right", "left"])
+def test_sequences_go_on_from_a_state_each(build: Build, padding: str | None) -> None:
     """Sequence n goes on with the first n positions of another, within a block or not."""
     module, x = make(build), sequences()
     later = [part[:n] for n, part in enumerate(reversed(x))]
 
-    def packed(parts: list[Tensor], states: object = None) -> tuple[Tensor, object]:
-        cu_seqlens = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
-        y, states = module(torch.cat(parts)[None], cu_seqlens=cu_seqlens, initial_state=states, return_state=True)
-        return y[0].split([len(part) for part in parts]), states
+    def packed(parts: list[Tensor], states: object = None) -> tuple[Sequence[Tensor], object]:
+        counts = [len(part) for part in parts]
+        if padding is None:
+            cu_seqlens = torch.tensor([0, *counts]).cumsum(0)
+            y, states = module(torch.cat(parts)[None], cu_seqlens=cu_seqlens, initial_state=states, return_state=True)
+            return y[0].split(counts), states
+        rows = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side=padding)
+        given = {"lengths": torch.tensor(counts), "padding": padding}
+        y, states = module(rows, **given, initial_state=states, return_state=True)
+        return [
+            row[:n] if padding == "right" else row[len(row) - n :] for row, n in zip(y, counts, strict=True)
+        ], states
 
     first, states = packed(x)
     second, _ = packed(later, states)
@@ -205,8 +226,9 @@ def test_modules_without_the_options_have_the_same_weights() -> None:
             "learned_decay=False",
         ),
         (
-            CompressedSelfAttention(DIM, 4, factor=3, window=5),
-            "heads=4, kv_heads=4, factor=3, compression='mean', causal=True, strict=False, scale=None, window=5",
+            CompressedSelfAttention(DIM, 2, factor=3, window=5, rotary_base=1e4),
+            "heads=2, kv_heads=2, factor=3, compression='mean', causal=True, strict=False, scale=None, window=5, "
+            "rotary_base=10000.0",
         ),
         (
             CompressedSelfAttention(DIM, 4, factor=3, sink=True),
@@ -281,24 +303,48 @@ def test_errors(call: Callable[[], object], error: type[Exception], said: str) -
 # ---- windows
 
 
-def test_a_window_with_learned_compression() -> None:
-    """A convolution that starts as the mean gives what the mean gives; it has no states yet."""
+def test_a_convolution_with_a_window_starts_as_the_mean() -> None:
     x = sequences()[2][None]
-    mean, convolution = (
-        make(partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4, compression=kind))
-        for kind in ("mean", "convolution")
-    )
+    build = partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4, dtype=torch.float64)
+    mean, convolution = (build(compression=kind) for kind in ("mean", "convolution"))
     convolution.load_state_dict(mean.state_dict(), strict=False)
     close(convolution(x), mean(x))
-    for call in (lambda: convolution(x, return_state=True), lambda: convolution.step(x)):
-        with pytest.raises(NotImplementedError, match="window is not available with states, nor packed or padded, yet"):
-            call()
 
 
-def test_a_packed_window() -> None:
-    module, parts = make(partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=4)), sequences()
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(LENGTHS)])
-    close(module(torch.cat(parts)[None], cu_seqlens=cu_seqlens)[0], torch.cat([module(x[None])[0] for x in parts]))
+def test_a_state_with_a_window_is_that_of_its_factor() -> None:
+    x = sequences()[2][None]
+    (_, state), other = make(COMPRESSED["convolution, window"]).step(x), make(partial(CONVOLUTION, window=5))
+    with pytest.raises(ValueError, match="must be those of the state, factor 3 and window 4, got 3 and 5"):
+        other.step(x, state)
+    with pytest.raises(TypeError, match="must be a CompressedAttentionWindowState or None, got CompressedState"):
+        other.step(x, make(CONVOLUTION).step(x)[1])
+
+
+# ---- rotary positions
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_keys_are_rotated_before_blocks_are_formed(window: int | None) -> None:
+    """Position t turns channels i and i + D/2, as a complex number, by t / 100^(2i/D)."""
+    module, x = make(partial(COMPRESSED["rotary"], window=window)), sequences()[2][None]
+    D = module.head_dim
+    q, k, v = module.project(x)
+    angles = torch.arange(x.shape[1])[:, None] * 100.0 ** -(torch.arange(0, D, 2).double() / D)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    q, k = (torch.view_as_real(torch.complex(*a.chunk(2, -1)) * turn).mT.flatten(-2) for a in (q, k))
+    close(module(x), module.leave(compressed_attention(q, k, v, factor=3, window=window)))
+
+
+def test_wrong_rotary_positions() -> None:
+    with pytest.raises(ValueError, match="CompressedSelfAttention: rotary_base must be positive, got 0"):
+        CompressedSelfAttention(DIM, 2, factor=3, rotary_base=0)
+    with pytest.raises(ValueError, match="CompressedSelfAttention: rotary_base needs an even dim / heads, got 3"):
+        CompressedSelfAttention(DIM, 4, factor=3, rotary_base=1e4)
+    module = CompressedSelfAttention(DIM, 2, factor=3, rotary_base=1e4)
+    with pytest.raises(ValueError, match="CompressedSelfAttention: cu_seqlens must be"):
+        module(X[:1], cu_seqlens=torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="initial_state must have a state for each sequence, N = 2, got 0"):
+        module(X, lengths=torch.tensor([2, 5]), initial_state=())
 
 
 @pytest.mark.parametrize(
