@@ -14,7 +14,6 @@
 #include "common/cpu_level.h"
 #include "common/cpu_products.h"
 #include "compressed_attention/compressed_attention_plan_cuda.h"
-#include "compressed_attention/compressed_attention_window.h"
 #include "linear_attention/linear_attention_plan_cuda.h"
 #include "memory/allocation_timeline.h"
 #include "memory/peak_ledger.h"
@@ -255,10 +254,11 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
   const int64_t C = memcheck::compressed_attention_blocks(T, factor, packed, sequences.table.count);
   memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   shape.sequences = sequences.table;
+  shape.lag = window;
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = is_cuda(device)
-                        ? memcheck::compressed_attention_plan_cuda(shape, type, threads)
-                        : memcheck::compressed_attention_window_cpu.plan(shape, {window, first}, type, threads);
+  const auto plan_of =
+      is_cuda(device) ? memcheck::compressed_attention_plan_cuda : memcheck::compressed_attention_cpu.plan;
+  const auto plan = plan_of(shape, {window, first}, type, threads);
   return {{"lse", B * H * S * memcheck::acc_bytes(type)},
           {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
           {"forward_scratch", plan.forward_scratch_bytes},

@@ -52,29 +52,11 @@ void zero_all(std::initializer_list<at::Tensor> tensors) {
     if (x.defined()) x.zero_();
 }
 
-// ---- kernels with a window or without
-
-#ifdef MEMCHECK_HOST_CUDA
-constexpr bool kHasWindow = false;
-constexpr const CompressedAttentionWindowKernels* kWindowKernels = nullptr;
-#else
-constexpr bool kHasWindow = true;
-constexpr const CompressedAttentionWindowKernels* kWindowKernels = &compressed_attention_window_cpu;
-#endif
-
 // k and v may be undefined without a window.
-CompressedAttentionWindow window_of(const char* op, const CompressedAttentionShape& shape, const Options& options,
-                                    const at::Tensor& k, const at::Tensor& v) {
+CompressedAttentionWindow window_of(const CompressedAttentionShape& shape, const Options& options, const at::Tensor& k,
+                                    const at::Tensor& v) {
   if (!options.window) return {};
-  TORCH_CHECK_NOT_IMPLEMENTED(kHasWindow, op, ": window is not available on CUDA yet");
-  const int64_t size = std::min(*options.window, std::max<int64_t>(1, shape.T));
-  return {size, shape.T - k.size(2), reads<4>(k), reads<4>(v)};
-}
-
-CompressedAttentionPlan plan_of(const CompressedAttentionKernels& kernels, const CompressedAttentionShape& shape,
-                                const CompressedAttentionWindow& window, const at::Tensor& q, int64_t threads) {
-  if (window.size == 0) return kernels.plan(shape, dtype_of(q), threads);
-  return kWindowKernels->plan(shape, window, dtype_of(q), threads);
+  return {options.window_size(shape.T), shape.T - k.size(2), reads<4>(k), reads<4>(v)};
 }
 
 // The tensors of the forward kernel.
@@ -97,8 +79,7 @@ void run_forward(const CompressedAttentionKernels& kernels, const CompressedAtte
                                      reads<4>(x.vc), data_of(x.sink),
                                      writes<4>(x.y), wants_lse ? writes<3>(x.lse) : Strided<3>(),
                                      x.scratch,      device.threads};
-  if (x.window.size == 0) return kernels.forward(p, dtype_of(x.q), device.stream);
-  kWindowKernels->forward({p, x.window}, dtype_of(x.q), device.stream);
+  kernels.forward({p, x.window}, dtype_of(x.q), device.stream);
 }
 
 void fill_padded_outputs(const Sequences& sequences, const at::Tensor& y, const at::Tensor& lse) {
@@ -114,8 +95,8 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
   const Sequences sequences = sequences_of(kForward, arguments, *kernels.sequences, q, device, shape);
-  const CompressedAttentionWindow window = window_of(kForward, shape, options, in.k, in.v);
-  const auto plan = plan_of(kernels, shape, window, q, device.threads);
+  const CompressedAttentionWindow window = window_of(shape, options, in.k, in.v);
+  const auto plan = kernels.plan(shape, window, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const at::Tensor kc = empty_compressed(n, q, true), vc = empty_compressed(n, q, true);
@@ -152,9 +133,8 @@ Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
   const Sequences sequences = sequences_of(kPooled, arguments, *kernels.sequences, q, device, shape);
-  const CompressedAttentionWindow window =
-      window_of(kPooled, shape, options, tensor_or_none(in.k), tensor_or_none(in.v));
-  const auto plan = plan_of(kernels, shape, window, q, device.threads);
+  const CompressedAttentionWindow window = window_of(shape, options, tensor_or_none(in.k), tensor_or_none(in.v));
+  const auto plan = kernels.plan(shape, window, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
@@ -239,7 +219,7 @@ CompressedAttentionExtension extension_of(const CompressedAttentionKernels& kern
   }
   const int64_t C = rows == 0 ? 0 : results / rows, Hkv = x.Hkv.expect_int();
   const CompressedAttentionShape shape{rows, Hkv, Hkv, 0, C * in.factor, x.D.expect_int(), C, in.factor, false, false};
-  const auto plan = kernels.plan(shape, dtype_of(like), device.threads);
+  const auto plan = kernels.plan(shape, {}, dtype_of(like), device.threads);
   memory.scratch = Scratch(plan.extension_scratch_bytes, like);
   const CompressedAttentionNew* sequences = memory.sequences.data();
   if (!like.is_cpu() && N > 0) {
@@ -388,7 +368,7 @@ StepResult run_step(const CompressedAttentionKernels& kernels, const Sizes& n, c
     complete(in.state.vc, v_sum);
   }
   const CompressedAttentionShape shape = n.shape(in.options);
-  const Scratch scratch(kernels.plan(shape, dtype_of(in.q), device.threads).pooled_forward_scratch_bytes, in.q);
+  const Scratch scratch(kernels.plan(shape, {}, dtype_of(in.q), device.threads).pooled_forward_scratch_bytes, in.q);
   run_forward(kernels, shape, in.options, {in.q, in.state.kc, in.state.vc, {}, y, {}, scratch.data()}, device);
   return result;
 }
@@ -432,8 +412,8 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
   const DeviceScope device(in.q);
   CompressedAttentionShape shape = n.shape(options_of(in));
   const Sequences sequences = sequences_of(op, sequence_arguments(op, in), *kernels.sequences, in.q, device, shape);
-  CompressedAttentionWindow window = window_of(op, shape, options_of(in), tensor_or_none(in.k), tensor_or_none(in.v));
-  const auto plan = plan_of(kernels, shape, window, in.q, device.threads);
+  CompressedAttentionWindow window = window_of(shape, options_of(in), tensor_or_none(in.k), tensor_or_none(in.v));
+  const auto plan = kernels.plan(shape, window, dtype_of(in.q), device.threads);
   const bool keeps_delta = grad_k.defined() || grad_sink.defined() || of_window[0].defined();
   const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
   const Scratch scratch(plan.backward_scratch_bytes, in.q);
@@ -465,8 +445,7 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
                                       {delta.data(), {shape.H * shape.S, shape.S, 1}},
                                       scratch.data(),
                                       device.threads};
-  if (window.size == 0) return kernels.backward(p, dtype_of(in.q), device.stream);
-  kWindowKernels->backward({p, window}, dtype_of(in.q), device.stream);
+  kernels.backward({p, window}, dtype_of(in.q), device.stream);
 }
 
 Gradients empty_gradients(const Sizes& n, const BackwardOp::Arguments& in) {

@@ -24,6 +24,11 @@
 //
 // A sink is a score of each head that every query sees, with a value of 0: lse becomes log(exp(lse) + exp(sink[h])).
 //
+// With a window of size W, query s at position t = s + T - S sees the positions from e(t) to t as they are (strict: to
+// t - 1), and the blocks before e(t), in one softmax:
+//
+//     e(t) = factor floor(max(0, t - W + 1) / factor)
+//
 // With a table of sequences, B, S and T are those of the batch, and C counts places for blocks: blocks begin anew with
 // each sequence, those of sequence i at place first_block(i). Padding, and places without a block, are not written.
 
@@ -34,14 +39,24 @@ struct CompressedAttentionShape {
   int64_t factor;
   bool causal, strict;
   SequenceTable sequences = {};
+  // How many positions later a query sees a block than without a window: its size, less 1 if strict.
+  int64_t lag = 0;
 
   MEMCHECK_INLINE int64_t group() const { return H / Hkv; }
   // The number of blocks that query s sees. They are the first.
-  MEMCHECK_INLINE int64_t visible(int64_t s) const { return causal ? (s + T - S + (strict ? 0 : 1)) / factor : C; }
+  MEMCHECK_INLINE int64_t visible(int64_t s) const {
+    const int64_t positions = s + T - S + (strict ? 0 : 1) - lag;
+    return !causal ? C : positions > 0 ? positions / factor : 0;
+  }
   // The first query that sees block j, as do all queries after it; S or more if no query does.
   MEMCHECK_INLINE int64_t first_query(int64_t j) const {
-    const int64_t s = (j + 1) * factor - (strict ? 0 : 1) - (T - S);
+    const int64_t s = (j + 1) * factor - (strict ? 0 : 1) + lag - (T - S);
     return causal && s > 0 ? s : 0;
+  }
+  // The first query at position t or later; S if there is none.
+  MEMCHECK_INLINE int64_t query_from(int64_t t) const {
+    const int64_t s = t - (T - S);
+    return s < 0 ? 0 : s < S ? s : S;
   }
   // A sequence has at most one block more than its share of those of all positions.
   MEMCHECK_INLINE int64_t first_block(int64_t sequence, const Sequence& x) const {
@@ -59,6 +74,28 @@ template <typename Size>
 Size compressed_attention_blocks(const Size& T, int64_t factor, bool packed, const Size& sequences) {
   return packed ? T / factor + sequences : (T + (factor - 1)) / factor;
 }
+
+struct CompressedAttentionWindow {
+  int64_t size = 0;   // W, at most T; 0 if there is no window
+  int64_t first = 0;  // the position of the first key of k; no query sees a position before it
+  Strided<4> k;       // (B,Hkv,T-first,D), as the next
+  Strided<4> v;       // null if only grad_v is wanted
+  Strided<4> grad_k;  // null if not wanted, as the next; unless pooled, those of the positions in blocks too
+  Strided<4> grad_v;
+
+  // The positions that query s sees as they are, counted from `first`.
+  MEMCHECK_INLINE PositionRange positions(const CompressedAttentionShape& shape, int64_t s) const {
+    const int64_t t = s + shape.T - shape.S;
+    const int64_t begin = t < size ? 0 : (t - size + 1) / shape.factor * shape.factor;
+    return {begin - first, t + (shape.strict ? 0 : 1) - first};
+  }
+  // The queries from the first one that sees position j, and before the first one that sees none up to j any more.
+  MEMCHECK_INLINE PositionRange queries(const CompressedAttentionShape& shape, int64_t j) const {
+    const int64_t t = first + j;
+    return {shape.query_from(t + (shape.strict ? 1 : 0)),
+            shape.query_from((t / shape.factor + 1) * shape.factor + size - 1)};
+  }
+};
 
 struct CompressedAttentionPooling {
   CompressedAttentionShape shape;
@@ -106,6 +143,14 @@ struct CompressedAttentionBackward {
   // A block's gradient divided by its length is the gradient of each of its positions. Pooled, it is one position.
   MEMCHECK_INLINE int64_t block_length() const { return pooled ? 1 : shape.factor; }
   MEMCHECK_INLINE int64_t gradient_length() const { return pooled ? shape.C : shape.T; }
+};
+
+struct CompressedAttentionWindowForward : CompressedAttentionForward {
+  CompressedAttentionWindow window;
+};
+
+struct CompressedAttentionWindowBackward : CompressedAttentionBackward {
+  CompressedAttentionWindow window;
 };
 
 // ---- blocks that go on from a state
@@ -168,10 +213,11 @@ struct CompressedAttentionPlan {
 };
 
 struct CompressedAttentionKernels {
-  CompressedAttentionPlan (*plan)(const CompressedAttentionShape& shape, Dtype dtype, int64_t threads);
+  CompressedAttentionPlan (*plan)(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                                  Dtype dtype, int64_t threads);
   Kernel<CompressedAttentionPooling> pool;
-  Kernel<CompressedAttentionForward> forward;
-  Kernel<CompressedAttentionBackward> backward;
+  Kernel<CompressedAttentionWindowForward> forward;
+  Kernel<CompressedAttentionWindowBackward> backward;
   Kernel<CompressedAttentionExtension> extend;
   Kernel<CompressedAttentionExtension> extend_backward;
   const SequenceKernels* sequences;

@@ -15,15 +15,15 @@ namespace {
 
 // ---- tiles of queries
 
-template <typename acc_t>
+template <typename acc_t, typename Parameters>
 struct QueryGradientShared {
   SharedTile<acc_t> q;
   SharedTile<acc_t> grad_y;
   SharedTile<acc_t> kc;
   SharedTile<acc_t> vc;  // then the gradients of scores
   Totals<acc_t> grad_q;
-  int64_t limit[TileSize<acc_t>::kSize];  // how many blocks each row sees
-  acc_t shift[TileSize<acc_t>::kSize];    // of its scores, from its lse
+  RowLimits<TileSize<acc_t>::kSize, Parameters> limits;
+  acc_t shift[TileSize<acc_t>::kSize];  // of the scores of each row, from its lse
   acc_t delta[TileSize<acc_t>::kSize];
   int absent[TileSize<acc_t>::kSize];
 };
@@ -40,23 +40,24 @@ struct Matrices {
         vc(blocks_of<scalar_t>(p.shape, p.vc, of)) {}
 };
 
-// Forms the weights of a tile of blocks, and their gradients.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                           const QueryWork& work, int64_t tile, bool careful,
-                                           QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
-                                           ThreadTile<acc_t>& grad_weights) {
+// Forms the weights of a tile of columns, and their gradients.
+template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void weigh_keys(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
+                                           int64_t tile, bool careful, QueryGradientShared<acc_t, Parameters>& memory,
+                                           ThreadTile<acc_t>& weights, ThreadTile<acc_t>& grad_weights) {
   const auto scale = static_cast<acc_t>(p.scale);
-  const int64_t key = tile * TileSize<acc_t>::kSize;
+  const ColumnTile at = column_tile(work, tile, TileSize<acc_t>::kSize);
+  const auto keys = columns_of<scalar_t>(p, work.of, at, false);
   const bool queries_are_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-  multiply_rows(of.q, work.row, queries_are_loaded, of.kc, key, memory.q, memory.kc, weights);
-  multiply_rows(of.grad_y, work.row, queries_are_loaded, of.vc, key, memory.grad_y, memory.vc, grad_weights);
-  if (careful) find_absent(of.kc, key, memory.absent);
+  multiply_rows(of.q, work.row, queries_are_loaded, keys, at.first, memory.q, memory.kc, weights);
+  multiply_rows(of.grad_y, work.row, queries_are_loaded, columns_of<scalar_t>(p, work.of, at, true), at.first,
+                memory.grad_y, memory.vc, grad_weights);
+  if (careful) find_absent(keys, at.first, memory.absent);
   unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
     const acc_t shift = memory.shift[row_of(i)];
-    const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
+    const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
     unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
-      const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
+      const bool sees = seen.have(spread_column(j)) && !(careful && memory.absent[spread_column(j)]);
       const acc_t score = scaled(weights[i][j], scale);
       weights[i][j] = sees ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
     });
@@ -65,9 +66,9 @@ __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p,
 
 // delta = grad_y . y, in one chain of products over D like the gradient of a weight. If a query sees one block, both
 // are the same number, and the gradient of the score is exactly 0.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                             const QueryWork& work, QueryGradientShared<acc_t>& memory) {
+template <typename scalar_t, typename Parameters, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void delta_from_y(const Parameters& p, const Matrices<scalar_t>& of, const QueryWork& work,
+                                             QueryGradientShared<acc_t, Parameters>& memory) {
   constexpr int kSize = TileSize<acc_t>::kSize;
   const auto y = queries_of<scalar_t>(p.shape, p.y, work.of);
   const int row = threadIdx.x;
@@ -89,10 +90,9 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
 }
 
 // delta = sum_j p_j dp_j, because y was rounded to 16 bits, and its error would be in the gradient of every score.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                                   const QueryWork& work, bool careful,
-                                                   QueryGradientShared<acc_t>& memory) {
+template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void delta_from_weights(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
+                                                   bool careful, QueryGradientShared<acc_t, Parameters>& memory) {
   acc_t delta[TileSize<acc_t>::kThreadRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
@@ -112,10 +112,9 @@ __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBack
 }
 
 // Forms a tile of columns of grad_q of the same queries. Returns whether a number of this thread is not finite.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                               const QueryWork& work, bool careful,
-                                               QueryGradientShared<acc_t>& memory) {
+template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ bool query_gradient(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
+                                               bool careful, QueryGradientShared<acc_t, Parameters>& memory) {
   using Size = TileSize<acc_t>;
   const bool all_columns = stays<acc_t>(p.shape.D);
   ThreadTile<acc_t> chunk;
@@ -123,7 +122,6 @@ __device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward
   start(memory.grad_q);
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
-    const int64_t key = tile * Size::kSize;
     weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
     unroll<Size::kThreadRows>([&](int i) {
       const acc_t delta = memory.delta[row_of(i)];
@@ -132,7 +130,10 @@ __device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward
     });
     __syncthreads();
     keep_tile(weights, memory.vc);
-    if (!all_columns) load_tile(of.kc, key, work.column, memory.kc);
+    if (!all_columns) {
+      const ColumnTile at = column_tile(work, tile, Size::kSize);
+      load_tile(columns_of<scalar_t>(p, work.of, at, false), at.first, work.column, memory.kc);
+    }
     __syncthreads();
     add_product_of_tile(careful, memory.vc, memory.kc, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.grad_q);
@@ -149,19 +150,18 @@ __device__ __forceinline__ bool query_gradient(const CompressedAttentionBackward
   return any_not_finite(memory.grad_q);
 }
 
-template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, 2)
-    query_gradient_kernel(CompressedAttentionBackward p, int64_t column_tiles) {
+template <typename scalar_t, typename Parameters>
+__global__ void __launch_bounds__(kThreads, 2) query_gradient_kernel(Parameters p, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
-  auto& memory = shared<QueryGradientShared<acc_t>>();
-  const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
+  auto& memory = shared<QueryGradientShared<acc_t, Parameters>>();
+  const auto work = query_work(p, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
   if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
   if (threadIdx.x < kSize) {
     const int64_t row = work.row + threadIdx.x;
     const bool exists = row < work.of.rows();
-    memory.limit[threadIdx.x] = exists ? work.of.visible(p.shape, row) : 0;
+    memory.limits.fill(p, work);
     memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, row)) : acc_t(0);
   }
   __syncthreads();
@@ -183,29 +183,30 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-template <typename scalar_t>
-void query_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+void query_gradients(const Parameters& p, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
-  if constexpr (sizeof(scalar_t) == 2)
+  if constexpr (sizeof(scalar_t) == 2 && !kHasWindow<Parameters>)
     if (query_gradients_on_tensor_cores<scalar_t>(p, stream)) return;
   const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
   const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles;
-  launch({"compressed_attention_backward_queries", blocks, dim3(kThreads), sizeof(QueryGradientShared<acc_t>), stream},
-         query_gradient_kernel<scalar_t>, p, column_tiles);
+  launch({"compressed_attention_backward_queries", blocks, dim3(kThreads),
+          sizeof(QueryGradientShared<acc_t, Parameters>), stream},
+         query_gradient_kernel<scalar_t, Parameters>, p, column_tiles);
 }
 
 // ---- tiles of keys
 
-template <typename acc_t>
+template <typename acc_t, typename Parameters>
 struct KeyGradientShared {
   SharedTile<acc_t> kc;
   SharedTile<acc_t> vc;
   SharedTile<acc_t> q;       // then the weights, for grad_v
   SharedTile<acc_t> grad_y;  // then the gradients of scores, for grad_k
   Totals<acc_t> gradient;
-  int64_t first_row[TileSize<acc_t>::kSize];  // that sees each key
+  KeyLimits<TileSize<acc_t>::kSize, Parameters> limits;
 };
 
 // The shift and delta of a thread's queries, which are columns of a tile.
@@ -237,9 +238,20 @@ __device__ __forceinline__ void store_at_positions(const CompressedAttentionBack
   for (int64_t t = 0; t < positions.length; ++t) store_columns<scalar_t, kCount>(to, positions.begin + t, column, x);
 }
 
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
-                                            const KeyParts<scalar_t>& parts, bool of_values, Totals<acc_t>& total) {
+// Stores the gradient of position j of a window. Unless pooled, its share of its block's gradient is there already.
+template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void store_position(const CompressedAttentionBackward& p, const Strided<4>& gradient,
+                                               const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
+  const auto to = blocks_of<scalar_t>(p.shape, gradient, of);
+  unroll<kCount>([&](int i) {
+    if (!p.pooled && column + i < p.shape.D) x[i] += to_acc(to.at(j)[(column + i) * to.column_stride]);
+  });
+  store_columns<scalar_t, kCount>(to, j, column, x);
+}
+
+template <typename scalar_t, typename Parameters, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work, const KeyParts<scalar_t>& parts,
+                                            bool of_values, Totals<acc_t>& total) {
   using Size = TileSize<acc_t>;
   const int64_t column = work.column + joint_column<acc_t>(0);
   const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
@@ -248,29 +260,30 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
     if (j >= work.of.blocks) return;
     acc_t of_row[Size::kThreadColumns];
     unroll<Size::kThreadColumns>([&](int x) { of_row[x] = scale * total.of(i, x); });
-    if (parts.count == 1) {
-      store_at_positions<scalar_t, Size::kThreadColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column,
-                                                         of_row);
-      return;
-    }
+    const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
+    if constexpr (kHasWindow<Parameters>)
+      return store_position<scalar_t, Size::kThreadColumns>(p, gradient, work.of, j, column, of_row);
+    if (parts.count == 1)
+      return store_at_positions<scalar_t, Size::kThreadColumns>(p, gradient, work.of, j, column, of_row);
     parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, of_row);
   });
 }
 
-// The gradient of keys or of values. If both are wanted, the thread blocks alternate.
-template <typename scalar_t>
+// The gradient of keys or of values. If both are wanted, the thread blocks alternate. p: those of of_positions, or
+// without a window.
+template <typename scalar_t, typename Parameters>
 __global__ void __launch_bounds__(kThreads, 2)
-    key_gradient_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts, int64_t column_tiles) {
+    key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   using Size = TileSize<acc_t>;
-  auto& memory = shared<KeyGradientShared<acc_t>>();
+  auto& memory = shared<KeyGradientShared<acc_t, Parameters>>();
   const bool both = p.grad_k && p.grad_v;
   const bool of_values = both ? blockIdx.x % 2 == 1 : static_cast<bool>(p.grad_v);
   const int64_t index = both ? blockIdx.x / 2 : blockIdx.x;
-  const KeyWork work = key_work(p.shape, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
+  const KeyWork work = key_work(p, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
   if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
-  if (threadIdx.x < Size::kSize) memory.first_row[threadIdx.x] = work.of.first_row(p.shape, work.key + threadIdx.x);
+  if (threadIdx.x < Size::kSize) memory.limits.fill(p, work.of, work.key);
   __syncthreads();
   const bool all_columns = stays<acc_t>(p.shape.D);
   const auto scale = static_cast<acc_t>(p.scale);
@@ -286,10 +299,12 @@ __global__ void __launch_bounds__(kThreads, 2)
       ThreadTile<acc_t> weights;
       multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
       unroll<Size::kThreadRows>([&](int i) {
-        const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
+        const int unseen = of_tile_before<acc_t>(memory.limits.first_row[row_of(i)], row);
+        int end = queries.count;
+        if constexpr (kHasWindow<Parameters>) end = of_tile_before<acc_t>(memory.limits.end[row_of(i)], row);
         unroll<Size::kThreadColumns>([&](int j) {
           const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
-          const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
+          const bool seen = spread_column(j) >= unseen && spread_column(j) < end;
           weights[i][j] = seen ? weight : acc_t(0);
         });
       });
@@ -314,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
     }
     again = __syncthreads_or(!careful && any_not_finite(memory.gradient)) != 0;
-    if (again) hide_absent<scalar_t>(p, work, memory.first_row);
+    if (again) hide_absent<scalar_t>(p, work, memory.limits.first_row);
   }
   finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);
 }
@@ -354,17 +369,16 @@ void join_keys(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& p
          join_keys_kernel<scalar_t>, p, parts);
 }
 
-template <typename scalar_t>
-void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
-                            cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+void key_gradients_of_parts(const Parameters& p, const KeyParts<scalar_t>& parts, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
-  const CompressedAttentionShape& shape = p.shape;
-  const int64_t column_tiles = ceil_div(shape.D, kSize);
-  const int64_t tiles = tile_count(shape, block_rows(shape), block_tile(shape, kSize)) * column_tiles * parts.count;
+  const int64_t column_tiles = ceil_div(p.shape.D, kSize);
+  const int64_t tiles = key_tile_count(p, kSize) * column_tiles * parts.count;
   const int64_t blocks = p.grad_k && p.grad_v ? 2 * tiles : tiles;
-  launch({"compressed_attention_backward_keys", blocks, dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
-         key_gradient_kernel<scalar_t>, p, parts, column_tiles);
+  launch({"compressed_attention_backward_keys", blocks, dim3(kThreads), sizeof(KeyGradientShared<acc_t, Parameters>),
+          stream},
+         key_gradient_kernel<scalar_t, Parameters>, p, parts, column_tiles);
 }
 
 template <typename scalar_t>
@@ -379,15 +393,29 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }
 
+// Of the positions of a window, after those of blocks.
+template <typename scalar_t>
+void position_gradients(const CompressedAttentionWindowBackward& window, cudaStream_t stream) {
+  const CompressedAttentionWindowBackward p = of_positions(window);
+  if ((!p.grad_k && !p.grad_v) || sequence_count(p.shape) * p.shape.Hkv * p.shape.C * p.shape.D == 0) return;
+  key_gradients_of_parts<scalar_t>(p, KeyParts<scalar_t>(p, {1, 0, false}), stream);
+}
+
 }  // namespace
 }  // namespace compressed_cuda
 
-void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+void compressed_attention_backward_cuda(const CompressedAttentionWindowBackward& p, Dtype dtype, cudaStream_t stream) {
   const bool has_queries = sequence_count(p.shape) * p.shape.H * p.shape.S > 0;
   with_device_type(dtype, [&](auto type) {
     using scalar_t = decltype(type);
-    if (has_queries && (p.grad_q || p.delta)) compressed_cuda::query_gradients<scalar_t>(p, stream);
+    if (has_queries && (p.grad_q || p.delta)) {
+      if (p.window.size > 0)
+        compressed_cuda::query_gradients<scalar_t>(p, stream);
+      else
+        compressed_cuda::query_gradients<scalar_t, CompressedAttentionBackward>(p, stream);
+    }
     if (p.grad_k || p.grad_v) compressed_cuda::key_gradients<scalar_t>(p, dtype, stream);
+    if (p.window.size > 0) compressed_cuda::position_gradients<scalar_t>(p, stream);
     if (p.grad_sink != nullptr) compressed_attention_sink_gradients_cuda(p, dtype, stream);
   });
 }

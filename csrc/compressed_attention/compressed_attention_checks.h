@@ -12,8 +12,8 @@
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/sequences.h"
+#include "compressed_attention/compressed_attention.h"
 #include "compressed_attention/compressed_attention_operators.h"
-#include "compressed_attention/compressed_attention_window.h"
 
 // What the operators of compressed attention share: checks of their arguments, and results.
 
@@ -28,6 +28,9 @@ struct Options {
   bool causal, strict;
   std::optional<double> scale;
   std::optional<int64_t> window = std::nullopt;
+
+  // A window of T positions has all of them.
+  int64_t window_size(int64_t T) const { return std::min(*window, std::max<int64_t>(1, T)); }
 };
 
 // Symbolic while torch.compile traces.
@@ -35,8 +38,10 @@ struct Sizes {
   c10::SymInt B, H, Hkv, S, T, D, C;
 
   CompressedAttentionShape shape(const Options& options) const {
-    return {B.expect_int(), H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(),
-            D.expect_int(), C.expect_int(), options.factor,   options.causal, options.strict};
+    CompressedAttentionShape shape{B.expect_int(), H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(),
+                                   D.expect_int(), C.expect_int(), options.factor,   options.causal, options.strict};
+    if (options.window) shape.lag = options.window_size(shape.T) - (options.strict ? 1 : 0);
+    return shape;
   }
 };
 
@@ -57,7 +62,6 @@ inline void check_options(const char* op, const Options& options, const at::Tens
   TORCH_CHECK_VALUE(options.causal, op, ": window needs causal, got causal=False");
   TORCH_CHECK_VALUE(*options.window >= 1 && *options.window <= kMostPositions, op, ": window must be from 1 to ",
                     kMostPositions, ", got ", *options.window);
-  TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda(), op, ": window is not available on CUDA yet");
 }
 
 // The places for blocks of keys of T positions.

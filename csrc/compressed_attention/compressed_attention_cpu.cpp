@@ -127,33 +127,28 @@ void gradients(const CompressedAttentionWindowBackward& p, Dtype dtype) {
   key_gradients(p, dtype);
 }
 
-CompressedAttentionPlan plan_of_window(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
-                                       Dtype dtype, int64_t threads) {
+CompressedAttentionPlan plan(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                             Dtype dtype, int64_t threads) {
   if (!shape.sequences) return plan_of_dense(shape, window, dtype, threads);
   using Plan = CompressedAttentionPlan;
   const SequenceTasks tasks = tasks_of(shape, window, threads);
   const auto most = [&](int64_t Plan::* part) { return tasks.scratch_bytes(bytes_of(shape, window, dtype, part)); };
   // Pooling deals out its work as without a window.
-  const int64_t pooling = window.size > 0 ? plan_of_window(shape, {}, dtype, threads).forward_scratch_bytes : 0;
+  const int64_t pooling = window.size > 0 ? plan(shape, {}, dtype, threads).forward_scratch_bytes : 0;
   return {std::max(most(&Plan::forward_scratch_bytes), pooling), most(&Plan::pooled_forward_scratch_bytes),
           shape.B * shape.H * shape.S * acc_bytes(dtype), most(&Plan::backward_scratch_bytes)};
 }
 
-void forward_of_window(const CompressedAttentionWindowForward& p, Dtype dtype, cudaStream_t) {
+void forward_of_all(const CompressedAttentionWindowForward& p, Dtype dtype, cudaStream_t) {
   each_sequence(p, dtype, &CompressedAttentionPlan::pooled_forward_scratch_bytes, forward);
 }
 
-void backward_of_window(const CompressedAttentionWindowBackward& p, Dtype dtype, cudaStream_t) {
+void backward_of_all(const CompressedAttentionWindowBackward& p, Dtype dtype, cudaStream_t) {
   each_sequence(p, dtype, &CompressedAttentionPlan::backward_scratch_bytes, gradients);
   if (p.grad_sink != nullptr) sink_gradients(p, dtype);
 }
 
 }  // namespace
-
-CompressedAttentionPlan compressed_attention_plan_cpu(const CompressedAttentionShape& shape, Dtype dtype,
-                                                      int64_t threads) {
-  return plan_of_window(shape, {}, dtype, threads);
-}
 
 std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads) {
   const int64_t used = compressed_cpu::useful_threads(shape, {}, threads);
@@ -166,23 +161,7 @@ void compressed_attention_pool_cpu(const CompressedAttentionPooling& p, Dtype dt
   each_sequence(p, dtype, &CompressedAttentionPlan::forward_scratch_bytes, pool);
 }
 
-void compressed_attention_forward_cpu(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
-  forward_of_window({p, {}}, dtype, stream);
-}
-
-void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
-  backward_of_window({p, {}}, dtype, stream);
-}
-
-const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu,
-                                                          compressed_attention_pool_cpu,
-                                                          compressed_attention_forward_cpu,
-                                                          compressed_attention_backward_cpu,
-                                                          extend,
-                                                          extend_backward,
-                                                          &sequences_cpu};
-
-const CompressedAttentionWindowKernels compressed_attention_window_cpu{plan_of_window, forward_of_window,
-                                                                       backward_of_window};
+const CompressedAttentionKernels compressed_attention_cpu{
+    plan, compressed_attention_pool_cpu, forward_of_all, backward_of_all, extend, extend_backward, &sequences_cpu};
 
 }  // namespace memcheck

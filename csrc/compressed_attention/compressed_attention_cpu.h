@@ -14,7 +14,7 @@
 #include "common/parallel.h"
 #include "common/row_product.h"
 #include "common/tile_product.h"
-#include "compressed_attention/compressed_attention_window.h"
+#include "compressed_attention/compressed_attention.h"
 
 // What pooling, forward and backward share on the CPU: matrices, sums and products in scratch, and tasks.
 //
@@ -326,25 +326,13 @@ struct Columns {
         k(of_positions ? p.window.k : p.kc),
         v(of_positions ? p.window.v : p.vc) {}
 
-  MEMCHECK_INLINE int64_t position(int64_t s) const { return s + shape.T - shape.S; }
-  MEMCHECK_INLINE int64_t begin(int64_t s) const {
-    return of_window ? window.begin(position(s), shape.factor) - window.first : 0;
-  }
-  MEMCHECK_INLINE int64_t end(int64_t s) const {
-    if (of_window) return position(s) + (shape.strict ? 0 : 1) - window.first;
-    return window.size > 0 ? window.begin(position(s), shape.factor) / shape.factor : shape.visible(s);
-  }
+  MEMCHECK_INLINE int64_t begin(int64_t s) const { return of_window ? window.positions(shape, s).begin : 0; }
+  MEMCHECK_INLINE int64_t end(int64_t s) const { return of_window ? window.positions(shape, s).end : shape.visible(s); }
   // The queries from the first one that sees column j, and before the first one that sees none up to j any more.
   MEMCHECK_INLINE int64_t first_query(int64_t j) const {
-    if (window.size == 0) return shape.first_query(j);
-    const int64_t t = of_window ? window.first + j + (shape.strict ? 1 : 0) : (j + 1) * shape.factor + window.size - 1;
-    return std::clamp<int64_t>(t - (shape.T - shape.S), 0, shape.S);
+    return of_window ? window.queries(shape, j).begin : shape.first_query(j);
   }
-  MEMCHECK_INLINE int64_t end_of_queries(int64_t j) const {
-    if (!of_window) return shape.S;
-    const int64_t t = ((window.first + j) / shape.factor + 1) * shape.factor + window.size - 1;
-    return std::clamp<int64_t>(t - (shape.T - shape.S), 0, shape.S);
-  }
+  MEMCHECK_INLINE int64_t end_of_queries(int64_t j) const { return of_window ? window.queries(shape, j).end : shape.S; }
 };
 
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run

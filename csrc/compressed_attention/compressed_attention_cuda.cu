@@ -9,14 +9,14 @@ namespace compressed_cuda {
 
 namespace {
 
-template <typename acc_t>
+template <typename acc_t, typename Parameters>
 struct ForwardShared {
   SharedTile<acc_t> q;
   SharedTile<acc_t> kc;
   SharedTile<acc_t> vc;
   SharedTile<acc_t> weights;
   Totals<acc_t> y;
-  int64_t limit[TileSize<acc_t>::kSize];  // how many blocks each row sees
+  RowLimits<TileSize<acc_t>::kSize, Parameters> limits;
   int absent[TileSize<acc_t>::kSize];
 };
 
@@ -74,7 +74,7 @@ struct Softmax {
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
                                                const ForwardParts<acc_t>& parts, const Softmax<acc_t>& softmax,
-                                               ForwardShared<acc_t>& memory) {
+                                               Totals<acc_t>& total) {
   constexpr int kColumns = TileSize<acc_t>::kThreadColumns;
   const CompressedAttentionShape& shape = p.shape;
   const auto y = queries_of<scalar_t>(shape, p.y, work.of);
@@ -87,7 +87,7 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
     acc_t lse = sees ? softmax.max[i] + log(divisor) : minus_infinity<acc_t>();
     const acc_t share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : acc_t(1);
     acc_t of_row[kColumns];
-    unroll<kColumns>([&](int j) { of_row[j] = memory.y.of(i, j) / divisor * share; });
+    unroll<kColumns>([&](int j) { of_row[j] = total.of(i, j) / divisor * share; });
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
       store_columns<scalar_t, kColumns>(y, row, column, of_row);
@@ -102,22 +102,17 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   });
 }
 
-template <typename scalar_t>
+template <typename scalar_t, typename Parameters>
 __global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(CompressedAttentionForward p, ForwardParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
+    forward_kernel(Parameters p, ForwardParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   using Size = TileSize<acc_t>;
   constexpr int kSize = Size::kSize;
-  auto& memory = shared<ForwardShared<acc_t>>();
-  const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, parts.count);
+  auto& memory = shared<ForwardShared<acc_t, Parameters>>();
+  const auto work = query_work(p, blockIdx.x, kSize, kSize, column_tiles, kSize, parts.count);
   if (!work.exists()) return;
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
-  const auto kc = blocks_of<scalar_t>(p.shape, p.kc, work.of);
-  const auto vc = blocks_of<scalar_t>(p.shape, p.vc, work.of);
-  if (threadIdx.x < kSize) {
-    const int64_t row = work.row + threadIdx.x;
-    memory.limit[threadIdx.x] = row < q.count ? work.of.visible(p.shape, row) : 0;
-  }
+  if (threadIdx.x < kSize) memory.limits.fill(p, work);
   __syncthreads();
   const auto scale = static_cast<acc_t>(p.scale);
 #pragma unroll 1
@@ -128,18 +123,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     start(memory.y);
     acc_t rescale[Size::kThreadRows];
     for (int64_t tile = work.begin; tile < work.end; ++tile) {
-      const int64_t key = tile * kSize;
+      const ColumnTile at = column_tile(work, tile, kSize);
+      const auto keys = columns_of<scalar_t>(p, work.of, at, false);
       ThreadTile<acc_t> scores;
       const bool q_is_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-      multiply_rows(q, work.row, q_is_loaded, kc, key, memory.q, memory.kc, scores);
+      multiply_rows(q, work.row, q_is_loaded, keys, at.first, memory.q, memory.kc, scores);
       // Waits for the products of the last tile. With one column or more, multiply_rows had a barrier.
       if (p.shape.D == 0) __syncthreads();
-      load_tile(vc, key, work.column, memory.vc);
-      if (careful) find_absent(kc, key, memory.absent);
+      load_tile(columns_of<scalar_t>(p, work.of, at, true), at.first, work.column, memory.vc);
+      if (careful) find_absent(keys, at.first, memory.absent);
       unroll<Size::kThreadRows>([&](int i) {
-        const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
+        const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
         unroll<Size::kThreadColumns>([&](int j) {
-          const bool sees = spread_column(j) < seen && !(careful && memory.absent[spread_column(j)]);
+          const bool sees = seen.have(spread_column(j)) && !(careful && memory.absent[spread_column(j)]);
           scores[i][j] = sees ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
         });
       });
@@ -154,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       add_chunk(chunk, memory.y);
     }
     if (__syncthreads_or(!careful && any_not_finite(memory.y)) != 0) continue;
-    return finish_queries<scalar_t>(p, work, parts, softmax, memory);
+    return finish_queries<scalar_t>(p, work, parts, softmax, memory.y);
   }
 }
 
@@ -191,26 +187,29 @@ __global__ void __launch_bounds__(kJoinThreads)
   if (column == 0 && p.lse) *p.lse.at<acc_t>(query / shape.S / shape.H, head, s) = lse;
 }
 
-template <typename scalar_t>
-void forward_of_parts(const CompressedAttentionForward& p, const ForwardParts<acc_type<scalar_t>>& parts,
-                      cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+void forward_of_parts(const Parameters& p, const ForwardParts<acc_type<scalar_t>>& parts, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
   const int64_t column_tiles = larger<int64_t>(1, ceil_div(shape.D, kSize));
   const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles * parts.count;
-  launch({"compressed_attention_forward", blocks, dim3(kThreads), sizeof(ForwardShared<acc_t>), stream},
-         forward_kernel<scalar_t>, p, parts, column_tiles);
+  launch({"compressed_attention_forward", blocks, dim3(kThreads), sizeof(ForwardShared<acc_t, Parameters>), stream},
+         forward_kernel<scalar_t, Parameters>, p, parts, column_tiles);
 }
 
 template <typename scalar_t>
-void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+void forward(const CompressedAttentionWindowForward& p, Dtype dtype, cudaStream_t stream) {
   const int64_t queries = sequence_count(p.shape) == 0 ? 0 : p.shape.B * p.shape.H * p.shape.S;
   if (queries == 0) return;
-  const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_query_parts_cuda(p.shape, dtype));
+  const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_query_parts_cuda(p.shape, p.window, dtype));
   bool done = false;
-  if constexpr (sizeof(scalar_t) == 2) done = forward_on_tensor_cores<scalar_t>(p, parts, stream);
-  if (!done) forward_of_parts<scalar_t>(p, parts, stream);
+  if (p.window.size > 0) {
+    forward_of_parts<scalar_t>(p, parts, stream);
+  } else {
+    if constexpr (sizeof(scalar_t) == 2) done = forward_on_tensor_cores<scalar_t>(p, parts, stream);
+    if (!done) forward_of_parts<scalar_t, CompressedAttentionForward>(p, parts, stream);
+  }
   if (parts.count == 1) return;
   launch(
       {"compressed_attention_forward_join", ceil_div(queries * p.shape.D, kJoinThreads), dim3(kJoinThreads), 0, stream},
@@ -220,7 +219,7 @@ void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stre
 }  // namespace
 }  // namespace compressed_cuda
 
-void compressed_attention_forward_cuda(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+void compressed_attention_forward_cuda(const CompressedAttentionWindowForward& p, Dtype dtype, cudaStream_t stream) {
   with_device_type(dtype, [&](auto type) { compressed_cuda::forward<decltype(type)>(p, dtype, stream); });
 }
 

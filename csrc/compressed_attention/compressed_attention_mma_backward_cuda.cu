@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   constexpr int kWide = Shared::kWide;
   constexpr int kBuffers = kStages<kD>;
   auto& memory = shared<Shared>();
-  const KeyWork work = key_work(p.shape, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
+  const KeyWork work = key_work(p, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
   if (!work.exists()) return;
   const int first = warp() % Shared::kKeyWarps * 16;
   const int first_query = warp() / Shared::kKeyWarps * Shared::kQueriesOfWarp;

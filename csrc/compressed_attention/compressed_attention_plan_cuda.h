@@ -17,18 +17,23 @@ constexpr int64_t kCompressedThreadBlocks = 264;  // two for each multiprocessor
 constexpr int64_t kCompressedFewestTiles = 4;     // for a part
 
 inline bool is_empty(const CompressedAttentionShape& shape) {
-  return shape.B == 0 || shape.H == 0 || shape.Hkv == 0 || shape.S == 0 || shape.C == 0 || shape.D == 0;
+  return shape.B == 0 || shape.H == 0 || shape.Hkv == 0 || shape.S == 0 || shape.D == 0;
 }
 
 // The parts of every tile of queries in the forward. They lie in scratch.
-inline int64_t compressed_attention_query_parts_cuda(const CompressedAttentionShape& shape, Dtype dtype) {
+inline int64_t compressed_attention_query_parts_cuda(const CompressedAttentionShape& shape,
+                                                     const CompressedAttentionWindow& window, Dtype dtype) {
   constexpr int64_t kTile = 64;
   constexpr int64_t kBytes = 1 << 20;
   if (is_empty(shape) || shape.sequences) return 1;
   const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.group() * shape.S, kTile);
   const int64_t part_bytes = shape.B * shape.H * shape.S * (shape.D + 1) * acc_bytes(dtype);
-  const int64_t wanted =
-      std::min(kCompressedThreadBlocks / tiles, ceil_div(ceil_div(shape.C, kTile), kCompressedFewestTiles));
+  int64_t key_tiles = ceil_div(shape.C, kTile);
+  if (window.size > 0) {
+    const int64_t seen = shape.visible(shape.S - 1);  // blocks, by the last query
+    key_tiles = ceil_div(seen, kTile) + ceil_div(shape.T - seen * shape.factor, kTile);
+  }
+  const int64_t wanted = std::min(kCompressedThreadBlocks / tiles, ceil_div(key_tiles, kCompressedFewestTiles));
   return std::max<int64_t>(1, std::min(wanted, kBytes / part_bytes));
 }
 
@@ -44,7 +49,7 @@ inline CompressedAttentionKeySplit compressed_attention_key_split_cuda(const Com
                                                                        Dtype dtype, int64_t block_length) {
   constexpr int64_t kTile = 64;
   constexpr int64_t kBytes = 1 << 19;
-  if (is_empty(shape) || shape.sequences) return {1, kTile, false};
+  if (is_empty(shape) || shape.C == 0 || shape.sequences) return {1, kTile, false};
   const int64_t eighth = shape.B * shape.H * shape.S * shape.D * element_bytes(dtype) / 8;
   const int64_t part_bytes = 2 * shape.B * shape.Hkv * shape.C * shape.D * acc_bytes(dtype);
   const int64_t in_scratch = std::max(eighth, kBytes) / part_bytes;
@@ -69,9 +74,10 @@ inline int64_t compressed_attention_key_scratch_cuda(const CompressedAttentionSh
   return split.parts * 2 * shape.B * shape.Hkv * blocks * shape.D * acc_bytes(dtype);
 }
 
-inline CompressedAttentionPlan compressed_attention_plan_cuda(const CompressedAttentionShape& shape, Dtype dtype,
+inline CompressedAttentionPlan compressed_attention_plan_cuda(const CompressedAttentionShape& shape,
+                                                              const CompressedAttentionWindow& window, Dtype dtype,
                                                               int64_t /*threads*/) {
-  const int64_t parts = compressed_attention_query_parts_cuda(shape, dtype);
+  const int64_t parts = compressed_attention_query_parts_cuda(shape, window, dtype);
   const int64_t acc = acc_bytes(dtype);
   const int64_t queries = shape.B * shape.H * shape.S;
   // Every part's y (B,H,S,D) and lse (B,H,S).

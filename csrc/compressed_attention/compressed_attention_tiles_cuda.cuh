@@ -123,6 +123,21 @@ __device__ __forceinline__ int of_tile_before(int64_t end, int64_t first) {
   return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, TileSize<acc_t>::kSize)));
 }
 
+// Columns of a tile from begin to end.
+struct TileColumns {
+  int begin, end;
+
+  MEMCHECK_INLINE bool have(int column) const { return begin <= column && column < end; }
+};
+
+template <typename acc_t, int kRows, typename Parameters>
+__device__ __forceinline__ TileColumns columns_seen(const RowLimits<kRows, Parameters>& limits, const ColumnTile& tile,
+                                                    int row) {
+  const int end = of_tile_before<acc_t>(limits.end(tile, row), tile.first);
+  if constexpr (!kHasWindow<Parameters>) return {0, end};
+  return {of_tile_before<acc_t>(limits.begin(tile, row), tile.first), end};
+}
+
 // ---- numbers that are not finite
 //
 // In a product of tiles a query that does not see a block has a weight of 0, and 0 times NaN or infinity is NaN. So a

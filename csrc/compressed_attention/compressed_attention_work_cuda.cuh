@@ -10,7 +10,7 @@ namespace memcheck {
 void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_extend_cuda(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_extend_backward_cuda(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t stream);
-void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream);
+void compressed_attention_backward_cuda(const CompressedAttentionWindowBackward& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_sink_gradients_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream);
 
 namespace compressed_cuda {
@@ -84,6 +84,127 @@ MEMCHECK_INLINE QueryWork query_work(const CompressedAttentionShape& shape, int6
   return {of, row, column, part, part_of(tiles, part, parts), part_of(tiles, part + 1, parts), seen};
 }
 
+// ---- with a window
+//
+// A call without a window has the parameters CompressedAttentionForward or CompressedAttentionBackward. So its kernels
+// are compiled without what a window needs.
+
+template <typename Parameters>
+constexpr bool kHasWindow = std::is_same_v<Parameters, CompressedAttentionWindowForward> ||
+                            std::is_same_v<Parameters, CompressedAttentionWindowBackward>;
+
+// The tiles of positions follow those of blocks, and parts divide both.
+struct WindowQueryWork : QueryWork {
+  int64_t block_tiles;
+  int64_t first_position;  // of the first tile of positions
+};
+
+// A tile of columns of scores: of blocks, or of positions of a window.
+struct ColumnTile {
+  bool of_window;
+  int64_t first;  // column
+};
+
+MEMCHECK_INLINE ColumnTile column_tile(const QueryWork&, int64_t tile, int64_t tile_keys) {
+  return {false, tile * tile_keys};
+}
+MEMCHECK_INLINE ColumnTile column_tile(const WindowQueryWork& work, int64_t tile, int64_t tile_keys) {
+  if (tile < work.block_tiles) return {false, tile * tile_keys};
+  return {true, work.first_position + (tile - work.block_tiles) * tile_keys};
+}
+
+template <typename Parameters>
+MEMCHECK_INLINE auto query_work(const Parameters& p, int64_t index, int64_t tile_rows, int64_t tile_keys,
+                                int64_t column_tiles, int64_t tile_columns, int64_t parts) {
+  const QueryWork work = query_work(p.shape, index, tile_rows, tile_keys, column_tiles, tile_columns, parts);
+  if constexpr (kHasWindow<Parameters>) {
+    WindowQueryWork both{work, ceil_div(work.seen, tile_keys), 0};
+    if (!work.exists()) return both;
+    const int64_t last = smaller(work.row + tile_rows, work.of.rows()) - 1;
+    both.first_position = work.of.positions(p.shape, p.window, work.row).begin;
+    const int64_t end = work.of.positions(p.shape, p.window, last).end;
+    const int64_t tiles = both.block_tiles + ceil_div(end - both.first_position, tile_keys);
+    both.begin = part_of(tiles, work.part, parts);
+    both.end = part_of(tiles, work.part + 1, parts);
+    return both;
+  } else {
+    return work;
+  }
+}
+
+// The columns that each row of a tile of queries sees.
+template <int kRows, typename Parameters>
+struct RowLimits {
+  int64_t numbers[kHasWindow<Parameters> ? 3 : 1][kRows];  // the end of blocks; the begin and the end of positions
+
+  // Called by each of the first kRows threads.
+  __device__ __forceinline__ void fill(const Parameters& p, const QueryWork& work) {
+    const int64_t row = work.row + threadIdx.x;
+    const bool exists = row < work.of.rows();
+    numbers[0][threadIdx.x] = exists ? work.of.visible(p.shape, row) : 0;
+    if constexpr (kHasWindow<Parameters>) {
+      const PositionRange seen = exists ? work.of.positions(p.shape, p.window, row) : PositionRange{0, 0};
+      numbers[1][threadIdx.x] = seen.begin;
+      numbers[2][threadIdx.x] = seen.end;
+    }
+  }
+  __device__ __forceinline__ int64_t begin(const ColumnTile& tile, int row) const {
+    if constexpr (kHasWindow<Parameters>) return tile.of_window ? numbers[1][row] : 0;
+    return 0;
+  }
+  __device__ __forceinline__ int64_t end(const ColumnTile& tile, int row) const {
+    if constexpr (kHasWindow<Parameters>) return numbers[tile.of_window ? 2 : 0][row];
+    return numbers[0][row];
+  }
+};
+
+// Keys or values.
+template <typename scalar_t, typename Parameters>
+MEMCHECK_INLINE KeyMatrix<scalar_t> columns_of(const Parameters& p, const KeyHead& of, const ColumnTile& tile,
+                                               bool of_values) {
+  if constexpr (kHasWindow<Parameters>)
+    if (tile.of_window)
+      return rows_of<scalar_t>(p.shape, of_values ? p.window.v : p.window.k, of, of.first_key,
+                               of.keys - p.window.first);
+  return blocks_of<scalar_t>(p.shape, of_values ? p.vc : p.kc, of);
+}
+
+// The same parameters, with the positions of the window in the place of blocks. Kernels with a tile of keys take these.
+inline CompressedAttentionWindowBackward of_positions(CompressedAttentionWindowBackward p) {
+  p.shape.C = p.shape.T - p.window.first;
+  p.kc = p.window.k;
+  p.vc = p.window.v;
+  p.grad_k = p.window.grad_k;
+  p.grad_v = p.window.grad_v;
+  return p;
+}
+
+// The tiles of blocks, or of positions in their place.
+template <typename Parameters>
+MEMCHECK_INLINE int64_t key_tile_count(const Parameters& p, int64_t size) {
+  const int64_t rows = kHasWindow<Parameters> ? size : block_tile(p.shape, size);
+  return tile_count(p.shape, block_rows(p.shape), rows);
+}
+
+// Which rows see each key of a tile.
+template <int kKeys, typename Parameters>
+struct KeyLimits {
+  int64_t first_row[kKeys];
+  int64_t end[kHasWindow<Parameters> ? kKeys : 1];  // of the rows that see a position
+
+  // Called by each of the first kKeys threads.
+  __device__ __forceinline__ void fill(const Parameters& p, const KeyHead& of, int64_t key) {
+    const int64_t j = key + threadIdx.x;
+    if constexpr (kHasWindow<Parameters>) {
+      const PositionRange rows = of.rows_seeing(p.shape, p.window, j);
+      first_row[threadIdx.x] = rows.begin;
+      end[threadIdx.x] = rows.end;
+    } else {
+      first_row[threadIdx.x] = of.first_row(p.shape, j);
+    }
+  }
+};
+
 // A tile of blocks, and the tiles of queries that it reads, from the first query that sees any of it.
 struct KeyWork {
   KeyHead of;
@@ -96,19 +217,30 @@ struct KeyWork {
   MEMCHECK_INLINE bool exists() const { return key < of.blocks; }
 };
 
-// Most queries see early keys. Their tiles go first.
-MEMCHECK_INLINE KeyWork key_work(const CompressedAttentionShape& shape, int64_t index, int64_t tile_keys,
-                                 int64_t tile_rows, int64_t column_tiles, int64_t tile_columns, int64_t parts) {
+// Most queries see early keys. Their tiles go first. p: those of of_positions, or without a window.
+template <typename Parameters>
+MEMCHECK_INLINE KeyWork key_work(const Parameters& p, int64_t index, int64_t tile_keys, int64_t tile_rows,
+                                 int64_t column_tiles, int64_t tile_columns, int64_t parts) {
+  const CompressedAttentionShape& shape = p.shape;
   const int64_t part = index % parts;
   index /= parts;
   const int64_t column = index % column_tiles * tile_columns;
   index /= column_tiles;
-  const TilePlace at = tile_place(shape, index, block_rows(shape), block_tile(shape, tile_keys), false, FirstKey());
-  const KeyHead of = key_head(shape, at.sequence, at.head);
+  const int64_t tile_size = kHasWindow<Parameters> ? tile_keys : block_tile(shape, tile_keys);
+  const TilePlace at = tile_place(shape, index, block_rows(shape), tile_size, false, FirstKey());
+  KeyHead of = key_head(shape, at.sequence, at.head);
   const int64_t key = at.tile * tile_keys;
-  const int64_t first_row = of.first_row(shape, key);
-  const int64_t tiles = ceil_div(of.rows() - first_row, tile_rows);
-  return {of, key, column, part, first_row, part_of(tiles, part, parts), part_of(tiles, part + 1, parts)};
+  PositionRange rows;
+  if constexpr (kHasWindow<Parameters>) {
+    of.first_block = of.first_key;
+    of.blocks = of.keys - p.window.first;
+    rows = {of.rows_seeing(shape, p.window, key).begin,
+            of.rows_seeing(shape, p.window, smaller(key + tile_keys, of.blocks) - 1).end};
+  } else {
+    rows = {of.first_row(shape, key), of.rows()};
+  }
+  const int64_t tiles = ceil_div(rows.end - rows.begin, tile_rows);
+  return {of, key, column, part, rows.begin, part_of(tiles, part, parts), part_of(tiles, part + 1, parts)};
 }
 
 // The positions of a block. Its gradient is divided by their number.

@@ -192,7 +192,7 @@ def compressed_attention(
         window: W, at least 1; needs causal. The query at position t then sees positions as they are from the last block
             boundary at or before t - W + 1 (at least 0) to t, or with strict to t - 1, and the means of the blocks
             before that boundary. So it sees every position once, in one softmax. With W >= T this is softmax
-            attention. On the CPU only, so far.
+            attention.
         return_lse: return lse too, with which merge_attention merges y and other attention of the same queries.
         sink: (H,), a score of each head that every query sees, with a value of 0: it adds exp(sink) to the sum over
             which softmax divides, and so to exp(lse).
@@ -239,7 +239,6 @@ def compressed_attention(
             causal, a state of other sizes or another factor, another number of states than of sequences, a rule of
             cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
-        NotImplementedError: a window on CUDA.
 
     Equivalent to:
         >>> def blocks(x):

@@ -144,9 +144,3 @@ def test_launches_of_linear_attention_do_not_depend_on_the_number_of_sequences(d
         counts.append({name: of.count for name, of in library.launches().items()})
     assert counts[0] == counts[1]
     assert counts[0]["linear_attention_add_up"] >= 4
-
-
-def test_a_window_is_refused() -> None:
-    inputs, _ = make_more(1, 2, 1, 9, 9, 3)
-    with pytest.raises(NotImplementedError, match="compressed_attention: window is not available on CUDA yet"):
-        memcheck.compressed_attention(*inputs[:3], factor=2, window=3)

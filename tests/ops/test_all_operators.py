@@ -177,6 +177,7 @@ OPERATORS = {
     **variants(LINEAR, {"causal": True}, {"causal": False}),
     **variants(PADDED_COMPRESSED, {"padding": "right"}, {"padding": "left"}, {"padding": "left", "causal": False}),
     **variants(COMPRESSED, {"strict": False}, {"strict": True}, {"causal": False}),
+    **variants(replace(COMPRESSED, free=()), {"window": 20}),
     **variants(POOLED, {"strict": False}, {"strict": True}, {"causal": False}),
     **variants(COMBINATOR, {"low_memory": False}, {"low_memory": True}),
     **variants(LINEAR_R, {}),

@@ -13,6 +13,7 @@ from ops.checks import (
     CPU_LEVELS,
     DTYPES,
     HALF_DTYPES,
+    KERNELS,
     LAYOUTS,
     assert_contract,
     assert_strides,
@@ -33,8 +34,6 @@ import memcheck
 from memcheck import compressed_attention, compressed_attention_state, compressed_attention_step, measure_memory
 from memcheck._extension import _C
 from memcheck.ops.reference import compressed_attention as reference
-
-pytestmark = pytest.mark.cpu
 
 # B, H, Hkv, S, T, D
 SHAPES = [
@@ -188,6 +187,7 @@ def test_sequences_have_the_bits_that_they_have_alone(kind: str) -> None:
 # ---- bits, strides, NaN
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_a_query_depend_on_what_it_sees_alone(dtype: torch.dtype) -> None:
     (q, k, v), _ = make_inputs(2, 4, 2, 300, 300, 40, dtype)
@@ -198,6 +198,7 @@ def test_bits_of_a_query_depend_on_what_it_sees_alone(dtype: torch.dtype) -> Non
         assert same_bits([x[:, :, T - queries : T] for x in (y, lse)], some)
 
 
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
@@ -439,7 +440,8 @@ def window_plan(q: Tensor, k: Tensor, factor: int, window: int) -> dict[str, int
     (B, H, S, D), (_, Hkv, T, _) = q.shape, k.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": factor, "window": min(window, T)}
     dtype = str(q.dtype).removeprefix("torch.")
-    return _C.compressed_attention_plan(**sizes, causal=True, dtype=dtype, threads=torch.get_num_threads())
+    more = {"causal": True, "dtype": dtype, "threads": torch.get_num_threads(), "device": KERNELS}
+    return _C.compressed_attention_plan(**sizes, **more)
 
 
 def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, window: int) -> list[Any]:
