@@ -133,6 +133,14 @@ CASES: dict[str, Callable[[], None]] = {
     "compressed, any slices": Split("compressed_attention", (13, 0, 21), {"factor": 8}, torch.float64),
     "compressed, blocks on several ranks": Split("compressed_attention", (5, 3), {"factor": 16, "causal": False}),
     "compressed, strict": Split("compressed_attention", (63, 65), {"factor": 4, "strict": True}, torch.bfloat16),
+    "compressed, a window": Split("compressed_attention", (64, 32), {"factor": 8, "window": 16}),
+    "compressed, a window over several ranks": Split(
+        "compressed_attention", (5, 0, 3, 21), {"factor": 4, "window": 11}, torch.float64
+    ),
+    "compressed, a window longer than all": Split(
+        "compressed_attention", (13, 9), {"factor": 4, "window": 100, "strict": True}
+    ),
+    "compressed, a window of one": Split("compressed_attention", (63, 65), {"factor": 4, "window": 1}, torch.bfloat16),
 }
 
 CASES.update(SHARDED)
@@ -210,6 +218,10 @@ def blocks_travel_and_no_positions() -> None:
         found = traffic(Split("compressed_attention", (length,), {"factor": 8}))
         gathered = (ranks + 1) * ((blocks + 2) * of_block + 8)  # a rank's own, and the result; and its length
         assert found == {"_allgather_base_": gathered, "_reduce_scatter_base_": (ranks + 1) * (blocks + 2) * of_block}
+        # With a window of 10, the newest 16 of each rank's positions, too.
+        found = traffic(Split("compressed_attention", (length,), {"factor": 8, "window": 10}))
+        borders = (dist.get_rank() > 0) + (dist.get_rank() < ranks - 1)
+        assert found["alltoall_base_"] == 2 * borders * 16 * of_block
 
 
 @case

@@ -13,6 +13,7 @@ from memcheck.distributed.exchange import Ranks
 from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
 from memcheck.ops.compressed_attention import Options as LocalOptions
 from memcheck.ops.compressed_attention import compressed_attention_pooled
+from memcheck.ops.compressed_attention_windows import check_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,6 +23,7 @@ class Options(LocalOptions, total=False):
     """Arguments that do not change what is returned."""
 
     group: dist.ProcessGroup | None
+    window: int | None
 
 
 @overload
@@ -52,6 +54,7 @@ def compressed_attention(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
+    window: int | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
     **not_offered: Any,
@@ -64,8 +67,8 @@ def compressed_attention(
         v: (B,Hkv,S,D) its values. Slices of different ranks may have different lengths, which need not be multiples of
             the factor: a block may lie on several ranks.
         group: the processes; by default all.
-        factor, causal, strict, scale, return_lse, sink: as in memcheck.compressed_attention. The gradient of a sink is
-            that of this rank's queries: add them up over the ranks, as for any parameter.
+        factor, causal, strict, scale, window, return_lse, sink: as in memcheck.compressed_attention. The gradient of a
+            sink is that of this rank's queries: add them up over the ranks, as for any parameter.
 
     All ranks make the call with the same B, heads, D, dtype and options, and all of them or none with gradients. Then
     all of them must run the backward.
@@ -74,10 +77,12 @@ def compressed_attention(
         y (B,H,S,D) of this rank's slice, and with return_lse y and lse (B,H,S), equal to those of one process up to
         rounding. Every rank gets the means of all blocks, 2 B Hkv D T / factor elements in the dtype of k, where T is
         the length of the whole sequence, and four sums (B,Hkv,D) of each rank. In the backward it gets the sum of the
-        gradients of its own blocks, added up in the accumulation type.
+        gradients of its own blocks, added up in the accumulation type. With a window, it also gets the keys and values
+        of the positions before its slice that its first query sees as they are, at most window + factor - 2, and in the
+        backward the gradients of its own such positions.
 
     Raises:
-        ValueError, TypeError: as memcheck.compressed_attention; causal slices with S != T.
+        ValueError, TypeError: as memcheck.compressed_attention; causal slices with S != T, a window without causal.
         NotImplementedError: another argument of memcheck.compressed_attention, such as cu_seqlens, lengths or
             initial_state.
         RuntimeError: there is no process group.
@@ -95,6 +100,10 @@ def compressed_attention(
         raise ValueError(f"{op}: factor must be an int of at least 1, got {factor!r}")
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"{op}: v must be {list(k.shape)} {k.dtype} to match k, got {list(v.shape)} {v.dtype}")
+    if window is not None:
+        check_window(op, window)
+        if not causal:
+            raise ValueError(f"{op}: window needs causal=True, got causal=False")
     if causal:
         check_slices(op, q.shape[2], k.shape[2])
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
@@ -105,6 +114,9 @@ def compressed_attention(
         kv_len = slices[ranks.rank].first + k.shape[2]
         kc, vc = (x[:, :, : kv_len // factor] for x in (kc, vc))
     options: dict[str, Any] = {"strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
+    if window is not None:
+        near_k, near_v = _Near.apply(k, v, slices, window, ranks)
+        options |= {"k": near_k, "v": near_v, "window": window}
     return compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, causal=causal, **options)
 
 
@@ -126,6 +138,16 @@ class _Slice(NamedTuple):
     @property
     def tail(self) -> int:
         return self.positions - self.head - self.blocks * self.factor
+
+    def seen_before(self, window: int) -> range:
+        """The positions before the slice that its queries see as they are."""
+        begin = max(0, self.first - window + 1) // self.factor * self.factor
+        return range(begin, self.first if self.positions else begin)
+
+    def part_of(self, positions: range) -> slice:
+        """Those of the positions that lie in the slice, counted from its first."""
+        start, stop = (min(max(x - self.first, 0), self.positions) for x in (positions.start, positions.stop))
+        return slice(start, stop)
 
     @property
     def first_block(self) -> int:
@@ -208,3 +230,41 @@ class _Blocks(torch.autograd.Function):
             middle.copy_(share[:, :, 2 : 2 + own.blocks, None])
             gradients.append(gradient)
         return *gradients, None, None
+
+
+class _Near(torch.autograd.Function):
+    """k and v (B,Hkv,n,D) of this rank's slice and of the positions before it that its queries see as they are.
+
+    Rows of (positions,2,B,Hkv,D), keys and values, travel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, slices: list[_Slice], window: int, ranks: Ranks
+    ) -> tuple[Tensor, Tensor]:
+        own = slices[ranks.rank]
+        seen = own.seen_before(window)
+        ctx.sent = [own.part_of(x.seen_before(window)) for x in slices]
+        parts = [x.part_of(seen) for x in slices]
+        ctx.counts, ctx.ranks = [part.stop - part.start for part in parts], ranks
+        ctx.like = [torch.empty_like(x, device="meta") for x in (k, v)]  # sizes and strides, without memory
+        rows = [torch.stack([x[:, :, part] for x in (k, v)]).movedim(3, 0) for part in ctx.sent]
+        before = ranks.exchanged(rows, ctx.counts).movedim(0, 3)
+        near_k, near_v = (torch.cat([x, y], 2) for x, y in zip(before, (k, v), strict=True))
+        return near_k, near_v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        count = sum(ctx.counts)
+        before = torch.stack([x[:, :, :count] for x in grads]).movedim(3, 0)
+        sent = [part.stop - part.start for part in ctx.sent]
+        came = ctx.ranks.exchanged(before.split(ctx.counts), sent).movedim(0, 3).split(sent, 3)
+        gradients = []
+        for i, (grad, like) in enumerate(zip(grads, ctx.like, strict=True)):
+            total = grad[:, :, count:].to(torch.promote_types(grad.dtype, torch.float32))
+            total = total.clone() if total.dtype == grad.dtype else total
+            for part, x in zip(ctx.sent, came, strict=True):
+                total[:, :, part] += x[i]
+            gradients.append(torch.empty_like(like, device=grad.device).copy_(total))
+        return *gradients, None, None, None

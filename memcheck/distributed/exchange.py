@@ -71,6 +71,12 @@ class Ranks:
         all_gather(result, x.contiguous()[None], group=self.group)
         return result
 
+    def exchanged(self, parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """Sends parts[r] (n,...) to rank r, and returns what came from all ranks, counts[r] rows from rank r."""
+        result = parts[0].new_empty((sum(counts), *parts[0].shape[1:]))
+        dist.all_to_all_single(result, torch.cat(list(parts)), list(counts), [len(x) for x in parts], group=self.group)
+        return result
+
     def scattered_sum(self, x: Tensor) -> Tensor:
         """x (ranks, ...) of all ranks added up, of which each rank gets its own row."""
         result = x.new_empty((1, *x.shape[1:]))

@@ -71,6 +71,12 @@ def test_wrong_arguments() -> None:
         (lambda: d.linear_attention(HEADS, HEADS, HEADS, feature_map="x"), ValueError, "feature_map must be one of"),
         (lambda: d.linear_attention(HEADS, HEADS, HEADS, decay=ONES[0, 0]), ValueError, "decay needs causal=True"),
         (lambda: d.compressed_attention(HEADS, HEADS, HEADS, factor=0), ValueError, "factor must be an int of at"),
+        (lambda: d.compressed_attention(HEADS, HEADS, HEADS, factor=2, window=0), ValueError, "window must be"),
+        (
+            lambda: d.compressed_attention(HEADS, HEADS, HEADS, factor=2, window=2, causal=False),
+            ValueError,
+            "distributed.compressed_attention: window needs causal=True, got causal=False",
+        ),
         (lambda: d.compressed_attention(HEADS, HEADS, longer, factor=2), ValueError, "v must be [1, 1, 4, 4]"),
         (
             lambda: d.softplus_attention(*THREE, cu_seqlens=ints(0, 3)),
@@ -104,4 +110,6 @@ def test_wrong_arguments() -> None:
     assert torch.equal(d.linear_attention(q, k, v, causal=True), memcheck.linear_attention(q, k, v, causal=True))
     expected = memcheck.compressed_attention(q, k, v, factor=2)
     assert torch.equal(d.compressed_attention(q, k, v, factor=2), expected)
+    expected = memcheck.compressed_attention(q, k, v, factor=2, window=2)
+    assert torch.equal(d.compressed_attention(q, k, v, factor=2, window=2), expected)
     torch.distributed.destroy_process_group()
