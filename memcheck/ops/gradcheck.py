@@ -16,6 +16,7 @@ from memcheck.core.options import named
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
+    CompressedAttentionWindowState,
     compressed_attention,
     compressed_attention_pooled,
 )
@@ -192,6 +193,36 @@ def continued_configuration(Hkv: int, S: int, T: int, blocks: int, positions: in
     return configured("compressed_attention", function, sizes, shapes)
 
 
+def pooled_window_configuration(
+    H: int, Hkv: int, S: int, T: int, D: int, *, factor: int, **options: Any
+) -> Configuration:
+    """Blocks do not depend on the positions beside them."""
+
+    def function(q: Tensor, kc: Tensor, vc: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return compressed_attention_pooled(q, kc, vc, k=k, v=v, factor=factor, kv_len=T, **options)
+
+    shapes = ((1, H, S, D), *[(1, Hkv, T // factor, D)] * 2, *[(1, Hkv, T, D)] * 2)
+    sizes = f"H={H} Hkv={Hkv} S={S} T={T} D={D} factor={factor}"
+    return configured("compressed_attention_pooled", function, sizes, shapes, **options)
+
+
+def continued_window_configuration(S: int, blocks: int, positions: int, *, factor: int, window: int) -> Configuration:
+    """The same from a state with a window."""
+    H, Hkv, D = 2, 1, 2
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *held: Tensor) -> Tensor:
+        state = CompressedAttentionWindowState(held[0], held[1], held[2], held[3], factor, window)
+        options: dict[str, Any] = {"factor": factor, "window": window, "return_state": True}
+        y, after = compressed_attention(q, k, v, initial_state=state, **options)
+        return torch.cat([x.flatten() for x in (y, *after[:4])])
+
+    shapes = ((1, H, S, D), *[(1, Hkv, S, D)] * 2, *[(1, Hkv, blocks, D)] * 2, *[(1, Hkv, positions, D)] * 2)
+    sizes = (
+        f"H={H} Hkv={Hkv} S={S} D={D} factor={factor} window={window}, after {blocks} blocks and {positions} positions"
+    )
+    return configured("compressed_attention", function, sizes, shapes)
+
+
 # At most about 200 input elements each.
 CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(2, 7, 7, 3, causal=True),
@@ -266,6 +297,23 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     continued_configuration(2, 5, 5, 2, 1, factor=3),
     continued_configuration(2, 4, 9, 1, 0, factor=3),
     continued_configuration(1, 1, 1, 3, 2, factor=9),
+    *(
+        compressed_configuration(*shape, **options)
+        for shape, options in (
+            ((1, 2, 1, 9, 9, 4), {"factor": 2, "window": 3}),
+            ((1, 2, 1, 9, 9, 4), {"factor": 3, "window": 1, "strict": True}),
+            ((1, 4, 2, 3, 11, 3), {"factor": 3, "window": 4}),
+            ((1, 2, 2, 5, 7, 3), {"factor": 2, "window": 7}),
+            ((1, 1, 1, 1, 33, 2), {"factor": 4, "window": 6}),
+            ((1, 4, 2, 5, 7, 3), {"factor": 2, "window": 2, "sink": True}),
+            ((1, 2, 1, 9, 9, 3), {"factor": 2, "window": 3, "cu_seqlens": torch.tensor([0, 6, 6, 9])}),
+            ((2, 2, 1, 5, 5, 3), {"factor": 2, "window": 2, "lengths": torch.tensor([5, 4]), "padding": "left"}),
+        )
+    ),
+    pooled_window_configuration(2, 1, 9, 9, 3, factor=2, window=3),
+    pooled_window_configuration(2, 2, 3, 8, 2, factor=3, window=1, strict=True),
+    continued_window_configuration(4, 2, 5, factor=3, window=4),
+    continued_window_configuration(1, 1, 5, factor=3, window=4),
 )
 
 
