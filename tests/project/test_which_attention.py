@@ -38,8 +38,16 @@ def inputs(length: int) -> list[Tensor]:
     return [meta(1, HEADS, length, DIM // HEADS) for _ in range(3)]
 
 
-def of_catalog(name: str) -> Callable[[int], Prediction]:
-    sizes = {"bsz": 1, "dim": DIM, "heads": HEADS, "core_dim": None, "factor": None, "dtype": "bfloat16"}
+def of_catalog(name: str, window: int | None = None) -> Callable[[int], Prediction]:
+    sizes = {
+        "window": window,
+        "bsz": 1,
+        "dim": DIM,
+        "heads": HEADS,
+        "core_dim": None,
+        "factor": None,
+        "dtype": "bfloat16",
+    }
     return lambda length: memcheck.predict_memory(
         make_case(name, query_len=length, kv_len=length, **sizes), "A100-40GB"
     )
@@ -65,6 +73,7 @@ def masked(length: int) -> Prediction:
 def training_lines() -> Iterator[str]:
     """Tensors alive at the peak of a forward and backward."""
     ways = {name: of_catalog(kind) for name, kind in NAMES.items()}
+    ways |= {"compressed with a window of 1,024": of_catalog("compressed", WINDOW)}
     ways |= {"linear with decay": decayed, "sliding window, SDPA with a mask": masked}
     for name, predict in ways.items():
         peaks = [peak for length in LENGTHS if (peak := predict(length).peak) is not None]
