@@ -249,9 +249,10 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
                                                                 int64_t D, int64_t factor, bool causal,
                                                                 const std::string& dtype, int64_t threads,
                                                                 const std::string& device, const Lengths& lengths,
-                                                                bool packed, int64_t window, int64_t first) {
+                                                                bool packed, int64_t window, int64_t first,
+                                                                std::optional<int64_t> blocks) {
   const PlannedSequences sequences(lengths, packed);
-  const int64_t C = memcheck::compressed_attention_blocks(T, factor, packed, sequences.table.count);
+  const int64_t C = blocks.value_or(memcheck::compressed_attention_blocks(T, factor, packed, sequences.table.count));
   memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   shape.sequences = sequences.table;
   shape.lag = window;
@@ -330,10 +331,11 @@ static void bind_plans(py::module_& m) {
   m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
         py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
         py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu", py::arg("sequences") = py::none(),
-        py::arg("packed") = false, py::arg("window") = 0, py::arg("first") = 0,
+        py::arg("packed") = false, py::arg("window") = 0, py::arg("first") = 0, py::arg("blocks") = py::none(),
         "bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
         "those that came pooled), delta and backward_scratch; threads count on the CPU alone. sequences: (queries, "
-        "keys) of each, in a packed or padded batch. window: its size, 0 without one, and the first position of k");
+        "keys) of each, in a packed or padded batch. window: its size, 0 without one, and the first position of k. "
+        "blocks: those of keys and values that came pooled");
 }
 
 PYBIND11_MODULE(_C, m) {

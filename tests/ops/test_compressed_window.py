@@ -31,7 +31,13 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 import memcheck
-from memcheck import compressed_attention, compressed_attention_state, compressed_attention_step, measure_memory
+from memcheck import (
+    compressed_attention,
+    compressed_attention_pooled,
+    compressed_attention_state,
+    compressed_attention_step,
+    measure_memory,
+)
 from memcheck._extension import _C
 from memcheck.ops.reference import compressed_attention as reference
 
@@ -436,12 +442,12 @@ def test_states_under_compile_autocast_and_torch_func() -> None:
 # ---- memory
 
 
-def window_plan(q: Tensor, k: Tensor, factor: int, window: int) -> dict[str, int]:
+def window_plan(q: Tensor, k: Tensor, factor: int, window: int, **more: int) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, _) = q.shape, k.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": factor, "window": min(window, T)}
     dtype = str(q.dtype).removeprefix("torch.")
-    more = {"causal": True, "dtype": dtype, "threads": torch.get_num_threads(), "device": KERNELS}
-    return _C.compressed_attention_plan(**sizes, **more)
+    how = {"causal": True, "dtype": dtype, "threads": torch.get_num_threads(), "device": KERNELS}
+    return _C.compressed_attention_plan(**sizes, **how, **more)
 
 
 def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, window: int) -> list[Any]:
@@ -465,6 +471,27 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, wi
     assert record.forward_peak_bytes == held + plan["compressed"] + plan["forward_scratch"]
     assert record.saved_bytes == 0
     return records
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_pooled_keys_to_the_byte(dtype: torch.dtype) -> None:
+    """With no more blocks and positions than queries see, and one query, whose keys several blocks of threads share."""
+    for S, B in ((300, 2), (1, 1)):
+        (q, k, v), _ = make_inputs(B, 4, 2, S, 3000, 40, dtype)
+        first, blocks = (3000 - S - 63) // 8 * 8, (3000 - 64) // 8
+        given = [q, *(reference.compress(x, 8)[:, :, :blocks] for x in (k, v)), *(x[:, :, first:] for x in (k, v))]
+        leaves = [x.clone().requires_grad_() for x in given]
+        plan = window_plan(q, k, 8, 64, first=first, blocks=blocks)
+
+        def attend(q: Tensor, kc: Tensor, vc: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return compressed_attention_pooled(q, kc, vc, k=k, v=v, window=64, factor=8, kv_len=3000)
+
+        record = measure_memory(attend, *leaves)
+        held = record.input_bytes + record.output_bytes
+        assert record.saved_bytes == plan["lse"]
+        assert record.forward_peak_bytes == held + plan["lse"] + plan["pooled_forward_scratch"]
+        working = plan["lse"] + q.itemsize + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
+        assert record.backward_peak_bytes == held + working
 
 
 @pytest.mark.slow

@@ -42,9 +42,19 @@ def linear_plan(call: OperatorCall, Dv: int, **how: bool) -> dict[str, int]:
     return plan_of(call, "linear_attention", call.q, **sizes, causal=call.arguments.get("causal", False))
 
 
-def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
+def compressed_plan(call: OperatorCall, Hkv: int, T: int, blocks: int | None = None) -> dict[str, int]:
+    """blocks: of keys and values that came pooled."""
     B, H, S, D = call.q.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
+    sizes: dict[str, Any] = {
+        "blocks": blocks,
+        "B": B,
+        "H": H,
+        "Hkv": Hkv,
+        "S": S,
+        "T": T,
+        "D": D,
+        "factor": call.factor,
+    }
     sizes |= {"threads": call.target.threads, **(sequences_of(call, S, T) or {})}
     if call.arguments.get("window") is not None:
         sizes |= {"window": min(call.window, max(T, 1)), "first": T - call.k.shape[2]}
@@ -156,7 +166,7 @@ def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
 
 
 def compressed_pooled(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    plan = compressed_plan(call, call.kc.shape[1], call.kv_len, call.kc.shape[2])
     yield from laid_out_sink(call)
     yield from sequence_table(call, call.q.shape[2], call.kv_len)
     yield Scratch("scratch", plan["pooled_forward_scratch"])
@@ -180,12 +190,13 @@ def compressed_extend(call: OperatorCall) -> Iterator[Scratch]:
 
 def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
     completes = call.name.endswith("last_step")
-    positions = (call.blocks + 1) * call.factor if completes else call.kc.shape[2] * call.factor + call.positions + 1
-    yield Scratch("scratch", compressed_plan(call, call.k.shape[1], positions)["pooled_forward_scratch"])
+    blocks = call.blocks + 1 if completes else call.kc.shape[2]
+    positions = blocks * call.factor + (0 if completes else call.positions + 1)
+    yield Scratch("scratch", compressed_plan(call, call.k.shape[1], positions, blocks)["pooled_forward_scratch"])
 
 
 def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    plan = compressed_plan(call, call.kc.shape[1], call.kv_len, call.kc.shape[2])
     yield from laid_out_sink(call)
     yield from sequence_table(call, call.q.shape[2], call.kv_len)
     of_window = call.output_mask[4:5] if call.k is not None else []
