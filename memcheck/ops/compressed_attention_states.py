@@ -163,18 +163,18 @@ def blocks_in(room: tuple[Tensor, Tensor], count: int, start: int = 0) -> tuple[
     return kc, vc
 
 
-def appended(state: CompressedAttentionState, new: CompressedAttentionState) -> CompressedAttentionState:
-    """The new state, whose blocks are those behind the old ones, with all of them."""
-    count, more = state.kc.shape[2], new.kc.shape[2]
-    if not more:
-        return new._replace(kc=state.kc, vc=state.vc)
-    if not count:
-        return new
-    room = room_after(state, more)
-    for x, blocks in zip(room, new[:2], strict=True):
-        x[:, :, count : count + more] = blocks
-    kc, vc = blocks_in(room, count + more)
-    return new._replace(kc=kc, vc=vc)
+def appended(old: Sequence[Tensor], new: Sequence[Tensor], in_place: bool) -> tuple[Tensor, Tensor]:
+    """kc and vc (B,Hkv,C,D) of the old blocks and then the new ones. in_place: in memory that they may share."""
+    (kc, vc), (new_kc, new_vc) = old, new
+    count, more = kc.shape[2], new_kc.shape[2]
+    if not (count and more):
+        return (kc, vc) if count else (new_kc, new_vc)
+    if not in_place:
+        return torch.cat([kc, new_kc], 2), torch.cat([vc, new_vc], 2)
+    *room, start = memory_after(kc, vc, more)
+    for x, blocks in zip(room, new, strict=True):
+        x[:, :, start + count : start + count + more] = blocks
+    return blocks_in((room[0], room[1]), count + more, start)
 
 
 def state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> CompressedAttentionState:
@@ -243,12 +243,7 @@ def state_after(op: str, state: CompressedAttentionState, k: Tensor, v: Tensor) 
     factor, opened = state.factor, state.positions
     *new, k_sum, v_sum = extended(op, k, v, state.k_sum, state.v_sum, positions=[opened], factor=factor)
     opened = (opened + k.shape[2]) % factor
-    if grows_in_place(k, v, state[:4]):
-        return appended(state, CompressedAttentionState(new[0], new[1], k_sum, v_sum, opened, factor))
-    kc, vc = (
-        x if not blocks.shape[2] else torch.cat([x, blocks], 2) if x.shape[2] else blocks
-        for x, blocks in zip(state[:2], new, strict=True)
-    )
+    kc, vc = appended(state[:2], new, grows_in_place(k, v, state[:4]))
     return CompressedAttentionState(kc, vc, k_sum, v_sum, opened, factor)
 
 

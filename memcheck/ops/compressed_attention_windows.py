@@ -16,6 +16,7 @@ from memcheck.ops.compressed_attention_states import (
     Arguments,
     Inputs,
     Places,
+    appended,
     attend,
     blocks_in,
     check_matches,
@@ -33,7 +34,7 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 class CompressedAttentionWindowState(NamedTuple):
     """The state of decoding with a window: the blocks before it, and the positions from there on.
 
-    Positions of successive states share memory: do not write to them.
+    Blocks and positions of successive states share memory: do not write to them.
     """
 
     kc: Tensor  # (B,Hkv,C,D) means of the keys of blocks that the next position sees as such, in their dtype
@@ -189,7 +190,7 @@ def state_after(
     if end > 0:
         whole = k[:, :, :end], v[:, :, :end]
         new = means_of(op, *whole, factor) if blocks.compress is None else blocks.compress(*whole)
-        kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
+        kc, vc = appended((kc, vc), new, grows_in_place(*new, old[:4]))
     k, v = kept_from(end)
     return CompressedAttentionWindowState(kc, vc, k, v, factor, window)
 

@@ -359,20 +359,22 @@ def test_steps(window: int, dtype: torch.dtype) -> None:
 
 
 def test_steps_share_memory_and_fork() -> None:
-    """Positions are written behind the others, and copied once for half a window of steps. A second step from the same
-    state has memory of its own."""
+    """Positions and blocks are written behind the others. Positions are copied once for half a window of steps, blocks
+    once they are half as many more. A second step from the same state has memory of its own."""
     (q, k, v), _ = make_inputs(1, 4, 2, 90, 90, 20)
     options = {"factor": 2, "window": 20}
     state = compressed_attention_state(k[:, :, :30], v[:, :, :30], **options)
-    memories, states = set(), []
+    memories, of_blocks, states = set(), set(), []
     for t in range(30, 90):
         new = [x[:, :, t : t + 1] for x in (q, k, v)]
         (y, after), (other, forked) = (compressed_attention_step(*new, state, **options) for _ in range(2))
         assert same_bits([y, *after[:4]], [other, *forked[:4]])
         memories.add(after.k.untyped_storage().data_ptr())
+        of_blocks.add(after.kc.untyped_storage().data_ptr())
         states.append((after, [x.clone() for x in after[:4]]))
         state = after
     assert len(memories) <= 8
+    assert len(of_blocks) <= 5  # for 5 to 35 blocks
     assert all(same_bits(a[:4], copy) for a, copy in states)
     for mode in (True, False):
         with torch.inference_mode(mode):
