@@ -188,7 +188,7 @@ void query_gradients(const Parameters& p, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
-  if constexpr (sizeof(scalar_t) == 2 && !kHasWindow<Parameters>)
+  if constexpr (sizeof(scalar_t) == 2)
     if (query_gradients_on_tensor_cores<scalar_t>(p, stream)) return;
   const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
   const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles;
@@ -370,8 +370,11 @@ void join_keys(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& p
 }
 
 template <typename scalar_t, typename Parameters>
-void key_gradients_of_parts(const Parameters& p, const KeyParts<scalar_t>& parts, cudaStream_t stream) {
+void key_gradients_of_parts(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
+                            cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
+  if constexpr (sizeof(scalar_t) == 2)
+    if (key_gradients_on_tensor_cores<scalar_t>(p, parts, key_tile, stream)) return;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const int64_t column_tiles = ceil_div(p.shape.D, kSize);
   const int64_t tiles = key_tile_count(p, kSize) * column_tiles * parts.count;
@@ -387,9 +390,7 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
   if (sequence_count(shape) * shape.Hkv * shape.C * shape.D == 0) return;
   const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, p.block_length());
   const KeyParts<scalar_t> parts(p, split);
-  bool done = false;
-  if constexpr (sizeof(scalar_t) == 2) done = key_gradients_on_tensor_cores<scalar_t>(p, parts, split.tile, stream);
-  if (!done) key_gradients_of_parts<scalar_t>(p, parts, stream);
+  key_gradients_of_parts<scalar_t>(p, parts, split.tile, stream);
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }
 
@@ -398,7 +399,7 @@ template <typename scalar_t>
 void position_gradients(const CompressedAttentionWindowBackward& window, cudaStream_t stream) {
   const CompressedAttentionWindowBackward p = of_positions(window);
   if ((!p.grad_k && !p.grad_v) || sequence_count(p.shape) * p.shape.Hkv * p.shape.C * p.shape.D == 0) return;
-  key_gradients_of_parts<scalar_t>(p, KeyParts<scalar_t>(p, {1, 0, false}), stream);
+  key_gradients_of_parts<scalar_t>(p, KeyParts<scalar_t>(p, {1, 0, false}), 64, stream);
 }
 
 }  // namespace

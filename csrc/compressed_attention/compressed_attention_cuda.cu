@@ -192,6 +192,8 @@ void forward_of_parts(const Parameters& p, const ForwardParts<acc_type<scalar_t>
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
+  if constexpr (sizeof(scalar_t) == 2)
+    if (forward_on_tensor_cores<scalar_t>(p, parts, stream)) return;
   const int64_t column_tiles = larger<int64_t>(1, ceil_div(shape.D, kSize));
   const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles * parts.count;
   launch({"compressed_attention_forward", blocks, dim3(kThreads), sizeof(ForwardShared<acc_t, Parameters>), stream},
@@ -203,13 +205,10 @@ void forward(const CompressedAttentionWindowForward& p, Dtype dtype, cudaStream_
   const int64_t queries = sequence_count(p.shape) == 0 ? 0 : p.shape.B * p.shape.H * p.shape.S;
   if (queries == 0) return;
   const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_query_parts_cuda(p.shape, p.window, dtype));
-  bool done = false;
-  if (p.window.size > 0) {
+  if (p.window.size > 0)
     forward_of_parts<scalar_t>(p, parts, stream);
-  } else {
-    if constexpr (sizeof(scalar_t) == 2) done = forward_on_tensor_cores<scalar_t>(p, parts, stream);
-    if (!done) forward_of_parts<scalar_t, CompressedAttentionForward>(p, parts, stream);
-  }
+  else
+    forward_of_parts<scalar_t, CompressedAttentionForward>(p, parts, stream);
   if (parts.count == 1) return;
   launch(
       {"compressed_attention_forward_join", ceil_div(queries * p.shape.D, kJoinThreads), dim3(kJoinThreads), 0, stream},

@@ -18,11 +18,6 @@ constexpr int kOtherRows = kD == 64 ? 64 : 32;
 template <int kD>
 constexpr int kStages = kD == 256 ? 1 : 2;
 
-// How many rows or columns of a tile that begins at `first` are before `end`.
-MEMCHECK_INLINE int half_tile_before(int64_t end, int64_t first) {
-  return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, kRows)));
-}
-
 // Tiles that are in shared memory one after the other, or together.
 template <typename Queries, typename Keys>
 union InTurns {
@@ -41,8 +36,15 @@ struct Together {
 // multiplied with all queries of a warp. First with 32 of them, which find delta; then with as many as leave room
 // for their grad_q, a slab after the other. Above 128 columns there is no room for fragments beside grad_q.
 
-template <typename scalar_t, int kD>
+// Without a window the limits of a thread's rows are in registers.
+struct NoWindow {
+  template <typename Parameters>
+  __device__ __forceinline__ void find(const Parameters&, const QueryWork&) {}
+};
+
+template <typename scalar_t, int kD, typename Parameters>
 struct MmaQueryShared {
+  static constexpr bool kWindow = kHasWindow<Parameters>;
   static constexpr bool kInRegisters = kD <= 128;
   static constexpr int kTall = kD <= 128 ? 2 : 1;     // tiles of 16 queries in a warp
   static constexpr int kSlabTall = kD <= 64 ? 2 : 1;  // of a slab
@@ -66,8 +68,9 @@ struct MmaQueryShared {
   int careful;
   int absent[kKeys];
   // In shared memory, because sums take the registers.
-  QueryWork work;
-  KeyMatrix<scalar_t> keys, values;
+  QueryWorkOf<Parameters> work;
+  KeyMatrices<scalar_t, kWindow> matrices;
+  std::conditional_t<kWindow, WindowOfRows<kQueries>, NoWindow> rows;
 
   // The warp's first row of a slab.
   static __device__ __forceinline__ int first_of_warp() { return warp() * 16 * kSlabTall; }
@@ -79,11 +82,11 @@ struct MmaQueryShared {
 };
 
 // Loads a slab of queries. Their place may be that of keys.
-template <typename scalar_t, int kD>
-__device__ __forceinline__ void load_slab(const CompressedAttentionBackward& p, int slab,
-                                          MmaQueryShared<scalar_t, kD>& memory) {
+template <typename scalar_t, int kD, typename Parameters>
+__device__ __forceinline__ void load_slab(const Parameters& p, int slab,
+                                          MmaQueryShared<scalar_t, kD, Parameters>& memory) {
   const QueryWork& work = memory.work;
-  const int64_t row = work.row + slab * MmaQueryShared<scalar_t, kD>::kSlab;
+  const int64_t row = work.row + slab * MmaQueryShared<scalar_t, kD, Parameters>::kSlab;
   request_rows(queries_of<scalar_t>(p.shape, p.q, work.of), row, memory.tiles.queries.q);
   request_rows(queries_of<scalar_t>(p.shape, p.grad_y, work.of), row, memory.tiles.queries.grad_y);
   cp_async_commit();
@@ -92,77 +95,83 @@ __device__ __forceinline__ void load_slab(const CompressedAttentionBackward& p, 
 }
 
 // A thread's queries. Rows: of q and grad_y.
-template <typename Rows, int kTall>
+template <typename Shared, typename Rows, int kTall>
 struct MmaQueries {
   Rows q, grad_y;
-  int64_t limit[kTall][2];  // how many blocks each sees
+  int first;                // row of the block's queries
+  int64_t limit[kTall][2];  // how many blocks each sees, without a window
   float shift[kTall][2];    // of its scores, from its lse, in base 2
 
-  // row_of(m, half): counted from the first row of the block.
-  template <typename RowOf>
-  __device__ __forceinline__ void find(const CompressedAttentionBackward& p, const QueryWork& work,
-                                       const RowOf& row_of) {
+  template <typename Parameters>
+  __device__ __forceinline__ void find(const Parameters& p, const QueryWork& work) {
     // Plain loops, out of which the host's compiler, too, takes what they read of `work`.
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t row = work.row + row_of(m, half);
+        const int64_t row = work.row + (first + Shared::row_of(m, half));
         const bool exists = row < work.of.rows();
         limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
         shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
       }
   }
 
-  // Forms the weights of keys from row `first` of a tile on, of which the first is `key`, and the gradients of weights.
-  // A weight is 0 where a query does not see the key. absent: of the tile's keys, null if it is not known.
-  template <typename scalar_t, int kWide, typename Tile>
-  __device__ __forceinline__ void weigh(const Tile& kc, const Tile& vc, int first, int64_t key, float scale,
+  // Which of kCount columns a query sees.
+  template <int kCount>
+  __device__ __forceinline__ auto seen_by(const Shared& memory, int m, int half, const ColumnTile& tile) const {
+    if constexpr (Shared::kWindow)
+      return memory.rows.template seen_by<kCount>(first + Shared::row_of(m, half), tile);
+    else
+      return ColumnsBefore{columns_before<kRows>(limit[m][half], tile.first)};
+  }
+
+  // Forms the weights of keys from row `row` of a buffer on, which are the columns of `tile`, and the gradients of
+  // weights. A weight is 0 where a query does not see the key. absent: of the buffer's keys, null if it is not known.
+  template <typename scalar_t, int kWide>
+  __device__ __forceinline__ void weigh(const Shared& memory, int buffer, int row, const ColumnTile& tile, float scale,
                                         const int* absent, WarpTile<kTall, kWide>& weights,
                                         WarpTile<kTall, kWide>& grad_weights) const {
-    multiply_rows<scalar_t, kTall, kWide>(q, kc, first, weights);
-    multiply_rows<scalar_t, kTall, kWide>(grad_y, vc, first, grad_weights);
+    multiply_rows<scalar_t, kTall, kWide>(q, memory.tiles.keys.kc[buffer], row, weights);
+    multiply_rows<scalar_t, kTall, kWide>(grad_y, memory.tiles.keys.vc[buffer], row, grad_weights);
     unroll<kTall, 2>([&](int m, int half) {
-      const int seen = half_tile_before(limit[m][half], key);
+      const auto sees = seen_by<8 * kWide>(memory, m, half, tile);
       unroll<kWide, 2>([&](int n, int i) {
         float& weight = weights[m][n][2 * half + i];
-        const bool sees = fragment_column(n) + i < seen;
-        weight = sees ? exp2_approximate(weight * scale - shift[m][half]) : 0;
+        weight = sees(fragment_column(n) + i) ? exp2_approximate(weight * scale - shift[m][half]) : 0;
       });
     });
     if (absent == nullptr) return;
     unroll<kTall, kWide, 4>([&](int m, int n, int i) {
-      if (absent[first + fragment_column(n) + i % 2]) weights[m][n][i] = 0;
+      if (absent[row + fragment_column(n) + i % 2]) weights[m][n][i] = 0;
     });
   }
 };
 
-// Loads the tiles of keys one after the other and calls visit(buffer, row of the tile, key) for every 8 kWide keys.
-template <typename scalar_t, int kD, typename Visit>
-__device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memory, const Visit& visit) {
-  using Shared = MmaQueryShared<scalar_t, kD>;
+// Loads the tiles of keys one after the other and calls visit(buffer, row of the tile, keys from there on) for every
+// 8 kWide keys.
+template <typename scalar_t, int kD, typename Parameters, typename Visit>
+__device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD, Parameters>& memory, const Visit& visit) {
+  using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kBuffers = kStages<kD>;
   const int tiles = static_cast<int>(memory.work.end);
-  const auto request_keys = [&](int64_t key, int buffer) {
-    request_rows(memory.keys, key, memory.tiles.keys.kc[buffer]);
-    request_rows(memory.values, key, memory.tiles.keys.vc[buffer]);
-    cp_async_commit();
+  const auto request_keys = [&](const ColumnTile& tile, int buffer) {
+    memory.matrices.request(tile, memory.tiles.keys.kc[buffer], memory.tiles.keys.vc[buffer]);
   };
-  if (tiles > 0) request_keys(0, 0);
+  if (tiles > 0) request_keys(column_tile(memory.work, 0, Shared::kKeys), 0);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int now = tile % kBuffers;
-    const int64_t key = int64_t{tile} * Shared::kKeys;
+    const ColumnTile at = column_tile(memory.work, tile, Shared::kKeys);
     cp_async_wait<0>();
     __syncthreads();
-    if (kBuffers > 1 && tile + 1 < tiles) request_keys(key + Shared::kKeys, kBuffers - 1 - now);
-    if (memory.careful) find_absent(memory.keys, key, memory.absent);
+    if (kBuffers > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, Shared::kKeys), kBuffers - 1 - now);
+    if (memory.careful) find_absent(memory.matrices.keys[at.of_window], at.first, memory.absent);
 #pragma unroll 1
-    for (int row = 0; row < Shared::kKeys && key + row < memory.work.seen; row += 8 * Shared::kWide)
-      visit(now, row, key + row);
+    for (int row = 0; row < Shared::kKeys && at.first + row < end_of_columns(memory.work, at); row += 8 * Shared::kWide)
+      visit(now, row, ColumnTile{at.of_window, at.first + row});
     if (kBuffers > 1 || tile + 1 >= tiles) continue;
     __syncthreads();
-    request_keys(key + Shared::kKeys, 0);
+    request_keys(next_tile(memory.work, at, Shared::kKeys), 0);
   }
   cp_async_wait<0>();
   __syncthreads();
@@ -171,13 +180,14 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memor
 // Forms delta = sum_j p_j dp_j, less the gradient of lse. It takes a pass of its own, because y was rounded to 16 bits,
 // and its error would be in the gradient of every score. Returns whether that of one of this thread's rows is not
 // finite.
-template <typename scalar_t, int kD>
-__device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p, MmaQueryShared<scalar_t, kD>& memory) {
-  using Shared = MmaQueryShared<scalar_t, kD>;
+template <typename scalar_t, int kD, typename Parameters>
+__device__ __forceinline__ bool form_delta(const Parameters& p, MmaQueryShared<scalar_t, kD, Parameters>& memory) {
+  using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kTall = Shared::kTall;
   constexpr int kWide = Shared::kWide;
-  MmaQueries<RowsInRegisters<kTall, kD>, kTall> rows;
-  rows.find(p, memory.work, Shared::row_of);
+  MmaQueries<Shared, RowsInRegisters<kTall, kD>, kTall> rows;
+  rows.first = 0;
+  rows.find(p, memory.work);
   unroll<kTall>([&](int m) {
     const int of_slab = m % Shared::kSlabTall;
     if (m > 0 && of_slab == 0) __syncthreads();
@@ -189,10 +199,9 @@ __device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p,
   const int* const absent = memory.careful ? memory.absent : nullptr;
   float delta[kTall][2] = {};
   __syncthreads();
-  through_keys(memory, [&](int now, int row, int64_t key) {
+  through_keys(memory, [&](int now, int row, const ColumnTile& tile) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale, absent,
-                                         weights, grad_weights);
+    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale, absent, weights, grad_weights);
     unroll<kTall, kWide, 4>(
         [&](int m, int n, int i) { delta[m][i / 2] += weighted(weights[m][n][i], grad_weights[m][n][i]); });
   });
@@ -213,10 +222,10 @@ __device__ __forceinline__ bool form_delta(const CompressedAttentionBackward& p,
 }
 
 // Forms and stores grad_q of a slab. Returns whether a number of this thread is not finite.
-template <typename scalar_t, int kD>
-__device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p, int slab,
-                                            MmaQueryShared<scalar_t, kD>& memory) {
-  using Shared = MmaQueryShared<scalar_t, kD>;
+template <typename scalar_t, int kD, typename Parameters>
+__device__ __forceinline__ bool form_grad_q(const Parameters& p, int slab,
+                                            MmaQueryShared<scalar_t, kD, Parameters>& memory) {
+  using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kTall = Shared::kSlabTall;
   constexpr int kWide = Shared::kWide;
   using Rows =
@@ -225,8 +234,9 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
   auto& tiles = memory.tiles;
   if (slab > 0) __syncthreads();
   if (Shared::kInRegisters) load_slab(p, slab, memory);
-  MmaQueries<Rows, kTall> rows{Rows(tiles.queries.q, first), Rows(tiles.queries.grad_y, first)};
-  rows.find(p, memory.work, [&](int m, int half) { return slab * Shared::kSlab + Shared::row_of(m, half); });
+  MmaQueries<Shared, Rows, kTall> rows{Rows(tiles.queries.q, first), Rows(tiles.queries.grad_y, first),
+                                       slab * Shared::kSlab};
+  rows.find(p, memory.work);
   float delta[kTall][2];
   unroll<kTall, 2>(
       [&](int m, int half) { delta[m][half] = memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)]; });
@@ -235,10 +245,9 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
   const float scale = static_cast<float>(p.scale);
   const int* const absent = memory.careful ? memory.absent : nullptr;
   __syncthreads();
-  through_keys(memory, [&](int now, int row, int64_t key) {
+  through_keys(memory, [&](int now, int row, const ColumnTile& tile) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e, absent,
-                                         weights, grad_weights);
+    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale * kLog2e, absent, weights, grad_weights);
     unroll<kTall, kWide, 4>([&](int m, int n, int i) {
       weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
     });
@@ -258,18 +267,18 @@ __device__ __forceinline__ bool form_grad_q(const CompressedAttentionBackward& p
   return not_finite;
 }
 
-template <typename scalar_t, int kD>
-__global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(CompressedAttentionBackward p) {
-  using Shared = MmaQueryShared<scalar_t, kD>;
+template <typename scalar_t, int kD, typename Parameters>
+__global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Parameters p) {
+  using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   auto& memory = shared<Shared>();
   if (threadIdx.x == 0) {
-    memory.work = query_work(p.shape, blockIdx.x, Shared::kQueries, Shared::kKeys, 1, kD, 1);
-    memory.keys = blocks_of<scalar_t>(p.shape, p.kc, memory.work.of);
-    memory.values = blocks_of<scalar_t>(p.shape, p.vc, memory.work.of);
+    memory.work = query_work(p, blockIdx.x, Shared::kQueries, Shared::kKeys, 1, kD, 1);
+    memory.matrices.find(p, memory.work.of);
     memory.careful = false;
   }
   __syncthreads();
   if (!memory.work.exists()) return;
+  memory.rows.find(p, memory.work);
 #pragma unroll 1
   for (;;) {
     bool not_finite = form_delta(p, memory);
@@ -281,19 +290,21 @@ __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Compres
   }
 }
 
-template <typename scalar_t>
-bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+bool query_gradients_on_tensor_cores(const Parameters& p, cudaStream_t stream) {
   if (p.y) return false;
   return with_tile_columns(p.shape.D, [&](auto columns) {
-    using Shared = MmaQueryShared<scalar_t, columns>;
+    using Shared = MmaQueryShared<scalar_t, columns, Parameters>;
     const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries);
     launch({"compressed_attention_backward_queries_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
-           mma_query_gradient_kernel<scalar_t, columns>, p);
+           mma_query_gradient_kernel<scalar_t, columns, Parameters>, p);
   });
 }
 
 template bool query_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, cudaStream_t);
 template bool query_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&, cudaStream_t);
+template bool query_gradients_on_tensor_cores<__half>(const CompressedAttentionWindowBackward&, cudaStream_t);
+template bool query_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionWindowBackward&, cudaStream_t);
 
 // ---- tiles of keys
 
@@ -306,7 +317,7 @@ constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<scalar_t>);
 
 // A warp has 16 keys, with their gradients in registers, and fragments of keys and values too if there is room. If
 // there are fewer keys than that, several warps have the same ones, and each of them has its own queries of every tile.
-template <typename scalar_t, int kD, int kTileKeys>
+template <typename scalar_t, int kD, int kTileKeys, typename Parameters>
 struct MmaKeyShared {
   static constexpr bool kInRegisters = kD <= 128;
   static constexpr int kKeys = kTileKeys;
@@ -327,15 +338,15 @@ struct MmaKeyShared {
   float shift[kStages<kD>][kQueries];  // of scores, from the lse, in base 2, minus kWeightBits
   float delta[kStages<kD>][kQueries];
   // In shared memory, because sums take the registers.
-  int64_t first_row[kKeys];  // the first row that sees each key
+  KeyLimits<kKeys, Parameters> limits;
   KeyWork work;
   QueryMatrix<scalar_t> queries, gradients;
 };
 
 // Begins to load a tile of queries from `row` on into a buffer.
-template <typename scalar_t, int kD, int kKeys>
-__device__ __forceinline__ void request_queries(const CompressedAttentionBackward& p, int64_t row, int buffer,
-                                                MmaKeyShared<scalar_t, kD, kKeys>& memory) {
+template <typename scalar_t, int kD, int kKeys, typename Parameters>
+__device__ __forceinline__ void request_queries(const Parameters& p, int64_t row, int buffer,
+                                                MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory) {
   request_rows(memory.queries, row, memory.tiles.queries.q[buffer]);
   request_rows(memory.gradients, row, memory.tiles.queries.grad_y[buffer]);
   cp_async_commit();
@@ -347,17 +358,28 @@ __device__ __forceinline__ void request_queries(const CompressedAttentionBackwar
   if (p.grad_k) memory.delta[buffer][threadIdx.x] = exists ? number_of<float>(p.delta, memory.work.of, mine) : 0;
 }
 
-// The queries [from, to) of a tile that see each of a thread's two keys.
+// The queries of a tile that see each of a thread's two keys.
+template <int kKeys, typename Parameters>
 struct MmaSeenBy {
   int from[2];
-  int to;
+  int to[kHasWindow<Parameters> ? 2 : 1];
 
-  // `first_row` points to that of the warp's first key.
-  __device__ __forceinline__ MmaSeenBy(const int64_t* first_row, int64_t row, int64_t rows)
-      : from{half_tile_before(first_row[fragment_row(0, 0)], row),
-             half_tile_before(first_row[fragment_row(0, 1)], row)},
-        to(half_tile_before(rows, row)) {}
-  __device__ __forceinline__ bool operator()(int half, int column) const { return column >= from[half] && column < to; }
+  // first: the warp's first key.
+  __device__ __forceinline__ MmaSeenBy(const KeyLimits<kKeys, Parameters>& limits, int first, int64_t row,
+                                       int64_t rows) {
+    unroll<2>([&](int half) { from[half] = before(limits.first_row[first + fragment_row(0, half)], row); });
+    if constexpr (kHasWindow<Parameters>) {
+      unroll<2>([&](int half) { to[half] = before(limits.end[first + fragment_row(0, half)], row); });
+    } else {
+      to[0] = before(rows, row);
+    }
+  }
+  __device__ __forceinline__ bool operator()(int half, int column) const {
+    return column >= from[half] && column < to[kHasWindow<Parameters> ? half : 0];
+  }
+
+ private:
+  __device__ __forceinline__ static int before(int64_t end, int64_t row) { return columns_before<kRows>(end, row); }
 };
 
 // Adds the gradients of all warps that have the same keys, in their order, to those of the first. `tiles` holds the
@@ -414,32 +436,57 @@ __device__ __forceinline__ void store_part(const CompressedAttentionBackward& p,
   }
 }
 
-// Stores the gradients of keys or of values.
+// Stores the gradients of positions of a window. Unless pooled, each one's share of its block's gradient is there
+// already.
 template <typename scalar_t, int kColumns, typename Tile>
-__device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
-                                            const KeyParts<scalar_t>& parts, bool of_values,
-                                            float (&gradient)[1][kColumns][4], Tile& tile) {
+__device__ __forceinline__ void store_positions(const CompressedAttentionBackward& p, const KeyWork& work,
+                                                const Strided<4>& x, float (&gradient)[1][kColumns][4], Tile& tile) {
+  const int first = warp() * 16;
+  const auto to = blocks_of<scalar_t>(p.shape, x, work.of);
+  for (int index = lane(); !p.pooled && index < 16 * kColumns; index += 32) {
+    const int row = first + index / kColumns, pack = index % kColumns;
+    store_pack(to.read(to.at(work.key + row), work.key + row < to.count, 8 * pack), tile.pack(row, pack));
+  }
+  __syncwarp();
+  unroll<2, kColumns, 2>([&](int half, int n, int i) {
+    const scalar_t share = tile.pack(first + fragment_row(0, half), n)[lane() % 4 * 2 + i];
+    if (!p.pooled) gradient[0][n][2 * half + i] += to_acc(share);
+  });
+  keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
+  for (int index = lane(); index < 16 * kColumns; index += 32) {
+    const int row = first + index / kColumns;
+    if (work.key + row < to.count) store_row_pack(tile, row, index % kColumns, to, work.key + row);
+  }
+}
+
+// Stores the gradients of keys or of values.
+template <typename scalar_t, int kColumns, typename Parameters, typename Tile>
+__device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work, const KeyParts<scalar_t>& parts,
+                                            bool of_values, float (&gradient)[1][kColumns][4], Tile& tile) {
   const int first = warp() * 16;
   unroll<2>([&](int half) {
     const int64_t j = work.key + first + fragment_row(0, half);
     const float unit = of_values ? kWeightUnit<scalar_t> : 1;
-    const bool whole = j < work.of.blocks && parts.count == 1;
+    const bool whole = !kHasWindow<Parameters> && j < work.of.blocks && parts.count == 1;
     const float share = whole ? unit / static_cast<float>(positions_of(p, work.of, j).length) : unit;
     unroll<kColumns, 2>([&](int n, int i) { gradient[0][n][2 * half + i] *= share; });
   });
-  if (parts.count == 1) {
+  const Strided<4>& to = of_values ? p.grad_v : p.grad_k;
+  if constexpr (kHasWindow<Parameters>) {
+    store_positions<scalar_t, kColumns>(p, work, to, gradient, tile);
+  } else if (parts.count == 1) {
     keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
-    store_at_positions<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
+    store_at_positions<scalar_t>(p, work, to, tile);
   } else {
     store_part<scalar_t, kColumns>(p, work, parts, of_values, gradient, tile);
   }
 }
 
-// kOfKeys, kOfValues: which gradients have registers. One without is not formed.
-template <typename scalar_t, int kD, int kKeys, bool kOfKeys, bool kOfValues>
-__global__ void __launch_bounds__(kThreads, 2)
-    mma_key_gradient_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts) {
-  using Shared = MmaKeyShared<scalar_t, kD, kKeys>;
+// kOfKeys, kOfValues: which gradients have registers. One without is not formed. p: those of of_positions, or without a
+// window.
+template <typename scalar_t, int kD, int kKeys, bool kOfKeys, bool kOfValues, typename Parameters>
+__global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts) {
+  using Shared = MmaKeyShared<scalar_t, kD, kKeys, Parameters>;
   constexpr int kQueries = Shared::kQueries;
   constexpr int kWide = Shared::kWide;
   constexpr int kBuffers = kStages<kD>;
@@ -456,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
     memory.gradients = queries_of<scalar_t>(p.shape, p.grad_y, work.of);
   }
-  if (threadIdx.x < kKeys) memory.first_row[threadIdx.x] = work.of.first_row(p.shape, work.key + threadIdx.x);
+  if (threadIdx.x < kKeys) memory.limits.fill(p, work.of, work.key);
   auto& keys = memory.tiles.keys;
   auto& queries = memory.tiles.queries;
   request_rows(blocks_of<scalar_t>(p.shape, p.kc, work.of), work.key, keys.kc);
@@ -481,7 +528,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       cp_async_wait<0>();
       __syncthreads();
       if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
-      const MmaSeenBy seen_by(memory.first_row + first, row, memory.queries.count);
+      const MmaSeenBy<kKeys, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
 #pragma unroll 1
       for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
         float weights[1][kWide][4];
@@ -516,7 +563,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool not_finite =
         (of_keys && any_not_finite<1, kD / 8>(grad_k)) || (of_values && any_not_finite<1, kD / 8>(grad_v));
     again = __syncthreads_or(!careful && not_finite) != 0;
-    if (again) hide_absent<scalar_t>(p, memory.work, memory.first_row);
+    if (again) hide_absent<scalar_t>(p, memory.work, memory.limits.first_row);
   }
   if (of_keys) add_warps<Shared::kKeyWarps>(queries.q, grad_k);
   if (of_values) add_warps<Shared::kKeyWarps>(queries.grad_y, grad_v);
@@ -526,23 +573,23 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (of_values) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, keys.vc);
 }
 
-template <typename scalar_t, int kD, int kKeys, bool kOfKeys = true, bool kOfValues = true>
-void key_gradients_of_width(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
-                            cudaStream_t stream) {
-  const int64_t blocks = tile_count(p.shape, block_rows(p.shape), block_tile(p.shape, kKeys)) * parts.count;
-  launch({"compressed_attention_backward_keys_mma", blocks, dim3(kThreads), sizeof(MmaKeyShared<scalar_t, kD, kKeys>),
-          stream},
-         mma_key_gradient_kernel<scalar_t, kD, kKeys, kOfKeys, kOfValues>, p, parts);
+template <typename scalar_t, int kD, int kKeys, bool kOfKeys = true, bool kOfValues = true, typename Parameters>
+void key_gradients_of_width(const Parameters& p, const KeyParts<scalar_t>& parts, cudaStream_t stream) {
+  launch({"compressed_attention_backward_keys_mma", key_tile_count(p, kKeys) * parts.count, dim3(kThreads),
+          sizeof(MmaKeyShared<scalar_t, kD, kKeys, Parameters>), stream},
+         mma_key_gradient_kernel<scalar_t, kD, kKeys, kOfKeys, kOfValues, Parameters>, p, parts);
 }
 
-template <typename scalar_t>
-bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
-                                   int64_t key_tile, cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+bool key_gradients_on_tensor_cores(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
+                                   cudaStream_t stream) {
   return with_tile_columns(p.shape.D, [&](auto columns) {
     if constexpr (columns == 256) {
       // Registers hold one gradient of 16 keys.
       if (p.grad_k) key_gradients_of_width<scalar_t, 256, 64, true, false>(p, parts, stream);
       if (p.grad_v) key_gradients_of_width<scalar_t, 256, 64, false, true>(p, parts, stream);
+    } else if constexpr (kHasWindow<Parameters>) {
+      key_gradients_of_width<scalar_t, columns, 64>(p, parts, stream);
     } else {
       key_tile == 32 ? key_gradients_of_width<scalar_t, columns, 32>(p, parts, stream)
                      : key_gradients_of_width<scalar_t, columns, 64>(p, parts, stream);
@@ -553,6 +600,10 @@ bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const K
 template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, const KeyParts<__half>&,
                                                     int64_t, cudaStream_t);
 template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&,
+                                                           const KeyParts<__nv_bfloat16>&, int64_t, cudaStream_t);
+template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionWindowBackward&, const KeyParts<__half>&,
+                                                    int64_t, cudaStream_t);
+template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionWindowBackward&,
                                                            const KeyParts<__nv_bfloat16>&, int64_t, cudaStream_t);
 
 }  // namespace compressed_cuda

@@ -68,5 +68,117 @@ __device__ __forceinline__ void store_row_pack(const Tile& from, int row_of_tile
   write_pack(load_pack(from.pack(row_of_tile, index)), to.at(row) + column * to.column_stride, to.layout(), column);
 }
 
+// ---- what queries see
+
+// How many of kCount rows or columns from `first` on are before `end`.
+template <int kCount>
+MEMCHECK_INLINE int columns_before(int64_t end, int64_t first) {
+  return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, kCount)));
+}
+
+// The columns of a tile that a query sees: the first ones,
+struct ColumnsBefore {
+  int to;
+
+  __device__ __forceinline__ bool operator()(int column) const { return column < to; }
+};
+
+// or with a window.
+struct ColumnsBetween {
+  int from, to;
+
+  __device__ __forceinline__ bool operator()(int column) const { return column >= from && column < to; }
+};
+
+// What each row of a tile of kRows queries sees, of a batch without a window: the blocks before a limit.
+template <int kRows>
+struct BlocksOfRows {
+  int64_t limit[kRows];
+
+  template <typename Parameters>
+  __device__ __forceinline__ void find(const Parameters& p, const QueryWork& work) {
+    const int64_t row = work.row + threadIdx.x;
+    if (threadIdx.x < kRows) limit[threadIdx.x] = row < work.of.rows() ? work.of.visible(p.shape, row) : 0;
+  }
+  // Whether all rows see kCount columns. The first row sees fewest.
+  template <int kCount>
+  __device__ __forceinline__ bool all_see(const ColumnTile& tile) const {
+    return tile.first + kCount <= limit[0];
+  }
+  template <int kCount>
+  __device__ __forceinline__ ColumnsBefore seen_by(int row, const ColumnTile& tile) const {
+    return {columns_before<kCount>(limit[row], tile.first)};
+  }
+};
+
+// With a window: the blocks before an end, and the positions from a begin to another end. Those of a row are counted
+// from the first row's, and fit into 32 bits.
+template <int kRows>
+struct WindowOfRows {
+  int64_t begin, end[2];  // end: of blocks, of positions
+  int row_begin[kRows], row_end[2][kRows];
+
+  template <typename Parameters>
+  __device__ __forceinline__ void find(const Parameters& p, const QueryWork& work) {
+    const int mine = threadIdx.x;
+    const int64_t first_blocks = work.of.visible(p.shape, work.row);
+    const PositionRange first = work.of.positions(p.shape, p.window, work.row);
+    if (mine == 0) {
+      begin = first.begin;
+      end[0] = first_blocks;
+      end[1] = first.end;
+    }
+    if (mine >= kRows) return;
+    const bool exists = work.row + mine < work.of.rows();
+    const PositionRange of_row = work.of.positions(p.shape, p.window, work.row + mine);
+    row_begin[mine] = exists ? short_of(of_row.begin - first.begin) : kMost;
+    row_end[0][mine] = exists ? short_of(work.of.visible(p.shape, work.row + mine) - first_blocks) : -kMost;
+    row_end[1][mine] = exists ? short_of(of_row.end - first.end) : -kMost;
+  }
+  template <int kCount>
+  __device__ __forceinline__ bool all_see(const ColumnTile& tile) const {
+    return tile.first + kCount <= end[tile.of_window] &&
+           (!tile.of_window || tile.first >= begin + row_begin[kRows - 1]);
+  }
+  template <int kCount>
+  __device__ __forceinline__ ColumnsBetween seen_by(int row, const ColumnTile& tile) const {
+    if (all_see<kCount>(tile)) return {0, kCount};
+    return {tile.of_window ? columns_before<kCount>(begin + row_begin[row], tile.first) : 0,
+            columns_before<kCount>(end[tile.of_window] + row_end[tile.of_window][row], tile.first)};
+  }
+
+ private:
+  static constexpr int kMost = std::numeric_limits<int>::max();
+  __device__ __forceinline__ static int short_of(int64_t x) { return static_cast<int>(smaller<int64_t>(x, kMost)); }
+};
+
+template <typename Parameters, int kRows>
+using SeenByRows = std::conditional_t<kHasWindow<Parameters>, WindowOfRows<kRows>, BlocksOfRows<kRows>>;
+
+// The keys and values of blocks, and of the window.
+template <typename scalar_t, bool kWindow>
+struct KeyMatrices {
+  KeyMatrix<scalar_t> keys[kWindow ? 2 : 1], values[kWindow ? 2 : 1];
+
+  template <typename Parameters>
+  __device__ __forceinline__ void find(const Parameters& p, const KeyHead& of) {
+    keys[0] = blocks_of<scalar_t>(p.shape, p.kc, of);
+    values[0] = blocks_of<scalar_t>(p.shape, p.vc, of);
+    if constexpr (kWindow) {
+      keys[1] = rows_of<scalar_t>(p.shape, p.window.k, of, of.first_key, of.keys - p.window.first);
+      values[1] = rows_of<scalar_t>(p.shape, p.window.v, of, of.first_key, of.keys - p.window.first);
+    }
+  }
+  // Begins to load a tile.
+  template <int kRows, int kColumns>
+  __device__ __forceinline__ void request(const ColumnTile& tile, HalfTile<scalar_t, kRows, kColumns>& k,
+                                          HalfTile<scalar_t, kRows, kColumns>& v) const {
+    const int source = kWindow && tile.of_window ? 1 : 0;
+    request_rows(keys[source], tile.first, k);
+    request_rows(values[source], tile.first, v);
+    cp_async_commit();
+  }
+};
+
 }  // namespace compressed_cuda
 }  // namespace memcheck

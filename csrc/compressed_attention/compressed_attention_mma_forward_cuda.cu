@@ -13,7 +13,7 @@ namespace compressed_cuda {
 constexpr int kKeys = 64;
 
 // kStages: tiles of keys and values, 1 or 2.
-template <typename scalar_t, int kD, int kStages = 2>
+template <typename scalar_t, int kD, typename Parameters, int kStages = 2>
 struct MmaForwardShared {
   static constexpr int kTall = kD > 128 ? 1 : 2;  // tiles of 16 queries in a warp, by the registers they need
   static constexpr int kQueries = 16 * kTall * kWarps;
@@ -21,11 +21,11 @@ struct MmaForwardShared {
   HalfTile<scalar_t, kQueries, kD> q;  // then y
   HalfTile<scalar_t, kKeys, kD> kc[kStages];
   HalfTile<scalar_t, kKeys, kD> vc[kStages];
-  int64_t limit[kQueries];  // how many blocks each row sees
+  SeenByRows<Parameters, kQueries> rows;
   int absent[kKeys];
   // In shared memory, because sums take the registers.
-  QueryWork work;
-  KeyMatrix<scalar_t> keys, values;
+  QueryWorkOf<Parameters> work;
+  KeyMatrices<scalar_t, kHasWindow<Parameters>> matrices;
 };
 
 // The maxima of the scores of a thread's rows, and its part of the sums of weights relative to them.
@@ -77,24 +77,24 @@ __device__ __forceinline__ void hide_absent(const int* absent, WarpTile<kTall, k
   });
 }
 
-// Sets scores to -inf where a query does not see the block. `limit` points to that of the warp's first row.
-template <int kTall, int kWide>
-__device__ __forceinline__ void hide_keys(const int64_t* limit, int64_t key, WarpTile<kTall, kWide>& scores) {
+// Sets scores to -inf where a query does not see the key. first: the warp's first row.
+template <int kTall, int kWide, typename Rows>
+__device__ __forceinline__ void hide_keys(const Rows& rows, const ColumnTile& tile, int first,
+                                          WarpTile<kTall, kWide>& scores) {
+  if (rows.template all_see<8 * kWide>(tile)) return;
   unroll<kTall, 2>([&](int m, int half) {
-    const int64_t left = limit[fragment_row(m, half)] - key;
-    const int seen = static_cast<int>(larger<int64_t>(0, smaller<int64_t>(left, 8 * kWide)));
+    const auto sees = rows.template seen_by<8 * kWide>(first + fragment_row(m, half), tile);
     unroll<kWide, 2>([&](int n, int i) {
-      if (fragment_column(n) + i >= seen) scores[m][n][2 * half + i] = minus_infinity<float>();
+      if (!sees(fragment_column(n) + i)) scores[m][n][2 * half + i] = minus_infinity<float>();
     });
   });
 }
 
 // y = sum of weighted values / sum of weights, and 0 for a query that sees no block, or only scores of -inf.
-template <typename scalar_t, int kD, int kStages, int kTall, int kColumns>
+template <typename scalar_t, int kTall, int kColumns, typename Tile>
 __device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
                                                const ForwardParts<float>& parts, const MmaSoftmax<kTall>& softmax,
-                                               MmaForwardShared<scalar_t, kD, kStages>& memory,
-                                               WarpTile<kTall, kColumns>& y) {
+                                               Tile& tile, WarpTile<kTall, kColumns>& y) {
   const CompressedAttentionShape& shape = p.shape;
   const int64_t rows = work.of.rows();
   const int first = warp() * 16 * kTall;
@@ -121,63 +121,55 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   });
   if (parts.count > 1) return;
   const auto to = queries_of<scalar_t>(shape, p.y, work.of);
-  keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
+  keep_rows<scalar_t, kTall, kColumns>(y, first, tile);
   for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
     const int row = first + index / kColumns;
-    if (work.row + row < rows) store_row_pack(memory.q, row, index % kColumns, to, work.row + row);
+    if (work.row + row < rows) store_row_pack(tile, row, index % kColumns, to, work.row + row);
   }
 }
 
-template <typename scalar_t, int kD, int kStages>
-__global__ void __launch_bounds__(kThreads, 2)
-    mma_forward_kernel(CompressedAttentionForward p, ForwardParts<float> parts) {
-  using Shared = MmaForwardShared<scalar_t, kD, kStages>;
+template <typename scalar_t, int kD, typename Parameters, int kStages>
+__global__ void __launch_bounds__(kThreads, 2) mma_forward_kernel(Parameters p, ForwardParts<float> parts) {
+  using Shared = MmaForwardShared<scalar_t, kD, Parameters, kStages>;
   constexpr int kTall = Shared::kTall;
   auto& memory = shared<Shared>();
-  const QueryWork work = query_work(p.shape, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
+  const auto work = query_work(p, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
   if (!work.exists()) return;
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   if (threadIdx.x == 0) {
     memory.work = work;
-    memory.keys = blocks_of<scalar_t>(p.shape, p.kc, work.of);
-    memory.values = blocks_of<scalar_t>(p.shape, p.vc, work.of);
+    memory.matrices.find(p, work.of);
   }
-  if (threadIdx.x < Shared::kQueries) {
-    const int64_t row = work.row + threadIdx.x;
-    memory.limit[threadIdx.x] = row < q.count ? work.of.visible(p.shape, row) : 0;
-  }
+  memory.rows.find(p, work);
   __syncthreads();
   const float scale = static_cast<float>(p.scale) * kLog2e;
   const bool rises = scale > 0;  // then the largest product has the largest score
   const int first = warp() * 16 * kTall;
   const int tiles = static_cast<int>(work.end - work.begin);
   request_rows(q, work.row, memory.q);
-  const auto request_keys = [&](int64_t key, int stage) {
-    request_rows(memory.keys, key, memory.kc[stage]);
-    request_rows(memory.values, key, memory.vc[stage]);
-    cp_async_commit();
+  const auto request_keys = [&](const ColumnTile& at, int stage) {
+    memory.matrices.request(at, memory.kc[stage], memory.vc[stage]);
   };
   for (bool careful = false;; careful = true) {
     MmaSoftmax<kTall> softmax;
     float y[kTall][kD / 8][4];
     set_zero<kTall, kD / 8>(y);
-    if (tiles > 0) request_keys(memory.work.begin * kKeys, 0);
+    if (tiles > 0) request_keys(column_tile(memory.work, memory.work.begin, kKeys), 0);
     cp_async_commit();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       const int now = tile % kStages;
-      const int64_t key = (memory.work.begin + tile) * kKeys;
+      const ColumnTile at = column_tile(memory.work, memory.work.begin + tile, kKeys);
       cp_async_wait<0>();
       __syncthreads();
-      if (kStages > 1 && tile + 1 < tiles) request_keys(key + kKeys, kStages - 1 - now);
+      if (kStages > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, kKeys), kStages - 1 - now);
       float scores[kTall][kKeys / 8][4];
       const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
       multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
       if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
-      // The first row sees fewest blocks.
-      if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
+      hide_keys<kTall, kKeys / 8>(memory.rows, at, first, scores);
       if (careful) {
-        find_absent(memory.keys, key, memory.absent);
+        find_absent(memory.matrices.keys[at.of_window], at.first, memory.absent);
         hide_absent<kTall, kKeys / 8>(memory.absent, scores);
       }
       softmax.add(rises ? scale : 1, scores, y);
@@ -187,29 +179,28 @@ __global__ void __launch_bounds__(kThreads, 2)
       add_product_or_careful<scalar_t, kTall, kKeys / 8, kD / 8>(careful, weights, memory.vc[now], 0, y);
       if (kStages == 1 && tile + 1 < tiles) {
         __syncthreads();
-        request_keys(key + kKeys, 0);
+        request_keys(next_tile(memory.work, at, kKeys), 0);
       }
     }
     cp_async_wait<0>();
     if (__syncthreads_or(!careful && any_not_finite<kTall, kD / 8>(y)) != 0) continue;
-    return finish_queries(p, memory.work, parts, softmax, memory, y);
+    return finish_queries<scalar_t>(p, memory.work, parts, softmax, memory.q, y);
   }
 }
 
-template <typename scalar_t, int kD, int kStages = 2>
-void forward_of_width(const CompressedAttentionForward& p, const ForwardParts<float>& parts, cudaStream_t stream) {
-  using Shared = MmaForwardShared<scalar_t, kD, kStages>;
+template <typename scalar_t, int kD, int kStages = 2, typename Parameters>
+void forward_of_width(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream) {
+  using Shared = MmaForwardShared<scalar_t, kD, Parameters, kStages>;
   const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries) * parts.count;
   launch({"compressed_attention_forward_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
-         mma_forward_kernel<scalar_t, kD, kStages>, p, parts);
+         mma_forward_kernel<scalar_t, kD, Parameters, kStages>, p, parts);
 }
 
-template <typename scalar_t>
-bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
-                             cudaStream_t stream) {
+template <typename scalar_t, typename Parameters>
+bool forward_on_tensor_cores(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream) {
   return with_tile_columns(p.shape.D, [&](auto columns) {
     if constexpr (columns == 256)
-      if (!fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256>)))
+      if (!fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256, Parameters>)))
         return forward_of_width<scalar_t, 256, 1>(p, parts, stream);
     forward_of_width<scalar_t, columns>(p, parts, stream);
   });
@@ -219,6 +210,10 @@ template bool forward_on_tensor_cores<__half>(const CompressedAttentionForward&,
                                               cudaStream_t);
 template bool forward_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionForward&, const ForwardParts<float>&,
                                                      cudaStream_t);
+template bool forward_on_tensor_cores<__half>(const CompressedAttentionWindowForward&, const ForwardParts<float>&,
+                                              cudaStream_t);
+template bool forward_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionWindowForward&,
+                                                     const ForwardParts<float>&, cudaStream_t);
 
 }  // namespace compressed_cuda
 }  // namespace memcheck

@@ -97,7 +97,11 @@ constexpr bool kHasWindow = std::is_same_v<Parameters, CompressedAttentionWindow
 struct WindowQueryWork : QueryWork {
   int64_t block_tiles;
   int64_t first_position;  // of the first tile of positions
+  int64_t end_position;    // behind those that the last query sees
 };
+
+template <typename Parameters>
+using QueryWorkOf = std::conditional_t<kHasWindow<Parameters>, WindowQueryWork, QueryWork>;
 
 // A tile of columns of scores: of blocks, or of positions of a window.
 struct ColumnTile {
@@ -113,17 +117,35 @@ MEMCHECK_INLINE ColumnTile column_tile(const WindowQueryWork& work, int64_t tile
   return {true, work.first_position + (tile - work.block_tiles) * tile_keys};
 }
 
+// The end of the columns that the last query sees.
+MEMCHECK_INLINE int64_t end_of_columns(const QueryWork& work, const ColumnTile&) {
+  return work.seen;
+}
+MEMCHECK_INLINE int64_t end_of_columns(const WindowQueryWork& work, const ColumnTile& tile) {
+  return tile.of_window ? work.end_position : work.seen;
+}
+
+// The tile after `tile`.
+MEMCHECK_INLINE ColumnTile next_tile(const QueryWork&, const ColumnTile& tile, int64_t tile_keys) {
+  return {false, tile.first + tile_keys};
+}
+MEMCHECK_INLINE ColumnTile next_tile(const WindowQueryWork& work, const ColumnTile& tile, int64_t tile_keys) {
+  const int64_t next = tile.first + tile_keys;
+  if (tile.of_window || next < work.block_tiles * tile_keys) return {tile.of_window, next};
+  return {true, work.first_position};
+}
+
 template <typename Parameters>
 MEMCHECK_INLINE auto query_work(const Parameters& p, int64_t index, int64_t tile_rows, int64_t tile_keys,
                                 int64_t column_tiles, int64_t tile_columns, int64_t parts) {
   const QueryWork work = query_work(p.shape, index, tile_rows, tile_keys, column_tiles, tile_columns, parts);
   if constexpr (kHasWindow<Parameters>) {
-    WindowQueryWork both{work, ceil_div(work.seen, tile_keys), 0};
+    WindowQueryWork both{work, ceil_div(work.seen, tile_keys), 0, 0};
     if (!work.exists()) return both;
     const int64_t last = smaller(work.row + tile_rows, work.of.rows()) - 1;
     both.first_position = work.of.positions(p.shape, p.window, work.row).begin;
-    const int64_t end = work.of.positions(p.shape, p.window, last).end;
-    const int64_t tiles = both.block_tiles + ceil_div(end - both.first_position, tile_keys);
+    both.end_position = work.of.positions(p.shape, p.window, last).end;
+    const int64_t tiles = both.block_tiles + ceil_div(both.end_position - both.first_position, tile_keys);
     both.begin = part_of(tiles, work.part, parts);
     both.end = part_of(tiles, work.part + 1, parts);
     return both;
@@ -196,7 +218,7 @@ struct KeyLimits {
   __device__ __forceinline__ void fill(const Parameters& p, const KeyHead& of, int64_t key) {
     const int64_t j = key + threadIdx.x;
     if constexpr (kHasWindow<Parameters>) {
-      const PositionRange rows = of.rows_seeing(p.shape, p.window, j);
+      const PositionRange rows = j < of.blocks ? of.rows_seeing(p.shape, p.window, j) : PositionRange{0, 0};
       first_row[threadIdx.x] = rows.begin;
       end[threadIdx.x] = rows.end;
     } else {
@@ -358,14 +380,13 @@ struct KeyParts {
 
 // For 16-bit types. They return false, and do nothing, if the head is too wide for tensor cores. key_tile: keys in a
 // tile, 64 or 32.
-template <typename scalar_t>
-bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
-                             cudaStream_t stream);
-template <typename scalar_t>
-bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream);
-template <typename scalar_t>
-bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
-                                   int64_t key_tile, cudaStream_t stream);
+template <typename scalar_t, typename Parameters>
+bool forward_on_tensor_cores(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream);
+template <typename scalar_t, typename Parameters>
+bool query_gradients_on_tensor_cores(const Parameters& p, cudaStream_t stream);
+template <typename scalar_t, typename Parameters>
+bool key_gradients_on_tensor_cores(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
+                                   cudaStream_t stream);
 
 }  // namespace compressed_cuda
 }  // namespace memcheck
