@@ -39,10 +39,14 @@ def of_case(request: Predict, case: Case) -> CachedModel:
     return CachedModel(case, request.kv_heads, concatenates=request.concatenate, **sizes)
 
 
+# The catalog's attention that has the state of an attention of transformers, which for ours is a StateCache.
+DECODED_AS = {"eager": "naive", "memcheck_compressed": "compressed", "memcheck_linear": "linear-causal"}
+
+
 def of_configuration(request: Predict) -> CachedModel:
     """The model of --hf-config, with its own weights unless --weights is given.
 
-    UsageError: its state is not a cache of keys and values.
+    UsageError: its state is not a cache of keys and values, nor that of compressed or linear attention.
     """
     others = {*options_of(ModelStep), "layers", "kv_heads"} - {"model", "hf_config", "attention", "build_on"}
     if wrong := sorted(filter(request.given, others)):
@@ -59,8 +63,13 @@ def of_configuration(request: Predict) -> CachedModel:
     if weights is None:
         model = configuration.model(setting)
         weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    operator = "naive" if setting.attention == "eager" else "softmax"
-    sizes: dict[str, Any] = {"dim": heads * head_dim, "heads": heads, "core_dim": None, "factor": None}
+    if setting.attention == "memcheck_softplus":
+        rule = f"is not for {named('hf_config')} in {named('mode')} decode"
+        raise UsageError(f"{named('attention')} {rule}, got {setting.attention}")
+    operator = DECODED_AS.get(setting.attention or "", "softmax")
+    sizes: dict[str, Any] = {"dim": heads * head_dim, "heads": heads, "core_dim": None}
+    of_config = configuration.config()
+    sizes |= {"factor": getattr(of_config, "memcheck_factor", 1), "window": getattr(of_config, "memcheck_window", None)}
     how: dict[str, Any] = {"bsz": setting.bsz, "kv_len": setting.seq_len, "dtype": setting.dtype, "mode": "decode"}
     case = make_case(operator, query_len=1, **sizes, **how)
     return CachedModel(case, kv_heads, layers, request.block_size or 1, request.concatenate, weights)

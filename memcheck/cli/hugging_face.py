@@ -73,6 +73,10 @@ class Configuration:
         transformers, config = imported(), self.config()
         config.use_cache = setting.mode == "inference" and getattr(config, "use_cache", True)
         how = {"dtype": getattr(torch, setting.dtype or "float32"), "attn_implementation": setting.attention}
+        if (setting.attention or "").startswith("memcheck_"):
+            from memcheck.integrations.transformers import register
+
+            register()
         named = getattr(transformers, (config.architectures or [""])[0], None)
         try:
             with redirect_stdout(sys.stderr), FloatsOnMeta():

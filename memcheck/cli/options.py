@@ -250,7 +250,10 @@ class ModelStep(Request):
     )
     checkpointing: bool = of_step("checkpointing", group=MODELS)
     attention: str | None = option(
-        None, "attention of a model of --hf-config; default: sdpa if it has it", choices=("sdpa", "eager"), group=MODELS
+        None,
+        "attention of a model of --hf-config, with its memcheck_factor and memcheck_window; default: sdpa if it has it",
+        choices=("sdpa", "eager", "memcheck_compressed", "memcheck_linear", "memcheck_softplus"),
+        group=MODELS,
     )
     loss: str | None = of_step(
         "loss",

@@ -539,6 +539,26 @@ def test_a_configuration_is_predicted_as_it_is_measured(llama: Path, capsys: pyt
     assert (found["operator"], found["fits"]) == ("LlamaForCausalLM", True)
 
 
+@pytest.mark.extension
+@pytest.mark.filterwarnings("ignore")
+def test_a_configuration_with_our_attention_is_predicted(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    from memcheck.integrations.transformers import register
+
+    values = {**json.loads(llama.read_text()), "memcheck_factor": 4, "memcheck_window": 6}
+    llama.write_text(json.dumps(values))
+    flags = ["--hf-config", str(llama), "--bsz", "2", "--seq-len", "24", "--device", "cpu", "--optimizer", "none"]
+    found = predicted(capsys, *flags, "--attention", "memcheck_compressed")
+    register()
+    config = transformers.LlamaConfig.from_json_file(str(llama))
+    config._attn_implementation, config.use_cache = "memcheck_compressed", False
+    ids, labels = torch.ones(2, 24, dtype=torch.int64), torch.ones(2, 24, dtype=torch.int64)
+    measured = memcheck.measure_memory(transformers.LlamaForCausalLM(config), input_ids=ids, labels=labels)
+    for name in ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes"):
+        assert found[name] == getattr(measured, name), name
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_helps_a_configuration(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--hf-config", str(llama), "--bsz", "2", "--seq-len", "64", "--device", "cpu", "--attention", "eager"]

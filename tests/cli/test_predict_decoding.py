@@ -17,6 +17,7 @@ from memcheck.core.case import Case
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
+from memcheck.core.tensors import tensors_in
 from memcheck.measure.measurement import measure_memory
 
 LLAMA = ("--dim", "4096", "--heads", "32", "--kv-heads", "8", "--layers", "32", "--dtype", "bf16")
@@ -231,6 +232,26 @@ def test_the_cache_of_a_configuration_is_that_of_transformers(tmp_path: Path, ca
     }.items():
         assert main(["predict", "--mode", "decode", *flags, *words.split()]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.extension
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("attention", ["memcheck_compressed", "memcheck_linear"])
+def test_the_state_of_a_configuration_with_our_attention(tmp_path: Path, capsys, attention: str) -> None:
+    path = configuration(tmp_path, num_key_value_heads=2, memcheck_factor=4, memcheck_window=6)
+    import transformers
+
+    from memcheck.integrations.transformers import StateCache, register
+
+    register()
+    flags = ("--hf-config", str(path), "--bsz", "3", "--seq-len", "24", "--device", "cpu", "--attention", attention)
+    config = transformers.LlamaConfig.from_json_file(str(path))
+    model, states = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention), StateCache()
+    with torch.no_grad():
+        model(torch.ones(3, 24, dtype=torch.int64), past_key_values=states)
+    assert cache(capsys, *flags)["bytes"] == sum(x.nbytes for layer in states.layers for x in tensors_in(layer.state))
+    assert main(["predict", "--mode", "decode", *flags[:-1], "memcheck_softplus"]) == 2
+    assert "--attention is not for --hf-config in --mode decode, got memcheck_softplus" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
