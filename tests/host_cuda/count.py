@@ -147,16 +147,24 @@ def linear_documents(count: int, H: int, mean: int, D: int, dtype: torch.dtype) 
     return replace(case, sampled=128)
 
 
-def compressed(B: int, H: int, T: int, D: int, factor: int, dtype: torch.dtype, causal: bool = True) -> Case:
+def compressed(
+    B: int, H: int, T: int, D: int, factor: int, dtype: torch.dtype, causal: bool = True, window: int | None = None
+) -> Case:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, lse = memcheck.compressed_attention(q, k, v, factor=factor, causal=causal, return_lse=True)
+        how = {"factor": factor, "causal": causal, "window": window}
+        y, lse = memcheck.compressed_attention(q, k, v, **how, return_lse=True)
         # All scores are zero. The backward reads this lse, also where the forward's blocks did not run.
         seen = (torch.arange(T) + 1) // factor if causal else torch.full((T,), math.ceil(T / factor))
+        if window is not None:
+            blocks = (torch.arange(T) - window + 1).clamp(min=0) // factor
+            seen = blocks + torch.arange(T) + 1 - blocks * factor
         lse.data.copy_(seen.float().log())
         return y
 
+    more = "" if causal else " not causal"
+    more += "" if window is None else f" window {window}"
     return attention(
-        f"compressed_attention {spelled(dtype)} B{B} H{H} T{T} D{D} factor {factor}{'' if causal else ' not causal'}",
+        f"compressed_attention {spelled(dtype)} B{B} H{H} T{T} D{D} factor {factor}{more}",
         lambda: [zeros(B, H, T, D, dtype=dtype) for _ in range(3)],
         attend,
     )
@@ -254,6 +262,7 @@ def small_cases() -> Iterator[Case]:
         yield softplus(1, 64, 600, dtype, causal=False)
         yield linear(1, 2, 192, 64, dtype)
         yield compressed(1, 1, 256, 64, 8, dtype)
+        yield compressed(1, 1, 256, 64, 8, dtype, window=32)
         yield combinator(64, 128, dtype)
         yield softplus_step(2, 64, dtype)
         yield linear_step(1, 2, 64, dtype)
@@ -289,6 +298,11 @@ def large_cases() -> Iterator[Case]:
     yield linear_documents(256, 8, 4096, 64, torch.bfloat16)
     yield linear(1, 8, 4096, 256, torch.bfloat16)
     yield compressed(1, 8, 4096, 64, 8, torch.float32)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield compressed(1, 8, 16384, 64, 16, dtype, window=512)
+        # Its two parts: blocks, and as many scores of positions.
+        yield compressed(1, 8, 16384, 64, 16, dtype)
+        yield compressed(16, 8, 1024, 64, 1, dtype)
     yield softplus_step(8, 1024, torch.bfloat16)
     yield linear_step(8, 64, 128, torch.bfloat16)
     yield compressed_step(8, 16, 32768, 128, 8, torch.bfloat16)

@@ -50,6 +50,12 @@ def passes() -> Iterator[Widest]:
                 lambda n=width, dtype=dtype: test_compressed_attention.make_inputs(1, 1, 1, 70, 70, n, dtype),
                 same_everywhere=True,
             )
+            yield Widest(
+                f"compressed_attention with a window {kind} {width}",
+                test_compressed_attention.contract(3, window=20),
+                lambda n=width, dtype=dtype: test_compressed_attention.make_inputs(1, 1, 1, 70, 270, n, dtype),
+                same_everywhere=True,
+            )
         yield Widest(
             f"combinator {kind}",
             test_combinator.contract(),
