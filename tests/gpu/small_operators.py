@@ -29,8 +29,10 @@ def cases() -> Iterator[tuple[str, Function, tuple[Shape, ...]]]:
             function = functools.partial(memcheck.linear_attention, causal=causal)
             yield f"linear_attention {causal}", function, ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv))
         for B, H, Hkv, S, T, D in ((1, 4, 2, 5, 7, 3), (1, 2, 1, 65, 300, 20), (1, 2, 2, 128, 256, 64)):
-            function = functools.partial(memcheck.compressed_attention, factor=3, causal=causal)
-            yield f"compressed_attention {causal}", function, ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D))
+            for window in (None, 20) if causal else (None,):
+                function = functools.partial(memcheck.compressed_attention, factor=3, causal=causal, window=window)
+                shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D))
+                yield f"compressed_attention {causal} {window}", function, shapes
     for low_memory in (False, True):
         for shape in ((5, 7), (3, 70, 40), (2, 33, 64)):
             function = functools.partial(memcheck.combinator, low_memory=low_memory)

@@ -223,11 +223,11 @@ def test_a_device_that_is_not_the_current_one(it: Operator) -> None:
         ),
         *(
             pytest.param(
-                test_compressed_attention.contract(16, mode),
+                test_compressed_attention.contract(16, mode, window=window),
                 [(1, 2, 64, 32), (1, 1, 40_000, 32), (1, 1, 40_000, 32)],
-                id=f"compressed {mode}",
+                id=f"compressed {mode} {window}",
             )
-            for mode in ("causal", "not causal")
+            for mode, window in (("causal", None), ("not causal", None), ("causal", 512))
         ),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ops.checks import (
     CPU_LEVELS,
+    DEVICE,
     DTYPES,
     HALF_DTYPES,
     KERNELS,
@@ -436,7 +437,7 @@ def test_states_under_compile_autocast_and_torch_func() -> None:
     y, pull = torch.func.vjp(pieces, q, k, v)
     torch.testing.assert_close([y, *pull(grad_y)], expected)
     torch.testing.assert_close(torch.func.vmap(lambda *x: pieces(*(one[None] for one in x))[0])(q, k, v), y)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y = pieces(q, k, v)
     assert same_bits([y], [pieces(*(x.bfloat16() for x in (q, k, v)))])
 
@@ -600,7 +601,7 @@ def test_compile(dynamic: bool) -> None:
 def test_autocast_vmap_and_torch_func() -> None:
     (q, k, v), grad_y = make_inputs(2, 4, 2, 40, 50, 20)
     function = functools.partial(compressed_attention, factor=7, window=11)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y = function(q, k, v)
     assert same_bits([y], [function(*(x.bfloat16() for x in (q, k, v)))])
     rows = torch.func.vmap(lambda *x: function(*(one[None] for one in x))[0])(q, k, v)
