@@ -32,7 +32,10 @@ run_pytest() {
     "$python" -m pytest -q "${workers[@]}" "$@"
 }
 
-step_build() { MEMCHECK_CUDA=1 "$python" setup.py build_ext --inplace; }
+# Some toolchains link libstdc++ statically. A module with a copy of it crashes where it raises an error of torch.
+step_build() {
+    LDFLAGS="-Wl,--no-as-needed,-l:libstdc++.so.6,--as-needed ${LDFLAGS-}" MEMCHECK_CUDA=1 "$python" setup.py build_ext --inplace
+}
 step_info() { "$python" -m memcheck info; }
 step_ptx() { "$python" -m pytest -q tests/gpu/test_ptx_cuda.py; }
 step_values() { run_pytest tests/ops --device cuda -m "not cpu"; }

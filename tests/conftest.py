@@ -35,6 +35,18 @@ def default_device() -> Iterator[None]:
     torch.set_default_device(None)
 
 
+@pytest.fixture(autouse=True)
+def no_garbage_of_other_tests() -> Iterator[None]:
+    """On a GPU measurements read the allocator, which also counts what Python's collector frees meanwhile."""
+    if os.environ.get("MEMCHECK_TEST_DEVICE") != "cuda":
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether the second step of each prediction was copied."""

@@ -6,7 +6,8 @@ namespace memcheck {
 
 std::string message_of(const Finding& x) {
   std::ostringstream text;
-  text << x.op << ": ";
+  // A kernel has no names of its own: its strings lie where only the GPU can read them.
+  text << (x.rule == Rule::DecayInRange ? "linear_attention" : x.op) << ": ";
   switch (x.rule) {
     case Rule::BeginsWithZero:
       text << x.argument << " must begin with 0, got " << x.got;

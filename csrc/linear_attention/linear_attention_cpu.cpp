@@ -187,7 +187,7 @@ Finding check_decays_of_head(const LinearAttentionForward& batch, Dtype dtype, i
   for (int64_t t = 0; t < head.place.keys; ++t) {
     const double value = *decay.at<const acc_t>(0, 0, t);
     if (!(value > 0 && value <= 1))
-      return {Rule::DecayInRange, "linear_attention", "decay", ' ', head.place.first_key + t, 0, 0, value};
+      return {Rule::DecayInRange, nullptr, nullptr, ' ', head.place.first_key + t, 0, 0, value};
     if (decay.stride[2] == 0) break;
   }
   return {};

@@ -208,8 +208,7 @@ __global__ void __launch_bounds__(kThreads)
       if (t < x.first_key || t >= x.first_key + x.keys) continue;
     }
     const double value = *p.decay.at<acc_t>(row, i / length % n.Hkv, t);
-    if (!(value > 0 && value <= 1))
-      report_finding({Rule::DecayInRange, "linear_attention", "decay", ' ', t, 0, 0, value}, slot);
+    if (!(value > 0 && value <= 1)) report_finding({Rule::DecayInRange, nullptr, nullptr, ' ', t, 0, 0, value}, slot);
   }
 }
 

@@ -178,10 +178,15 @@ class MetaCopies(TorchFunctionMode):
         return twin
 
     def owned(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The tensors, with twins for those of modules that refused to be copied. These twins do not stand."""
+        """The tensors, with twins for those of modules that refused to be copied. These twins do not stand.
+
+        Beside tensors on meta, one on the CPU belongs there on a GPU too, as the step counters of AdamW do.
+        """
+        named = list(named)
         stand, self.stand = self.stand, lambda original, twin: None
         with torch._C.DisableTorchFunction():
-            found = [(name, tensor if is_meta(tensor) else self.twin_of(tensor)) for name, tensor in named]
+            stays = any(is_meta(tensor) for _, tensor in named)
+            found = [(name, tensor if stays or is_meta(tensor) else self.twin_of(tensor)) for name, tensor in named]
         self.stand = stand
         return found
 

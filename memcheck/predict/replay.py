@@ -416,8 +416,16 @@ class Replay:
         scratch = self.requested[phase].bytes - library - sum(allocation.bytes for allocation in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
         if self.device.kind == "cuda":
+            library = max(library, self._library_bytes_at_end(phase))
             record.library_workspace_bytes = max(record.library_workspace_bytes or 0, library)
             self._note_allocated(phase)
+
+    def _library_bytes_at_end(self, phase: str) -> int:
+        """A workspace stays once it is there, until it is dropped after the phase. The peak may come before it."""
+        events, end = self.trace.log.events, self.trace.phases[phase][1]
+        while end and events[end - 1][0].is_library and not events[end - 1][1]:
+            end -= 1
+        return sum(allocation.bytes for allocation in self.trace.log.alive(end) if allocation.is_library)
 
     def _note_allocated(self, phase: str) -> None:
         """Sums of blocks. This peak is the highest so far; it is not reset between phases."""

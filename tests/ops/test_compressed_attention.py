@@ -939,10 +939,10 @@ RAISES = {
     "a list": ({"q": [1.0]}, TypeError, "q must be a tensor, got a list of length 1"),
     "no k": ({"k": None}, TypeError, "k must be a tensor, got None"),
     "half a factor": ({"factor": 1.5}, TypeError, "factor must be an int, got 1.5"),
-    "a tensor as factor": ({"factor": torch.tensor(2)}, TypeError, r"factor must be an int, got tensor\(2\)"),
+    "a tensor as factor": ({"factor": torch.tensor(2)}, TypeError, r"factor must be an int, got tensor\(2"),
     "a factor beyond int64": ({"factor": 2**63}, ValueError, f"factor must be from 1 to 2147483648, got {2**63}"),
     "a scale in words": ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
-    "a tensor as scale": ({"scale": torch.tensor(2.0)}, TypeError, r"scale must be a number or None, got tensor\(2.\)"),
+    "a tensor as scale": ({"scale": torch.tensor(2.0)}, TypeError, r"scale must be a number or None, got tensor\(2."),
 }
 
 
@@ -995,7 +995,7 @@ POOLED_RAISES = {
     "factor 0": ({"factor": 0}, ValueError, "factor must be from 1 to 2147483648, got 0"),
     "no kc": ({"kc": None}, TypeError, "kc must be a tensor, got None"),
     "vc of words": ({"vc": "x"}, TypeError, "vc must be a tensor, got 'x'"),
-    "a tensor as factor": ({"factor": torch.tensor(2)}, TypeError, r"factor must be an int, got tensor\(2\)"),
+    "a tensor as factor": ({"factor": torch.tensor(2)}, TypeError, r"factor must be an int, got tensor\(2"),
     "a factor beyond int64": ({"factor": 2**63}, ValueError, f"factor must be from 1 to 2147483648, got {2**63}"),
     "a length beyond int64": (
         {"kv_len": 2**70},
@@ -1003,7 +1003,7 @@ POOLED_RAISES = {
         f"kv_len must be from 0 to 4611686018427387904, got {2**70}",
     ),
     "half a length": ({"kv_len": 7.5}, TypeError, "kv_len must be an int, got 7.5"),
-    "a tensor as length": ({"kv_len": torch.tensor(7)}, TypeError, r"kv_len must be an int, got tensor\(7\)"),
+    "a tensor as length": ({"kv_len": torch.tensor(7)}, TypeError, r"kv_len must be an int, got tensor\(7"),
     "a scale in words": ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
 }
 
@@ -1028,7 +1028,7 @@ STEP_RAISES = {
     "no k": ({"k": None}, TypeError, "k must be a tensor, got None"),
     "factor 0": ({"factor": 0}, ValueError, "factor must be from 1 to 2147483648, got 0"),
     "half a factor": ({"factor": 4.5}, TypeError, "factor must be an int, got 4.5"),
-    "a tensor as factor": ({"factor": torch.tensor(4)}, TypeError, r"factor must be an int, got tensor\(4\)"),
+    "a tensor as factor": ({"factor": torch.tensor(4)}, TypeError, r"factor must be an int, got tensor\(4"),
     "a factor beyond int64": ({"factor": 2**63}, ValueError, f"factor must be from 1 to 2147483648, got {2**63}"),
     "another factor": ({"factor": 3}, ValueError, "factor must be 4, as that of the state, got 3"),
     "a state without factor": ({"of_state": {"factor": None}}, TypeError, "state.factor must be an int, got None"),

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from ops.checks import ON_HOST, run, same_bits
+from ops.checks import ON_HOST, generator, run, same_bits
 from ops.test_all_operators import EVERY, OPERATORS, Operator
 from torch import Tensor
 
@@ -91,8 +91,8 @@ def not_finite(x: Tensor) -> Tensor:
 
 
 def random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    numbers = generator(3)
+    return [torch.randn(shape, generator=numbers).to(dtype) for shape in shapes]
 
 
 @DTYPE
