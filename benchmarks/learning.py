@@ -84,18 +84,23 @@ class DecayedAttention(torch.nn.Module):
 
 
 class WindowAttention(torch.nn.Module):
-    """Softmax attention to the newest WINDOW positions: SDPA over chunks, each of which sees itself and the last."""
+    """Softmax attention to the newest `window` positions: SDPA over chunks, each of which sees itself and the last."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         B, H, S, D = q.shape
-        chunks = -(-S // WINDOW)
-        q, k, v = (pad(x, (0, 0, 0, chunks * WINDOW - S)).view(B * H, chunks, WINDOW, D) for x in (q, k, v))
+        W = self.window
+        chunks = -(-S // W)
+        q, k, v = (pad(x, (0, 0, 0, chunks * W - S)).view(B * H, chunks, W, D) for x in (q, k, v))
         k, v = (torch.cat([pad(x, (0, 0, 0, 0, 1, 0))[:, :-1], x], 2) for x in (k, v))
-        at, seen = torch.arange(WINDOW)[:, None], torch.arange(-WINDOW, WINDOW)
-        begins = (torch.arange(chunks) * WINDOW)[:, None, None]
-        mask = (seen <= at) & (seen > at - WINDOW) & (begins + seen >= 0)
+        at, seen = torch.arange(W)[:, None], torch.arange(-W, W)
+        begins = (torch.arange(chunks) * W)[:, None, None]
+        mask = (seen <= at) & (seen > at - W) & (begins + seen >= 0)
         y = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return y.view(B, H, chunks * WINDOW, D)[:, :, :S]
+        return y.view(B, H, chunks * W, D)[:, :, :S]
 
 
 # The attention of all layers, or of all but the last and of the last.
@@ -116,19 +121,19 @@ def layers_of(kind: str, layers: int) -> list[str]:
     return [KINDS[kind][0]] * (layers - 1) + [KINDS[kind][-1]]
 
 
-def make_decoder(kind: str, sizes: Sizes, seed: int) -> Decoder:
+def make_decoder(kind: str, sizes: Sizes, seed: int, window: int = WINDOW) -> Decoder:
     torch.manual_seed(seed)
     layers = layers_of(kind, sizes.layers)
     # A decoder has no windows alone and no decay. They replace an attention that it has.
     replaced: dict[str, Callable[[], torch.nn.Module]] = {
-        "window": WindowAttention,
+        "window": partial(WindowAttention, window),
         "linear-decay": partial(DecayedAttention, sizes.heads),
     }
     decoder = Decoder(
         **sizes._asdict(),
         attention=["softmax" if name in replaced else name.removesuffix("-window") for name in layers],
         factor=FACTOR,
-        window=WINDOW if "compressed-window" in layers else None,
+        window=window if "compressed-window" in layers else None,
     )
     with torch.no_grad():
         for weight in decoder.parameters():
@@ -360,7 +365,7 @@ def study(
         phases = [Phase(phase.context, 1) for phase in phases]
     text = Text(files=2 if args.quick else FILES)
     args.output.mkdir(parents=True, exist_ok=True)
-    settings |= {"phases": phases, "factor": FACTOR, "window": WINDOW, "threads": args.threads, "text": text.facts}
+    settings |= {"phases": phases, "factor": FACTOR, "threads": args.threads, "text": text.facts}
     for seed, kind in itertools.product(args.seeds, args.kinds):
         path = args.output / f"{name}-{kind}-{seed}.json"
         if path.exists():
@@ -386,4 +391,4 @@ def parse(about: str | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    study("text", learn, PHASES, {"sizes": SIZES, "learning_rate": LEARNING_RATE}, __doc__)
+    study("text", learn, PHASES, {"sizes": SIZES, "learning_rate": LEARNING_RATE, "window": WINDOW}, __doc__)

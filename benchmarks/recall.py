@@ -30,6 +30,7 @@ from memcheck.nn import Decoder
 KEYS = NAMES = 64
 SIZES = Sizes(vocabulary=256 + KEYS + NAMES, dim=128, feed_forward_dim=256, layers=2, heads=2, context=4096)
 PHASES = (Phase(64, 300), Phase(512, 200), Phase(4096, 200))
+WINDOW = 16  # Shorter than the shortest training window, so that a model learns from the start to look beyond it.
 TOKENS, LEARNING_RATE = 2048, 2e-3  # of a step, unless the window is longer
 PAIRS, SPACING = 32, 8  # keys of a window: at most so many, and one for so many tokens
 NEAREST = 16  # The least distance in training is the length of the window divided by this.
@@ -119,7 +120,7 @@ def test(decoder: torch.nn.Module, text: Text) -> dict[str, dict[str, float]]:
 
 
 def learn(kind: str, seed: int, text: Text, phases: Sequence[Phase]) -> dict[str, Any]:
-    decoder = make_decoder(kind, SIZES, seed)
+    decoder = make_decoder(kind, SIZES, seed, WINDOW)
     for layer in decoder.layers:
         layer.attention_norm = BesideTheLast(layer.get_submodule("attention_norm"))
     curve = train(decoder, text, phases, seed)
@@ -127,4 +128,4 @@ def learn(kind: str, seed: int, text: Text, phases: Sequence[Phase]) -> dict[str
 
 
 if __name__ == "__main__":
-    study("recall", learn, PHASES, {"sizes": SIZES, "learning_rate": LEARNING_RATE}, __doc__)
+    study("recall", learn, PHASES, {"sizes": SIZES, "learning_rate": LEARNING_RATE, "window": WINDOW}, __doc__)

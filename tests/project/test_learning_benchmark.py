@@ -74,7 +74,7 @@ def test_a_window_alone_is_softmax_attention_with_its_mask(benchmark, length):
     at = torch.arange(length)
     behind = at[:, None] - at
     expected = scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < learning.WINDOW))
-    torch.testing.assert_close(learning.WindowAttention()(q, k, v), expected)
+    torch.testing.assert_close(learning.WindowAttention(learning.WINDOW)(q, k, v), expected)
 
 
 def test_models_differ_in_attention_alone(benchmark):
