@@ -20,6 +20,7 @@ from harness import RESULTS, figures, time_rounds, write_result
 from learning import DISTANCES, FACTOR, KINDS, SIZES, WINDOW, layers_of, loss_of, make_decoder
 
 import memcheck
+from memcheck.core.tensors import tensors_in
 from memcheck.core.units import format_bytes
 from memcheck.report.plots.style import COLOURS, MARKERS, in_house_style, new_panels, save
 
@@ -52,7 +53,7 @@ def state_bytes(kind: str) -> int:
         "linear-decay": lambda: linear(decay=torch.full((SIZES.heads,), 0.5))[1],
         "softplus": lambda: memcheck.softplus_attention(channels, channels.mT, channels.mT, return_state=True)[1],
     }
-    kept = {name: sum(x.nbytes for x in torch.utils._pytree.tree_leaves(states[name]())) for name in set(states)}
+    kept = {name: sum(tensor.nbytes for tensor in tensors_in(state())) for name, state in states.items()}
     return sum(kept[name] for name in layers_of(kind, SIZES.layers))
 
 
@@ -93,7 +94,9 @@ def distances() -> list[str]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """Returns the mean, and the least and the largest."""
+    """Returns the mean, and the least and the largest; nothing without a record."""
+    if not values:
+        return ""
     return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 

@@ -1,22 +1,19 @@
 """Trains small language models that differ in their attention alone, on real text, and tests what they recall.
 
     python benchmarks/learning.py [--kinds KIND ...] [--seeds 0 1 2] [--minutes 60] [--quick] [--output FOLDER]
-    python benchmarks/learning.py --times
-    python benchmarks/learning.py --table
 
 The text is the Python sources of the standard library and of torch; every twentieth file is held out. Its tokens are
 frequent pieces of the sources and single bytes, 2.7 bytes on average. There is a decoder of memcheck.nn for each kind
 of attention: four layers of 256 channels, 4.3 million parameters, trained on the same tokens in the same order with
 AdamW under bfloat16 autocast, first in short windows and then in long ones.
 
-Two figures tell how well a model learned. Bits per byte are those of the first CONTEXT tokens of each held-out file.
+Two figures tell how well a model learned. Bits per byte are those of the first READ tokens of FILES held-out files.
 Recall is measured at names that were last seen 500 to 4,000 bytes before: the bits of a name, and those of the same
-name after its earlier occurrences have been replaced by letters that say nothing. The difference is what the model
+name after its earlier occurrences have been replaced by another name. The difference is what the model
 knows from having seen it.
 
-A run takes at most 5 minutes on two idle cores, and writes FOLDER/KIND-SEED.json when it ends. Runs whose record exists
-are left out, so the same command goes on where another stopped. --times measures a training step of each kind, on a
-machine that does nothing else. --table prints the records, and draws them.
+A run takes three to five minutes on one core, and writes FOLDER/text-KIND-SEED.json when it ends. Runs whose record
+exists are left out, so the same command goes on where another stopped. learned.py prints and draws the records.
 """
 
 from __future__ import annotations
@@ -320,7 +317,6 @@ def read(decoder: Decoder, text: Text) -> dict[str, Any]:
                     found[f"{low} to {high}"].append(
                         (len(name), seen[of_name].sum().item(), replaced[of_name].sum().item())
                     )
-    names = {}
     names = {
         distance: {
             "names": len(of_names),

@@ -10,8 +10,8 @@ There is a decoder of memcheck.nn for each kind of attention, of two layers of 1
 that an attention reads are those of the token before, as a short convolution would let a model learn, so that one
 look-up is enough. All are trained on the same windows in the same order, short ones first.
 
-FOLDER/recall-KIND-SEED.json has the share of names that are right, by distance. A run takes less than 2 minutes.
-Records that exist are kept, so the same command goes on where another stopped.
+FOLDER/recall-KIND-SEED.json has the share of names that are right, by distance. Records that exist
+are kept, so the same command goes on where another stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memcheck.nn import Decoder
 KEYS = NAMES = 64
 SIZES = Sizes(vocabulary=256 + KEYS + NAMES, dim=128, feed_forward_dim=256, layers=2, heads=2, context=4096)
 PHASES = (Phase(64, 300), Phase(512, 200), Phase(4096, 200))
-WINDOW = 16  # Shorter than the shortest training window, so that a model learns from the start to look beyond it.
+WINDOW = 16  # Of attention, shorter than any window of training.
 TOKENS, LEARNING_RATE = 2048, 2e-3  # of a step, unless the window is longer
 PAIRS, SPACING = 32, 8  # keys of a window: at most so many, and one for so many tokens
 NEAREST = 16  # The least distance in training is the length of the window divided by this.
