@@ -3,12 +3,14 @@
     python benchmarks/recall.py [--kinds KIND ...] [--seeds 0 1 2] [--minutes 60] [--quick] [--output FOLDER]
 
 In real text (that of learning.py, a token for each byte) stand keys, each followed by a name: 64 keys and 64 names,
-which are tokens of their own. A window of 4,096 tokens has 32 keys, each twice, and the second time the model is asked
-for the name, which nothing but the first time tells. A guess is right in 1 of 64 cases.
+which are tokens of their own. A sequence of 4,096 tokens has 32 keys, each twice, and the second time the model is
+asked for the name, which stands there the first time only. A guess is right in 1 of 64 cases, and a guess at one of
+the names of the sequence in 1 of 32.
 
 There is a decoder of memcheck.nn for each kind of attention, of two layers of 128 channels. One half of the channels
 that an attention reads are those of the token before, as a short convolution would let a model learn, so that one
-look-up is enough. All are trained on the same windows in the same order, short ones first.
+look-up is enough. All are trained on the same sequences in the same order, short ones first. A window of attention is
+shorter than the distance of any question, so nothing can be answered from within it.
 
 FOLDER/recall-KIND-SEED.json has the share of names that are right, by distance. Records that exist
 are kept, so the same command goes on where another stopped.
@@ -29,12 +31,12 @@ from memcheck.nn import Decoder
 
 KEYS = NAMES = 64
 SIZES = Sizes(vocabulary=256 + KEYS + NAMES, dim=128, feed_forward_dim=256, layers=2, heads=2, context=4096)
-PHASES = (Phase(64, 300), Phase(512, 200), Phase(4096, 200))
-WINDOW = 16  # Of attention, shorter than any window of training.
-TOKENS, LEARNING_RATE = 2048, 2e-3  # of a step, unless the window is longer
-PAIRS, SPACING = 32, 8  # keys of a window: at most so many, and one for so many tokens
-NEAREST = 16  # The least distance in training is the length of the window divided by this.
-TESTED = 40  # windows
+PHASES = (Phase(128, 1200), Phase(512, 300), Phase(4096, 200))
+WINDOW = 16
+TOKENS, LEARNING_RATE = 2048, 2e-3  # of a step, unless the sequence is longer
+PAIRS, SPACING = 32, 8  # keys of a sequence: at most so many, and one for so many tokens
+NEAREST = 4  # The least distance in training is the length of the sequence divided by this.
+TESTED = 40  # sequences
 
 
 class BesideTheLast(torch.nn.Module):
@@ -50,14 +52,15 @@ class BesideTheLast(torch.nn.Module):
 
 
 class Question(NamedTuple):
-    """The position of a name, and the tokens since it stood there before."""
+    """The position of a key, the tokens since it stood there before, and the name that followed it then."""
 
     position: int
     distance: int
+    name: int
 
 
 def write_names(row: Tensor, nearest: int, chance: random.Random) -> list[Question]:
-    """Writes keys and names over a row of text, each pair twice."""
+    """Writes over a row of text keys with their names, and each key again."""
     pairs = min(PAIRS, len(row) // SPACING)
     free, questions = set(range(len(row) // 2)), []  # places of two tokens
     for key in chance.sample(range(256, 256 + KEYS), pairs):
@@ -71,13 +74,13 @@ def write_names(row: Tensor, nearest: int, chance: random.Random) -> list[Questi
             continue
         free -= {first, first + distance}
         name = chance.randrange(256 + KEYS, 256 + KEYS + NAMES)
-        for place in (first, first + distance):
-            row[2 * place : 2 * place + 2] = torch.tensor([key, name])
-        questions.append(Question(2 * (first + distance) + 1, 2 * distance))
+        row[2 * first : 2 * first + 2] = torch.tensor([key, name])
+        row[2 * (first + distance)] = key
+        questions.append(Question(2 * (first + distance), 2 * distance, name))
     return questions
 
 
-def windows(text: bytes, rows: int, length: int, nearest: int, chance: random.Random) -> tuple[Tensor, list[Any]]:
+def sequences(text: bytes, rows: int, length: int, nearest: int, chance: random.Random) -> tuple[Tensor, list[Any]]:
     """Returns tokens (rows,length) and the questions of each row."""
     begins = [chance.randrange(len(text) - length) for _ in range(rows)]
     tokens = torch.stack([torch.tensor(list(text[begin : begin + length])) for begin in begins])
@@ -86,9 +89,9 @@ def windows(text: bytes, rows: int, length: int, nearest: int, chance: random.Ra
 
 def answers(decoder: torch.nn.Module, tokens: Tensor, questions: list[list[Question]]) -> tuple[Tensor, Tensor]:
     """Returns the logits of all names asked for, and the names."""
-    rows = torch.tensor([row for row, of_row in enumerate(questions) for _ in of_row])
-    positions = torch.tensor([question.position for of_row in questions for question in of_row])
-    return logits_of(decoder, tokens)[rows, positions - 1], tokens[rows, positions]
+    asked = [(row, *question) for row, of_row in enumerate(questions) for question in of_row]
+    rows, positions, _, names = torch.tensor(asked).T
+    return logits_of(decoder, tokens)[rows, positions], names
 
 
 def train(decoder: Decoder, text: Text, phases: Sequence[Phase], seed: int) -> list[dict[str, float]]:
@@ -97,7 +100,7 @@ def train(decoder: Decoder, text: Text, phases: Sequence[Phase], seed: int) -> l
 
     def loss(context: int) -> tuple[Tensor, float]:
         rows = max(1, TOKENS // context)
-        logits, names = answers(decoder, *windows(text.training, rows, context, context // NEAREST, chance))
+        logits, names = answers(decoder, *sequences(text.training, rows, context, context // NEAREST, chance))
         return cross_entropy(logits, names), (logits.argmax(-1) == names).float().mean().item()
 
     return optimise(decoder, phases, LEARNING_RATE, loss)
@@ -109,7 +112,7 @@ def test(decoder: torch.nn.Module, text: Text) -> dict[str, dict[str, float]]:
     chance = random.Random(0)
     found: dict[str, list[bool]] = {f"{low} to {high}": [] for low, high in DISTANCES}
     for _ in range(TESTED):
-        tokens, questions = windows(b"\0".join(text.held_out), 1, SIZES.context, DISTANCES[0][0], chance)
+        tokens, questions = sequences(b"\0".join(text.held_out), 1, SIZES.context, DISTANCES[0][0], chance)
         logits, names = answers(decoder, tokens, questions)
         right = (logits.argmax(-1) == names).tolist()
         for question, one in zip(questions[0], right, strict=True):

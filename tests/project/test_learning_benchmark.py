@@ -53,18 +53,19 @@ def test_a_name_to_recall_was_seen_at_that_distance_and_not_since(benchmark):
     assert replaced[one.position :] == text[one.position :]
 
 
-def test_names_are_written_twice_behind_their_keys(benchmark):
+def test_a_key_is_written_twice_and_its_name_once(benchmark):
     recall = benchmark("recall")
     row = torch.zeros(1024, dtype=torch.int64)
     questions = recall.write_names(row, nearest=100, chance=random.Random(0))
     assert len(questions) == recall.PAIRS
-    for position, distance in questions:
+    for position, distance, name in questions:
         assert distance >= 100
-        first, second = (row[at - 1 : at + 1].tolist() for at in (position - distance, position))
-        assert first == second
-        assert 256 <= first[0] < 256 + recall.KEYS <= first[1]
+        first = position - distance
+        assert row[[first, first + 1, position, position + 1]].tolist() == [row[position], name, row[position], 0]
+        assert 256 <= row[position] < 256 + recall.KEYS <= name
     keys = row[(row >= 256) & (row < 256 + recall.KEYS)]
     assert sorted(keys.unique(return_counts=True)[1].tolist()) == [2] * recall.PAIRS
+    assert (row >= 256 + recall.KEYS).sum() == recall.PAIRS
 
 
 @pytest.mark.parametrize("length", [1, 100, 128, 300, 512])
