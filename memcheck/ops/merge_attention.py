@@ -74,7 +74,8 @@ class _Merged(torch.autograd.Function):
         ctx.count = count
         ctx.save_for_backward(lse, *tensors)
         ctx.set_materialize_grads(False)
-        return total.to(outputs[0].dtype), lse
+        # torch.compile of torch 2.11 gives no gradient to an output that is also a tensor on the way to it.
+        return total.to(outputs[0].dtype, copy=torch.compiler.is_compiling()), lse
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:

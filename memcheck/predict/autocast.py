@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import is_meta
+from memcheck.predict.on_device import softmax_of_halves
 from memcheck.predict.python_functions import answered, no, original, yes
 
 
@@ -114,6 +115,10 @@ class Casts:
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         if values.get("dtype") is None:
             values["dtype"] = torch.float32
+        if base_name(op) in ("softmax", "log_softmax"):
+            one_kernel = getattr(torch.ops.aten, f"_{base_name(op)}").default
+            if (y := softmax_of_halves(one_kernel, args[0], values["dim"], values["dtype"])) is not None:
+                return y
         return op(**values)
 
     def _is_eligible(self, tensor: Tensor) -> bool:

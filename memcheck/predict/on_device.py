@@ -84,6 +84,13 @@ def fused_rms_norm(x: Tensor, shape: list[int], weight: Any = None, eps: float |
     return FusedRMSNorm.apply(x, weight, len(shape)) if fuses else None
 
 
+def softmax_of_halves(one_kernel: Any, input: Tensor, dim: Any = None, dtype: Any = None, **more: Any) -> Any:
+    """A softmax of float16 with a result in float32, which CUDA computes without a copy in float32; None of others."""
+    if input.dtype == torch.float16 and dtype == torch.float32 and isinstance(dim, int) and not more:
+        return one_kernel(input, dim, True)
+    return None
+
+
 def one_hot(target: Target, x: Tensor, num_classes: int = -1) -> Tensor:
     """torch.nn.functional.one_hot, which runs other operators under a mode. On the CPU it checks the classes."""
     if x.numel() == 0:

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memcheck
+from memcheck.bench.models.case import make_model_case
+from memcheck.bench.models.model_predictions import predict_model
 from memcheck.core.model_record import FIGURES
 from memcheck.predict.autocast import LOWER, PROMOTE, WIDE_RESULT, autocast_followed, base_name, listed
 
@@ -232,3 +234,38 @@ def test_autocast_inside_a_model_counts_on_a_gpu() -> None:
     assert cast.saved_bytes is not None
     assert plain.saved_bytes is not None
     assert cast.output_bytes == plain.output_bytes / 2
+
+
+HALVES_TO_FLOAT: dict[str, tuple[str | None, Callable[[Tensor], Tensor]]] = {
+    "softmax": (None, lambda x: nn.functional.softmax(x, -1, dtype=torch.float32)),
+    "a method": (None, lambda x: x.log_softmax(dim=-1, dtype=torch.float32)),
+    "softmax under autocast": ("float16", lambda x: torch.softmax(x, -1)),
+}
+
+
+@pytest.mark.parametrize("name", HALVES_TO_FLOAT)
+def test_cuda_widens_a_softmax_of_float16_as_it_computes_it(name: str) -> None:
+    """at::softmax copies other dtypes first, and float16 on the CPU."""
+    autocast, function = HALVES_TO_FLOAT[name]
+
+    def copied(dtype: torch.dtype, device: str) -> int:
+        x = torch.randn(64, 1024, dtype=dtype).requires_grad_()
+        lower = None if autocast is None else dtype
+        prediction = memcheck.predict_memory(function, x, device=device, autocast=lower, training=True)
+        record = prediction.record
+        assert record.forward_peak_bytes is not None
+        return record.forward_peak_bytes
+
+    of_bfloat16 = copied(torch.bfloat16, "H200")
+    assert of_bfloat16 - copied(torch.float16, "H200") == 64 * 1024 * 4
+    if autocast is None:
+        assert copied(torch.float16, "cpu") >= 64 * 1024 * 8
+
+
+@pytest.mark.extension
+def test_a_model_in_float16_takes_what_an_h200_measured() -> None:
+    """The forward peak is the one that test_predictions_equal_measurements of tests/gpu measured with torch 2.11."""
+    case = make_model_case(
+        "tiny", attention_type="naive", bsz=2, context=256, device="cuda:0", autocast="float16", checkpointing=True
+    )
+    assert predict_model(case, "H200").record.forward_peak_bytes == 39_128_832
