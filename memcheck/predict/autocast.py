@@ -116,8 +116,8 @@ class Casts:
         if values.get("dtype") is None:
             values["dtype"] = torch.float32
         if base_name(op) in ("softmax", "log_softmax"):
-            one_kernel = getattr(torch.ops.aten, f"_{base_name(op)}").default
-            if (y := softmax_of_halves(one_kernel, args[0], values["dim"], values["dtype"])) is not None:
+            kernel = getattr(torch.ops.aten, f"_{base_name(op)}").default
+            if (y := softmax_of_halves(kernel, args[0], values["dim"], values["dtype"])) is not None:
                 return y
         return op(**values)
 

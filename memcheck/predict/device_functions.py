@@ -22,6 +22,7 @@ from memcheck.predict.autocast import cast_for
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.on_device import (
     ANSWERS,
+    SOFTMAXES,
     Extremum,
     Mish,
     answer,
@@ -41,8 +42,6 @@ from memcheck.predict.sdpa import attention
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 # Functions that return one element of a whole tensor.
 EXTREMA = (torch.max, torch.min, Tensor.max, Tensor.min)
-SOFTMAXES = (torch.softmax, Tensor.softmax, torch.special.softmax)
-LOG_SOFTMAXES = (torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax)
 # Functions that read the values of a tensor.
 READERS = {"tolist", "numpy", "__array__"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
@@ -52,18 +51,8 @@ CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 # Names of other functions that DeviceFunctions does not call as they are.
 TREATED_NAMES = {*READERS, *CLOSED, "to", "cpu", "cuda", "_pad_packed_sequence", "_pack_padded_sequence"}
-TREATED = {
-    *OF_DATA,
-    *EXTREMA,
-    *SOFTMAXES,
-    *LOG_SOFTMAXES,
-    Tensor.new,
-    Tensor.new_tensor,
-    Tensor.untyped_storage,
-    torch.max_pool1d,
-    torch.dropout,
-}
-TREATED |= {Tensor.__getitem__, Tensor.__setitem__, torch._C._nn.one_hot, torch._C._nn.mish, torch.rms_norm}
+TREATED = {*OF_DATA, *EXTREMA, Tensor.new, Tensor.new_tensor, Tensor.untyped_storage, torch.max_pool1d, torch.dropout}
+TREATED |= {*SOFTMAXES, Tensor.__getitem__, Tensor.__setitem__, torch._C._nn.one_hot, torch._C._nn.mish, torch.rms_norm}
 TREATED |= {getattr(torch.nn.functional, name) for name in ("scaled_dot_product_attention", "rms_norm", "linear")}
 
 
@@ -143,10 +132,11 @@ class DeviceFunctions(TorchFunctionMode):
                 if y.requires_grad:
                     self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
                 return y
-        if func in SOFTMAXES + LOG_SOFTMAXES and target.kind == "cuda":
-            one_kernel = torch._softmax if func in SOFTMAXES else torch._log_softmax
-            if (y := softmax_of_halves(one_kernel, *args, **kwargs)) is not None:
-                return y
+        wide = (
+            softmax_of_halves(SOFTMAXES[func], *args, **kwargs) if func in SOFTMAXES and target.kind == "cuda" else None
+        )
+        if wide is not None:
+            return wide
         if name in CLOSED and target.kind == "cpu":
             from memcheck.predict import rnn
 
