@@ -12,7 +12,7 @@ Recall is measured at names that were last seen 500 to 4,000 bytes before: the b
 name after its earlier occurrences have been replaced by another name. The difference is what the model
 knows from having seen it.
 
-A run takes three to five minutes on one core, and writes FOLDER/text-KIND-SEED.json when it ends. Runs whose record
+A run takes three to six minutes on one core, and writes FOLDER/text-KIND-SEED.json when it ends. Runs whose record
 exists are left out, so the same command goes on where another stopped. learned.py prints and draws the records.
 """
 
