@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import is_meta
-from memcheck.predict.on_device import softmax_of_halves
 from memcheck.predict.python_functions import answered, no, original, yes
 
 
@@ -55,6 +54,8 @@ PROMOTE = {
 }
 # Operators of CUDA that compute in float32 without a cast of their operands: AT_FORALL_FP32_SET_OPT_DTYPE, and norm.
 WIDE_RESULT = words("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax norm prod softmax sum")
+# Those of them that CUDA computes without a copy of float16 in float32, with or without autocast.
+SOFTMAXES = {"softmax": torch._softmax, "log_softmax": torch._log_softmax}
 # All other operators with a kernel for autocast cast to float32.
 
 
@@ -78,6 +79,8 @@ class Casts:
 
     def call(self, op: Any, args: Any, kwargs: Any) -> Any:
         name = base_name(op)
+        if self.kind == "cuda" and op._overloadname == "int" and name in SOFTMAXES and self._widens(op, args, kwargs):
+            return SOFTMAXES[name](args[0], args[1], True)
         if self.dtype is None:
             return op(*args, **kwargs)
         if self.kind == "cuda" and name == "binary_cross_entropy":
@@ -111,15 +114,15 @@ class Casts:
         if base_name(op) == "norm":
             op = torch.ops.aten.norm.ScalarOpt_dtype if len(args) < 3 else torch.ops.aten.norm.ScalarOpt_dim_dtype
             return op(*args, **kwargs, dtype=torch.float32)
-        names = [argument.name for argument in op._schema.arguments]
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        values = given(op, args, kwargs)
         if values.get("dtype") is None:
             values["dtype"] = torch.float32
-        if base_name(op) in ("softmax", "log_softmax"):
-            kernel = getattr(torch.ops.aten, f"_{base_name(op)}").default
-            if (y := softmax_of_halves(kernel, args[0], values["dim"], values["dtype"])) is not None:
-                return y
         return op(**values)
+
+    def _widens(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a softmax of float16 has a result in float32."""
+        dtype = given(op, args, kwargs).get("dtype") or (self.dtype and torch.float32)
+        return bool(args[0].dtype == torch.float16 and dtype == torch.float32)
 
     def _is_eligible(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.dtype != torch.float64 and (self.kind == "cpu" or is_meta(tensor))
@@ -194,6 +197,11 @@ def cast_for(name: str, args: Any, kwargs: Any) -> Any:
 def dtype_in_use(kind: str) -> torch.dtype | None:
     """The dtype of the autocast that is enabled for the kind of device, or None."""
     return Casts(kind).dtype
+
+
+def given(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of the operator by name."""
+    return {**dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)), **kwargs}
 
 
 def base_name(op: Any) -> str:

@@ -22,7 +22,6 @@ from memcheck.predict.autocast import cast_for
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.on_device import (
     ANSWERS,
-    SOFTMAXES,
     Extremum,
     Mish,
     answer,
@@ -31,7 +30,6 @@ from memcheck.predict.on_device import (
     moved,
     on_meta,
     one_hot,
-    softmax_of_halves,
 )
 from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import Bodies, answered, original, yes
@@ -52,7 +50,7 @@ CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 # Names of other functions that DeviceFunctions does not call as they are.
 TREATED_NAMES = {*READERS, *CLOSED, "to", "cpu", "cuda", "_pad_packed_sequence", "_pack_padded_sequence"}
 TREATED = {*OF_DATA, *EXTREMA, Tensor.new, Tensor.new_tensor, Tensor.untyped_storage, torch.max_pool1d, torch.dropout}
-TREATED |= {*SOFTMAXES, Tensor.__getitem__, Tensor.__setitem__, torch._C._nn.one_hot, torch._C._nn.mish, torch.rms_norm}
+TREATED |= {Tensor.__getitem__, Tensor.__setitem__, torch._C._nn.one_hot, torch._C._nn.mish, torch.rms_norm}
 TREATED |= {getattr(torch.nn.functional, name) for name in ("scaled_dot_product_attention", "rms_norm", "linear")}
 
 
@@ -132,11 +130,6 @@ class DeviceFunctions(TorchFunctionMode):
                 if y.requires_grad:
                     self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
                 return y
-        wide = (
-            softmax_of_halves(SOFTMAXES[func], *args, **kwargs) if func in SOFTMAXES and target.kind == "cuda" else None
-        )
-        if wide is not None:
-            return wide
         if name in CLOSED and target.kind == "cpu":
             from memcheck.predict import rnn
 

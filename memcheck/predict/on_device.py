@@ -18,10 +18,6 @@ ANSWERS: dict[Any, Any] = {
     Tensor.is_meta.__get__: lambda target: False,  # type: ignore[attr-defined]
 }
 
-# Functions -> the kernel that may widen float16 to float32 as it computes.
-SOFTMAXES = dict.fromkeys((torch.softmax, Tensor.softmax, torch.special.softmax), torch._softmax)
-SOFTMAXES |= dict.fromkeys((torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax), torch._log_softmax)
-
 
 def capability_of(target: Target) -> tuple[int, int]:
     """NotImplementedError: it is not known."""
@@ -86,13 +82,6 @@ def fused_rms_norm(x: Tensor, shape: list[int], weight: Any = None, eps: float |
     """torch.nn.functional.rms_norm as one kernel; None if it is not fused."""
     fuses = weight is not None and x.dtype == weight.dtype
     return FusedRMSNorm.apply(x, weight, len(shape)) if fuses else None
-
-
-def softmax_of_halves(kernel: Any, input: Tensor, dim: Any = None, dtype: Any = None, **more: Any) -> Any:
-    """A softmax of float16 with a result in float32, which CUDA computes without a copy in float32; None of others."""
-    if input.dtype == torch.float16 and dtype == torch.float32 and isinstance(dim, int) and not more:
-        return kernel(input, dim, True)
-    return None
 
 
 def one_hot(target: Target, x: Tensor, num_classes: int = -1) -> Tensor:

@@ -248,7 +248,7 @@ def test_cuda_widens_a_softmax_of_float16_as_it_computes_it(name: str) -> None:
     """at::softmax copies other dtypes first, and float16 on the CPU."""
     autocast, function = HALVES_TO_FLOAT[name]
 
-    def copied(dtype: torch.dtype, device: str) -> int:
+    def forward_peak(dtype: torch.dtype, device: str) -> int:
         x = torch.randn(64, 1024, dtype=dtype).requires_grad_()
         lower = None if autocast is None else dtype
         prediction = memcheck.predict_memory(function, x, device=device, autocast=lower, training=True)
@@ -256,10 +256,10 @@ def test_cuda_widens_a_softmax_of_float16_as_it_computes_it(name: str) -> None:
         assert record.forward_peak_bytes is not None
         return record.forward_peak_bytes
 
-    of_bfloat16 = copied(torch.bfloat16, "H200")
-    assert of_bfloat16 - copied(torch.float16, "H200") == 64 * 1024 * 4
+    with_copy = forward_peak(torch.bfloat16, "H200")
+    assert with_copy - forward_peak(torch.float16, "H200") == 64 * 1024 * 4
     if autocast is None:
-        assert copied(torch.float16, "cpu") >= 64 * 1024 * 8
+        assert forward_peak(torch.float16, "cpu") >= 64 * 1024 * 8
 
 
 @pytest.mark.extension
