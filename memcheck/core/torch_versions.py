@@ -50,6 +50,12 @@ LT_WORKSPACE_SHARED = TorchChange(
     "cublasLt uses cuBLAS's workspace.",
     "getCUDABlasLtWorkspace in aten/src/ATen/cuda/CublasHandlePool.cpp; pytorch/pytorch#175879",
 )
+CASTS_SHARED_BY_MODES = TorchChange(
+    (2, 11),
+    "autocast makes the cast of a parameter that it keeps with gradients enabled, and uses it with and without them; "
+    "in inference mode it neither keeps nor uses casts. Before, a cast was kept as it was made.",
+    "at::autocast::cached_cast in libtorch_cpu.so of 2.10 and 2.11; pytorch/pytorch#165068",
+)
 WORKSPACES_ON_BLACKWELL = TorchChange(
     (2, 12),
     "cuBLAS's workspace has 32 MiB on compute capability 10 and 12 too, not on 9 alone.",

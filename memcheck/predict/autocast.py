@@ -19,6 +19,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
+from memcheck.core.torch_versions import CASTS_SHARED_BY_MODES, NEWEST_TRIED, Version
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.python_functions import answered, no, original, yes
 
@@ -65,8 +66,9 @@ class Casts:
     kind: "cpu" or "cuda".
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, torch_version: Version = NEWEST_TRIED) -> None:
         self.kind = kind
+        self.torch_version = torch_version
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # The parameter keeps its identity valid.
 
     @property
@@ -131,10 +133,13 @@ class Casts:
         if not isinstance(part, Tensor) or not self._is_eligible(part) or part.dtype == dtype:
             return part
         is_parameter = part.is_leaf and part.requires_grad and not part._is_view() and part.dtype == torch.float32
-        if not (is_parameter and dtype == self.dtype and torch.is_autocast_cache_enabled()):
+        shares = CASTS_SHARED_BY_MODES.is_in(self.torch_version)
+        is_kept = is_parameter and dtype == self.dtype and torch.is_autocast_cache_enabled()
+        if not is_kept or (shares and torch.is_inference_mode_enabled()):
             return part.to(dtype)
         if id(part) not in self._kept:
-            self._kept[id(part)] = part, part.to(dtype)
+            with torch.set_grad_enabled(shares or torch.is_grad_enabled()):
+                self._kept[id(part)] = part, part.to(dtype)
         return self._kept[id(part)][1]
 
 
@@ -151,7 +156,7 @@ EXIT = "torch.amp.autocast_mode.autocast.__exit__"
 
 
 @contextmanager
-def autocast_followed(kind: str) -> Iterator[None]:
+def autocast_followed(kind: str, torch_version: Version = NEWEST_TRIED) -> Iterator[None]:
     """Inside, torch.autocast has its effects on meta tensors, which stand for tensors on the kind of device.
 
     torch.autocast("cuda") is then possible without a GPU.
@@ -159,7 +164,7 @@ def autocast_followed(kind: str) -> Iterator[None]:
     with REGISTRATION:
         register_kernels(kind)
     device, key = KEYS[kind][1], key_for(kind)
-    casts = Casts(kind)
+    casts = Casts(kind, torch_version)
 
     def leave(*args: Any) -> Any:
         left = original(EXIT)(*args)

@@ -72,7 +72,7 @@ class TraceRunner:
             self.mode,
             DeviceFunctions(self.mode),
             functions_followed(self.mode),
-            autocast_followed(self.mode.target.kind),
+            autocast_followed(self.mode.target.kind, self.mode.target.torch_version),
             distributed_followed(self.mode) if self.is_split else nullcontext(),
             self.mode.modules.of(workload.module),
         ):

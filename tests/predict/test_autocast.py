@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -214,6 +215,69 @@ def test_a_model_with_autocast_inside_is_predicted_exactly(repeats: bool, optimi
     assert prediction.exact, prediction.unknown
     named = [name for name in FIGURES if hasattr(measured, name)]
     assert [getattr(prediction.record, name) for name in named] == [getattr(measured, name) for name in named]
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "grad": torch.enable_grad,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "set off": lambda: torch.set_grad_enabled(False),
+    "not cached": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+# Modes of the first product, of the second, and so on; "/" ends the outermost autocast and begins another.
+SEQUENCES = [" > ".join(modes) for modes in itertools.product(("grad", "no grad", "inference"), repeat=2)]
+SEQUENCES += ["inference > no grad > inference > grad", "no grad > grad > inference"]
+SEQUENCES += ["set off > grad", "grad, no grad > grad", "no grad, grad > no grad", "no grad / grad", "grad / no grad"]
+SEQUENCES += [
+    "not cached > grad",
+    "no grad, not cached > grad",
+    "no grad, autocast > grad",
+    "inference, grad > no grad",
+]
+
+
+class InModes(nn.Module):
+    """Products of two weights in a sequence of modes under autocast. Those made with gradients are added."""
+
+    def __init__(self, sequence: str, trains: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(trains)
+        self.regions = [[modes.split(", ") for modes in part.split(" > ")] for part in sequence.split(" / ")]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = []
+        for region in self.regions:
+            with torch.autocast("cpu", torch.bfloat16):
+                for modes in region:
+                    with contextlib.ExitStack() as stack:
+                        for mode in modes:
+                            stack.enter_context(MODES[mode]())
+                        made.append(self.second(self.first(x)))
+        wanted = [y for y in made if y.requires_grad]
+        return torch.stack(wanted or [y.clone() for y in made]).float().sum()
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("trains", [True, False])
+def test_casts_that_modes_share_are_predicted_exactly(trains: bool) -> None:
+    """A cast that is made without gradients is used with them; inference mode neither keeps nor uses one."""
+    x = torch.randn(4, 64)
+    for sequence in SEQUENCES:
+        model = InModes(sequence, trains)
+        prediction, measured = memcheck.predict_memory(model, x), memcheck.measure_memory(model, x)
+        assert prediction.exact, (sequence, prediction.unknown)
+        named = [name for name in FIGURES if hasattr(measured, name)]
+        predicted = {name: getattr(prediction.record, name) for name in named}
+        assert predicted == {name: getattr(measured, name) for name in named}, sequence
+
+
+def test_a_cast_made_without_gradients_had_none_in_torch_2_10() -> None:
+    model, x = InModes("no grad > grad"), torch.randn(4, 64)
+    kept = [memcheck.predict_memory(model, x, torch_version=version).record.saved_bytes for version in ("2.10", "2.11")]
+    assert kept[0] == 0
+    assert kept[1] is not None
+    assert kept[1] > 0
 
 
 @pytest.mark.extension

@@ -98,7 +98,8 @@ def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     workload = prepare_model(case, target.kind)
     held, activations = held_bytes(workload, target), None
     if case.mode != "forward":
-        with autocast_followed(target.kind), AllocationMode(AllocationLog(), target) as mode, DeviceFunctions(mode):
+        followed = autocast_followed(target.kind, target.torch_version)
+        with followed, AllocationMode(AllocationLog(), target) as mode, DeviceFunctions(mode):
             kept = kept_by_path(workload, lambda tensor: mode.storages.allocation_of(tensor) is not None)
         activations = by_layer(kept, case.sizes.layers)
     # Last, because it leaves gradients behind.
