@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,6 +238,48 @@ def test_an_operator_takes_what_its_entry_says(name: str) -> None:
         assert name in on_meta.ran
         unanswered = [part for parts in on_meta.found[name] for part in parts if isinstance(part, Unlisted)]
         assert name == "index" or unanswered == []  # Its masks are left to a probe.
+
+
+# Reductions to a single result, which threads share from 32,768 elements on, and to several.
+TO_A_RESULT: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: (x.sum(), x.sum((0, 1), keepdim=True), x.sum(dtype=torch.float64), (x > 0.3).sum()),
+    "mean": lambda x: (x.mean(), x.mean((0, 1)), x.mean(dtype=torch.float64)),
+    "amax": lambda x: x.amax(),
+    "amin": lambda x: x.amin((0, 1), keepdim=True),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+}
+SHARED: dict[str, Callable[[Tensor], Any]] = {
+    **TO_A_RESULT,
+    "rows": lambda x: (x.sum(0), x.mean(0), x.amax(0), x.logsumexp(0)),
+    "columns": lambda x: (x.sum(-1), x.mean(-1), x.amin(-1), x.logsumexp(-1)),
+    "of the backward": lambda x: (x * (x[:1, :1] if x.dim() == 2 else x[:1, :1, :1]),),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_threads_that_share_a_reduction_take_what_its_entry_says(threads: int, dtype: torch.dtype) -> None:
+    """two_pass_reduction in TensorIteratorReduce.cpp."""
+
+    def numbers(*sizes: int) -> Tensor:
+        return (torch.rand(*sizes) * 0.8 + 0.1).to(dtype)
+
+    shapes = [numbers(1, 32768), numbers(32768, 1), numbers(1, 32767), numbers(200, 200), numbers(200, 200).mT]
+    shapes += [numbers(200, 400)[:, ::2], numbers(1, 200).expand(200, 200), numbers(8, 70, 70).permute(1, 2, 0)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = Alone()
+        with alone:
+            for x, function in itertools.product(shapes, SHARED.values()):
+                leaf = x.detach().requires_grad_()
+                for y in tensors_in(function(leaf)):
+                    if y.requires_grad:
+                        torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True)
+    finally:
+        torch.set_num_threads(before)
+    assert [words for calls in alone.found.values() for beside, words in calls if beside] == []
+    assert alone.found.keys() >= TO_A_RESULT.keys()
 
 
 @functools.cache

@@ -18,6 +18,7 @@ LONG_REDUCTION, FEW_SUMS = 4096, 8192
 MOST_THREADS, WARP, LEAST_VALUES, MOST_VALUES = 512, 32, 16, 256
 # Threads that a multiprocessor holds, by compute capability; 2048 on others.
 THREADS_OF_A_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+GRAIN = 2**15  # Elements from which on threads of the CPU share a reduction: at::internal::GRAIN_SIZE.
 MOST_BYTES = 2**31  # Of operands that a kernel indexes by 32 bits; larger ones are reduced in parts.
 
 
@@ -96,13 +97,30 @@ def power_of_two(count: int) -> int:
     return 1 << max(count, 1).bit_length() - 1
 
 
+def of_threads(call: OperatorCall, itemsize: int) -> Scratch:
+    """What the CPU's threads reduce to a single result: two_pass_reduction in TensorIteratorReduce.cpp.
+
+    itemsize: bytes of the result, as it is computed.
+    """
+    threads, numel = call.target.threads, call.self.numel()
+    shares = call.outputs[0].numel() == 1 and numel >= GRAIN and threads > 1
+    return Scratch("results of threads", threads * itemsize * shares)
+
+
+def extreme_scratch(call: OperatorCall) -> Iterator[Scratch]:
+    yield of_threads(call, call.outputs[0].element_size())
+
+
 def mean_scratch(call: OperatorCall) -> Iterator[Scratch]:
     """The sum is divided in place by the number of terms, which becomes two tensors. 16 bits are summed in float32."""
     (y,) = call.outputs
     wide = torch.promote_types(y.dtype, torch.float32)
     terms = call.self.numel() * wide.itemsize if call.self.dtype != wide else 0
+    summing = terms + of_threads(call, wide.itemsize).bytes
     yield Scratch("sum in float32", y.numel() * wide.itemsize if y.dtype != wide else 0)
-    yield Scratch("terms in the type of the sum, or their number", max(terms, 8 + wide.itemsize))
+    yield Scratch(
+        "terms in the type of the sum and results of threads, or their number", max(summing, 8 + wide.itemsize)
+    )
 
 
 def sum_scratch(call: OperatorCall) -> Iterator[Scratch | Unknown]:
@@ -116,8 +134,12 @@ def sum_scratch(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         yield unlisted(call)
     elif x.dtype != y.dtype:
         yield Scratch("terms in the type of the sum", x.numel() * y.element_size())
+        yield of_threads(call, y.element_size())
     elif is_half and dimensions_summed(x, dims) > 1:
         yield Scratch("terms and sum in float32", (x.numel() + y.numel()) * 4)
+        yield of_threads(call, 4)
+    else:
+        yield of_threads(call, y.element_size())
 
 
 def dimensions_summed(x: Tensor, dims: Sequence[int]) -> int:
@@ -142,6 +164,8 @@ def logsumexp_scratch(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield Scratch("terms in the type of the sum", size if x.dtype != y.dtype else 0)
     yield Scratch("largest terms", y.nbytes)
     yield Scratch("exponentials", size)
+    if call.target.kind == "cpu":
+        yield of_threads(call, y.element_size())
 
 
 def max_scratch(call: OperatorCall) -> Iterator[Unknown]:
@@ -182,8 +206,9 @@ add("sum", SUMS, cpu=sum_scratch, **REDUCTION)
 add("mean", "x.mean(-1), x.mean()", cpu=mean_scratch, **REDUCTION)
 add("max", "x.max(-1)[0]", cpu=max_scratch, **REDUCTION)
 add("min", "x.min(-1)[0]", cpu=max_scratch, source="TensorCompare.cpp")
-add("amax", "x.amax(-1), x.amax(0)", cpu=nothing, operands="one dtype", **REDUCTION)
-add("amin", "x.amin(-1), x.amin(0)", everywhere=nothing, operands="one dtype", source=REDUCTION["source"])
+EXTREMES: Facts = {"cpu": extreme_scratch, "operands": "one dtype"}
+add("amax", "x.amax(-1), x.amax(0)", **EXTREMES, **REDUCTION)
+add("amin", "x.amin(-1), x.amin(0)", cuda=nothing, source=REDUCTION["source"], **EXTREMES)
 add("all", "(x > 0.3).all()", **REDUCTION)
 add("linalg_vector_norm", "torch.linalg.vector_norm(x)", **REDUCTION)
 # A library scans a single row.
