@@ -42,7 +42,11 @@ def failed_line(frames: list[tuple[FrameType, int]]) -> str | None:
     own = [place for place in places if not place[0].startswith(packages)]
     if not places:
         return None
-    file, line = (own or places)[-1]
+    return line_words(*(own or places)[-1])
+
+
+def line_words(file: str, line: int) -> str:
+    """ "model.py:12", from the current folder if the file is in it."""
     relative = os.path.relpath(file)
     return f"{file if relative.startswith(os.pardir) else relative}:{line}"
 

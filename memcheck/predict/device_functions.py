@@ -32,7 +32,7 @@ from memcheck.predict.on_device import (
     one_hot,
 )
 from memcheck.predict.probed import call_to_check
-from memcheck.predict.python_functions import Bodies, answered, original, yes
+from memcheck.predict.python_functions import Bodies, answered, callback_unless_compiled, original, yes
 from memcheck.predict.scratch import Unlisted
 from memcheck.predict.sdpa import attention
 
@@ -238,6 +238,7 @@ def open_hooks() -> Any:
 def functions_followed(mode: AllocationMode) -> Iterator[None]:
     """Inside, functions of torch that a function mode does not see answer this thread for the target's device."""
     target, answers = mode.target, Bodies().of_forwards()
+    answers["torch._dynamo.eval_frame._callback_from_stance"] = callback_unless_compiled
     answers["torch.utils._foreach_utils._device_has_foreach_support"] = yes
     answers["torch.utils.checkpoint._default_meta_extractor"] = lambda x: (x.shape, x.dtype)
     if target.kind == "cpu":

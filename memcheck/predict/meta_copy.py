@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import KnownContents, flagged_as, is_meta, may_be_known
+from memcheck.predict.python_functions import compiled_words
 from memcheck.predict.reached import HOOKS, Reaching, has_hooks_of_accumulator
 from memcheck.predict.sparse import is_sparse, parts_of, with_parts
 
@@ -123,7 +124,10 @@ class MetaCopies(TorchFunctionMode):
                 shared |= {id(other): substitute(other) for other in others_like(refusing)}
                 self._originals.append(refusing)
             else:
-                self._originals += memo.pop(id(memo), [])
+                originals = memo.pop(id(memo), [])
+                for module in (part for part in originals if isinstance(part, torch.nn.Module)):
+                    refuse_compiled(module)  # Its copy does not know that.
+                self._originals += originals
                 self.memo |= memo
                 self._copies |= {id(part) for part in memo.values() if isinstance(part, torch.nn.Module | Optimizer)}
                 return copied
@@ -225,6 +229,13 @@ def refuse_unknown_sizes(module: torch.nn.Module) -> None:
             raise NotImplementedError(f"TorchScript decides what {name} allocates; predict the Python module instead")
         if any(map(is_lazy, part.parameters(recurse=False))):
             raise NotImplementedError(f"{name} has no sizes before its first call; call the model once before")
+        refuse_compiled(part, name)
+
+
+def refuse_compiled(module: torch.nn.Module, name: str = "") -> None:
+    """NotImplementedError: its compile() was called."""
+    if hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable"):
+        raise NotImplementedError(compiled_words(module._compiled_call_impl, name))
 
 
 def all_on_meta(args: Any, kwargs: Any) -> bool:

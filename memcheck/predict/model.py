@@ -95,8 +95,6 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
         for name in left.before.scripted:
             run.mode.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
         try:
-            if is_compiled(step.model):
-                raise NotImplementedError("the compiler decides what is allocated")
             if (module := module_called(step.model)) is not None:
                 refuse_unknown_sizes(module)
             trace = traced(program, place.ranks, target, run, left)
@@ -201,12 +199,6 @@ def move_settings(optimizers: list[torch.optim.Optimizer], mode: AllocationMode)
 
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group.update({name: tree_map(moved, setting) for name, setting in group.items() if name != "params"})
-
-
-def is_compiled(model: Any) -> bool:
-    return any("OptimizedModule" in kind.__name__ for kind in type(model).__mro__) or hasattr(
-        model, "_torchdynamo_orig_callable"
-    )
 
 
 def argument_names(model: Any, count: int) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pkgutil
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+
+from memcheck.core.failures import line_words
 
 # Modules whose functions ask, and the names by which they ask.
 ASKING = {"torch", "torch._ops", "torch._tensor", "torch.autograd", "torch.functional", "torch.overrides"}
@@ -39,6 +42,8 @@ ANSWERED = {
     # Take no tensor, and call no function that a mode sees.
     "torch.get_rng_state": "counts the random state, which lies on the CPU and which no operator shows",
     "torch.amp.autocast_mode.autocast.__exit__": "drops the casts of parameters, as torch drops its own",
+    # Begins code of torch.compile.
+    "torch._dynamo.eval_frame._callback_from_stance": "refuses compiled code",
     "torch.cuda.get_device_capability": "is that of the target",
     "torch.cuda.is_bf16_supported": "says yes for a target of CUDA",
     "torch.cuda.amp.common.amp_definitely_not_available": "says no for a target of CUDA, as autocast asks",
@@ -53,6 +58,32 @@ def no(*_: Any) -> bool:
 
 def yes(*_: Any) -> bool:
     return True
+
+
+def callback_unless_compiled(callback: Any) -> Any:
+    """What torch._dynamo.eval_frame._callback_from_stance returns: None for functions that run as they are.
+
+    NotImplementedError: the calling function of torch.compile would run compiled code.
+    """
+    found = original("torch._dynamo.eval_frame._callback_from_stance")(callback)
+    compiled = sys._getframe(2).f_locals.get("fn")
+    # torch's higher-order operators compile a wrapper of themselves, and raise their own error.
+    is_operator = getattr(compiled, "__name__", "").endswith("op_wrapper")
+    if found is None or (is_operator and compiled.__module__.startswith("torch.")):
+        return found
+    raise NotImplementedError(compiled_words(compiled))
+
+
+def compiled_words(function: Any, name: str = "") -> str:
+    """Why a function, or the module whose method it is, is not predicted. name: of the function; default: its own."""
+    function = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function))
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, torch.nn.Module):
+        function, name = type(owner).forward, name or type(owner).__name__
+    code = getattr(function, "__code__", None)
+    place = "" if code is None else f", at {line_words(code.co_filename, code.co_firstlineno)}"
+    name = name or getattr(function, "__qualname__", "a function")
+    return f"torch.compile decides what {name} allocates{place}; leave it out, or measure the model"
 
 
 def asks(thing: Any) -> bool:

@@ -157,7 +157,8 @@ def test_copied_steps_are_those_of_a_trace(device: str, repeated: list[bool], mo
 
 def test_entries_that_cannot_be_predicted_say_why() -> None:
     row = zoo.run_entry("MLP, compiled")
-    assert (row["verdict"], row["unknown"]) == ("stopped", ["the compiler decides what is allocated"])
+    assert row["verdict"] == "stopped"
+    assert row["unknown"][0].startswith("torch.compile decides what Mlp allocates")
 
 
 def test_memtracker_is_compared() -> None:
