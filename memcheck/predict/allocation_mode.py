@@ -44,6 +44,7 @@ from memcheck.predict.meta_results import (
     with_integers,
 )
 from memcheck.predict.modules import Modules
+from memcheck.predict.on_device import refuse_mixture
 from memcheck.predict.operators import facts_of, scratch_of
 from memcheck.predict.operators.value_shapes import DecidingValues, decided_by_values
 from memcheck.predict.probed import FunctionCall, Probe, Probed, made
@@ -152,6 +153,8 @@ class AllocationMode(TorchDispatchMode):
             if (returns_numbers(func) or is_view(func)) and self.copies.are_unchanged(args, kwargs):
                 return func(*args, **kwargs)
             args, kwargs = self.copies.with_twins(func, args, kwargs, self.storages.on_host)
+            if self.target.kind == "cuda":
+                refuse_mixture(func, args, kwargs)
         if returns_numbers(func):
             if (number := self.contents.computed(func, args, kwargs)) is not UNKNOWN:
                 return number

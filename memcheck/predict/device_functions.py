@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,8 +16,10 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memcheck.core.failures import line_words
 from memcheck.core.tensors import tensors_in
 from memcheck.core.torch_versions import FUSED_RMS_NORM
+from memcheck.predict.allocation_log import ANY_PHASE
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
 from memcheck.predict.known_contents import is_meta
@@ -32,7 +35,14 @@ from memcheck.predict.on_device import (
     one_hot,
 )
 from memcheck.predict.probed import call_to_check
-from memcheck.predict.python_functions import Bodies, answered, callback_unless_compiled, original, yes
+from memcheck.predict.python_functions import (
+    OF_THIS_MACHINE,
+    Bodies,
+    answered,
+    callback_unless_compiled,
+    original,
+    yes,
+)
 from memcheck.predict.scratch import Unlisted
 from memcheck.predict.sdpa import attention
 
@@ -244,9 +254,30 @@ def functions_followed(mode: AllocationMode) -> Iterator[None]:
     if target.kind == "cpu":
         answers["torch.get_rng_state"] = functools.partial(counted_random_state, mode)
     else:
-        answers["torch.cuda.get_device_capability"] = lambda *_: capability_of(target)
+        answers |= answers_about_the_gpu(mode)
     with answered(answers):
         yield
+
+
+def answers_about_the_gpu(mode: AllocationMode) -> dict[str, Any]:
+    """What functions of torch say of the GPU: of the target, or if a model asks, of this machine and with a doubt."""
+
+    def of_this_machine(name: str, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2)
+        if caller.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memcheck"):
+            return original(name)(*args, **kwargs)
+        asked = f"{name}() at {line_words(caller.f_code.co_filename, caller.f_lineno)}"
+        phase = ANY_PHASE if mode.phase == "inputs" else mode.phase
+        mode.note_unknown(Unlisted(f"what depends on {asked}, which answered for this machine"), phase)
+        try:
+            return original(name)(*args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            raise NotImplementedError(f"{asked} needs a GPU on this machine") from error
+
+    answers: dict[str, Any] = {name: functools.partial(of_this_machine, name) for name in OF_THIS_MACHINE}
+    answers["torch.cuda.get_device_capability"] = lambda *_: capability_of(mode.target)
+    answers["torch.cuda.is_bf16_supported"] = lambda emulated=True: emulated or capability_of(mode.target) >= (8, 0)
+    return answers
 
 
 def counted_random_state(mode: AllocationMode) -> Tensor:

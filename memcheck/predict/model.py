@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.checkpointing import arrange
 from memcheck.core.errors import UsageError
+from memcheck.core.failures import failed_line, frames_of
 from memcheck.core.optimizers import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizer_factory, optimizers_in
 from memcheck.core.options import named
 from memcheck.core.outputs import ForwardOptions
@@ -25,11 +26,13 @@ from memcheck.core.tensors import named_tensors_in
 from memcheck.core.workload import Workload, module_called, owner_of
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
-from memcheck.predict.device_functions import DeviceFunctions
+from memcheck.predict.device_functions import DeviceFunctions, answers_about_the_gpu
 from memcheck.predict.known_contents import KnownContents, is_meta
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
+from memcheck.predict.on_device import MIXES
 from memcheck.predict.probed import Probe
+from memcheck.predict.python_functions import answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target, Unlisted
@@ -110,7 +113,8 @@ def traced(program: Program, ranks: Ranks | None, target: Target, run: TraceRunn
     """The trace of the last step, whose tensors the run then lets go."""
     left.alive.append(run.mode.storages.identities)
     try:
-        with pretended(ranks, target.kind) as mesh:
+        about_the_gpu = answers_about_the_gpu(run.mode) if target.kind == "cuda" else {}
+        with pretended(ranks, target.kind) as mesh, answered(about_the_gpu):
             return run.trace(workload_of(program, ranks, target, run.mode, mesh))
     finally:
         run.mode.release()
@@ -254,6 +258,9 @@ def stopped(step: Step, place: Place, record: Record, error: Exception, run: Tra
     if (instead := next((words for part, words in INSTEAD.items() if part in reason), None)) is not None:
         operator = re.search(r"HigherOrderOperator (\w+)|(\w+::\w+)", reason)
         reason = instead.format(next(filter(None, operator.groups())) if operator else "")
+    elif run.mode.target.kind == "cuda" and (MIXES in reason or {"cpu", "meta"} <= set(re.findall(r"\w+", reason))):
+        line = failed_line(list(frames_of(error)))
+        reason = f"{run.mode.phase} {MIXES}{f', at {line}' if line else ''}"
     why = f"{reason} (in {where})" if where else reason
     record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
     record.doubts = (why,)

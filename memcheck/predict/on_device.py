@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.scratch import Target
 
+MIXES = "mixes cpu and cuda tensors"
 # What meta tensors report about their device.
 ANSWERS: dict[Any, Any] = {
     Tensor.device.__get__: lambda target: torch.device("cuda:0" if target.kind == "cuda" else "cpu"),
@@ -17,6 +19,23 @@ ANSWERS: dict[Any, Any] = {
     Tensor.is_cuda.__get__: lambda target: target.kind == "cuda",  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda target: False,  # type: ignore[attr-defined]
 }
+
+
+# Operators of a tensor on the GPU that take tensors on the CPU: copies, and indices and lengths as further arguments.
+COPIES = frozenset(["aten::_to_copy", "aten::copy", "aten::copy_", "aten::set_"])
+TAKE_INDICES = frozenset(["aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"])
+TAKE_INDICES |= frozenset(["aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_pack_padded_sequence"])
+
+
+def refuse_mixture(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """NotImplementedError: an operator for a GPU gets tensors on the CPU beside it, other than numbers."""
+    name = func._schema.name
+    if not name.startswith("aten::") or name in COPIES:
+        return
+    args = [arg for position, arg in enumerate(args) if position != 1] if name in TAKE_INDICES else args
+    tensors = list(tensors_in((args, kwargs)))
+    if any(x.is_meta for x in tensors) and any(not x.is_meta and x.dim() for x in tensors):
+        raise NotImplementedError(f"{name} {MIXES}")
 
 
 def capability_of(target: Target) -> tuple[int, int]:

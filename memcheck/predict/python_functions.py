@@ -28,6 +28,13 @@ ASKING = {"torch", "torch._ops", "torch._tensor", "torch.autograd", "torch.funct
 ASKING |= {"torch.nn.functional", "torch.nn.init", "torch.nn.modules.activation", "torch.nn.modules.transformer"}
 QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
+# Functions that say what this machine has.
+OF_THIS_MACHINE = [
+    f"torch.{kind}.{name}" for kind in ("accelerator", "cuda") for name in ("device_count", "is_available")
+]
+OF_THIS_MACHINE += ["torch.accelerator.current_accelerator", "torch.cuda.mem_get_info"]
+OF_THIS_MACHINE += ["torch.cuda.get_device_name", "torch.cuda.get_device_properties"]
+
 # Functions that a predicting thread gets other answers from, and why. While a thread predicts, they run code that asks
 # which thread calls them. For other threads, it runs their own code.
 ANSWERED = {
@@ -45,7 +52,8 @@ ANSWERED = {
     # Begins code of torch.compile.
     "torch._dynamo.eval_frame._callback_from_stance": "refuses compiled code",
     "torch.cuda.get_device_capability": "is that of the target",
-    "torch.cuda.is_bf16_supported": "says yes for a target of CUDA",
+    "torch.cuda.is_bf16_supported": "is that of a target of CUDA",
+    **dict.fromkeys(OF_THIS_MACHINE, "is that of this machine: in a model, a doubt"),
     "torch.cuda.amp.common.amp_definitely_not_available": "says no for a target of CUDA, as autocast asks",
 }
 

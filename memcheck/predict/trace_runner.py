@@ -71,8 +71,8 @@ class TraceRunner:
         with (
             self.mode,
             DeviceFunctions(self.mode),
-            functions_followed(self.mode),
             autocast_followed(self.mode.target.kind, self.mode.target.torch_version),
+            functions_followed(self.mode),
             distributed_followed(self.mode) if self.is_split else nullcontext(),
             self.mode.modules.of(workload.module),
         ):

@@ -501,6 +501,158 @@ def test_a_model_may_ask_for_the_capability_of_a_gpu_that_is_not_here() -> None:
     assert "architecture" in (unknown.record.reason or "")
 
 
+class AsksFirst(nn.Module):
+    """A forward that asks something before its layer runs."""
+
+    def __init__(self, question: Callable[[], Any]) -> None:
+        super().__init__()
+        self.layer, self.question = nn.Linear(4, 4), question
+
+    def forward(self, x: Tensor) -> Any:
+        self.question()
+        return self.layer(x)
+
+
+class FusedIfThereIsAGpu(torch.optim.AdamW):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, fused=torch.cuda.is_available())
+
+
+QUESTIONS: dict[str, Callable[[], Any]] = {
+    "torch.cuda.is_available": lambda: torch.cuda.is_available(),
+    "torch.cuda.device_count": lambda: torch.cuda.device_count(),
+    "torch.cuda.get_device_name": lambda: torch.cuda.get_device_name(),
+    "torch.cuda.get_device_properties": lambda: torch.cuda.get_device_properties(0),
+    "torch.cuda.mem_get_info": lambda: torch.cuda.mem_get_info(),
+    "torch.accelerator.is_available": lambda: torch.accelerator.is_available(),
+    "torch.accelerator.device_count": lambda: torch.accelerator.device_count(),
+    "torch.accelerator.current_accelerator": lambda: torch.accelerator.current_accelerator(),
+}
+AS_IN_PUBLISHED_RUNS: dict[str, Any] = {"device": "A100-40GB", "torch_version": "2.7"}  # Which may be exact.
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_only_this_machine_answers_is_a_doubt_or_the_reason(name: str) -> None:
+    prediction = memcheck.predict_memory(AsksFirst(QUESTIONS[name]), torch.rand(2, 4), **AS_IN_PUBLISHED_RUNS)
+    assert not prediction.exact
+    assert re.search(rf"{name}\(\) at \S*tests/predict/test_model\.py:\d+", prediction.unknown[0])
+    assert (prediction.record.status == "ok") == ("backward_peak_bytes" in prediction.bounds)
+
+
+def test_an_optimizer_that_asks_for_a_gpu_is_a_doubt_about_every_phase() -> None:
+    how = {"optimizer": FusedIfThereIsAGpu, **AS_IN_PUBLISHED_RUNS}
+    prediction = memcheck.predict_memory(nn.Linear(4, 4), torch.rand(2, 4), **how)
+    assert "torch.cuda.is_available() at" in prediction.unknown[0]
+    assert {"forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"} <= prediction.bounds
+
+
+def test_what_torch_itself_asks_and_what_the_target_answers_is_no_doubt() -> None:
+    def answered() -> None:
+        major, _ = torch.cuda.get_device_capability()
+        assert torch.cuda.is_bf16_supported()
+        assert torch.cuda.is_bf16_supported(including_emulation=False) == (major >= 8)
+
+    found, capable = [], []
+    how: dict[str, Any] = {"optimizer": "adamw", "autocast": "fp16", "clip_grad_norm": 1.0}
+    for device in ("T4", "A100-40GB"):
+        found.append(
+            memcheck.predict_memory(nn.TransformerEncoderLayer(8, 2), torch.rand(2, 3, 8), device=device, **how)
+        )
+        capable.append(memcheck.predict_memory(AsksFirst(answered), torch.rand(2, 4), device=device))
+    assert [one.record.status for one in (*found, *capable)] == ["ok"] * 4
+    assert not any("this machine" in words for one in (*found, *capable) for words in one.unknown)
+    here = memcheck.predict_memory(AsksFirst(torch.cuda.is_available), torch.rand(2, 4), device="cpu")
+    assert here.unknown == ()
+
+
+class MixedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] + torch.zeros(4, 4)
+
+
+class MixedStep:
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.add_(torch.zeros(parameter.shape))
+
+
+class WithHost(nn.Module):
+    """Calls a function of itself, its input x (4,4) and a tensor (4,4) on the CPU."""
+
+    def __init__(self, function: Callable[[Any, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear, self.cell, self.lstm = nn.Linear(4, 4), nn.LSTMCell(4, 4), nn.LSTM(4, 4)
+        self.gru, self.embedding, self.conv = nn.GRUCell(4, 4), nn.Embedding(5, 4), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x, torch.zeros(4, 4))
+
+
+MIXED: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "sum": lambda m, x, host: host + x,
+    "in place": lambda m, x, host: (x * 1).add_(host),
+    "cat": lambda m, x, host: torch.cat([x, host]),
+    "product": lambda m, x, host: x @ host,
+    "batched": lambda m, x, host: torch.bmm(x[None], host[None]),
+    "convolution": lambda m, x, host: functional.conv1d(x[None], host[..., None]),
+    "attention": lambda m, x, host: functional.scaled_dot_product_attention(x[None], host[None], x[None]),
+    "gathered": lambda m, x, host: x.gather(0, host.long()),
+    "written": lambda m, x, host: x.index_put((torch.zeros(4).long(),), host),
+    "loss": lambda m, x, host: functional.mse_loss(x, host),
+    "classes": lambda m, x, host: functional.cross_entropy(x, host[0].long()),
+    "a layer": lambda m, x, host: m.linear(host),
+    "a convolution": lambda m, x, host: m.conv(host[None]),
+    "an embedding": lambda m, x, host: m.embedding(host.long()),
+    "a cell": lambda m, x, host: m.cell(x, (host, host))[0],
+    "another cell": lambda m, x, host: m.gru(x, host),
+    "a network": lambda m, x, host: m.lstm(x[None], (host[None], host[None]))[0],
+    "memcheck": lambda m, x, host: memcheck.softplus_attention(x[None], host[None], x[None]),
+}
+ALIKE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "a number": lambda m, x, host: x * host[0, 0] + torch.tensor(2.0),
+    "indices": lambda m, x, host: x[host[0].long()],
+    "a mask": lambda m, x, host: x[host[0] > -1],
+    "copied": lambda m, x, host: (x * 1).copy_(host) + host.to(x.device) + host.type_as(x),
+    "by itself": lambda m, x, host: x * float((host + host).sum()),
+}
+
+
+def test_tensors_on_the_cpu_among_those_of_a_gpu_are_named_with_their_line() -> None:
+    def reason(model: Any, **how: Any) -> str:
+        x = torch.rand(4, 4, requires_grad=True)
+        record = memcheck.predict_memory(model, x, device="RTX-4090", **how).record
+        assert record.status == "skipped"
+        return record.reason or ""
+
+    def words(phase: str) -> str:
+        return rf"not predicted: {phase} mixes cpu and cuda tensors, at \S*tests/predict/test_model\.py:\d+$"
+
+    for name, function in MIXED.items():
+        said = reason(WithHost(function))
+        assert re.match(words("forward"), said), (name, said)
+        assert said.endswith(f":{function.__code__.co_firstlineno}"), name
+    assert re.match(words("forward"), reason(lambda x: x + torch.zeros(4, 4)))
+    assert re.match(words("backward"), reason(MixedBackward.apply))
+    assert re.match(words("optimizer"), reason(nn.Linear(4, 4), optimizer=MixedStep))
+    assert re.match(words("forward"), reason(nn.Linear(4, 4), loss=lambda y: (y - torch.zeros(4, 4)).sum()))
+
+
+def test_what_a_gpu_takes_from_the_cpu_is_predicted() -> None:
+    for name, function in ALIKE.items():
+        prediction = memcheck.predict_memory(WithHost(function), torch.rand(4, 4), device="RTX-4090")
+        assert prediction.record.status == "ok", (name, prediction.record.reason)
+
+
 def test_dropout_on_a_gpu_keeps_a_mask_of_bytes() -> None:
     x = torch.zeros(8, 20, 48, requires_grad=True)
     assert memcheck.predict_memory(nn.Dropout(0.2), x, device="RTX-4090").record.saved_bytes == x.numel()

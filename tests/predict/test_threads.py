@@ -153,7 +153,8 @@ def said_of_cuda() -> list[Any]:
         capability: Any = torch.cuda.get_device_capability()
     except Exception as error:
         capability = str(error)
-    return [capability, torch.cuda.is_bf16_supported(), torch.cuda.amp.common.amp_definitely_not_available()]
+    supported, count = torch.cuda.is_bf16_supported(), torch.cuda.device_count()
+    return [capability, supported, count, torch.cuda.amp.common.amp_definitely_not_available()]
 
 
 @pytest.mark.extension
