@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +13,7 @@ from typing import Any
 from memcheck.core import html
 from memcheck.core.doubts import FEW_PASSES, doubts_about
 from memcheck.core.record import Record
-from memcheck.core.units import Growth, format_bytes
+from memcheck.core.units import Growth, counted, format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
     FIELD_WORDS,
@@ -25,7 +28,7 @@ from memcheck.report.cases import (
     values_of,
     varying,
 )
-from memcheck.report.tables import Column, Table, to_html, to_text
+from memcheck.report.tables import Cell, Column, Table, to_html, to_text
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
 EXACT_BYTES = (
@@ -42,6 +45,7 @@ NONE = Growth()
 Key = tuple[Any, ...]
 # The medians of identical code differ by up to this factor from one day to the next, however steady each day is.
 DRIFT = 1.02
+OUTCOMES = ("took the same memory to the byte", "took more memory", "took less memory", "ended in another way")
 MOST_LISTED = 5  # Items of a list in a sentence.
 # Statuses of a case that did not fit, and of one that gave no figures for another reason.
 DOES_NOT_FIT = ("oom", "killed", "skipped")
@@ -117,6 +121,14 @@ def byte_differences(before: Record, after: Record) -> dict[str, int]:
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
 
 
+def outcome(before: Record, after: Record) -> str:
+    """One of OUTCOMES."""
+    changed = byte_differences(before, after)
+    if fits_no_longer(before, after) or any(size > 0 for size in changed.values()):
+        return OUTCOMES[1]
+    return OUTCOMES[2] if changed else OUTCOMES[0 if before.status == after.status else 3]
+
+
 def lost_figures(before: Record, after: Record) -> bool:
     """Whether a case that was ok now ended without figures, or has lost one of the figures that are compared."""
     if before.status != "ok" or after.status in DOES_NOT_FIT:
@@ -156,7 +168,8 @@ def byte_change(before: Record, after: Record, name: str) -> str | None:
         return None if old == new else "known only before" if new is None else "known only now"
     if old == new:
         return "same"
-    share = f" ({100 * (new - old) / old:+.2g} %)" if old else ""
+    percent = 100 * (new - old) / old if old else 0
+    share = f" ({percent:{'+.2g' if abs(percent) < 99.5 else '+,.0f'}} %)" if old else ""
     return f"{new - old:+,} B{share}"
 
 
@@ -169,12 +182,12 @@ def time_change(before: Record, after: Record, phase: str) -> str | None:
     words = f"{'faster' if new < old else 'slower'} {ratio:.{1 if ratio >= 1.095 else 2}f}x"
     ranges = getattr(before, f"{phase}_ms_quartiles"), getattr(after, f"{phase}_ms_quartiles")
     if None in ranges:
-        return "not comparable: noise unknown"
+        return "noise unknown"
     (old_low, old_high), (new_low, new_high) = ranges
     if (new_low <= old_high and old_low <= new_high) or ratio < DRIFT:
         return "within noise"
     doubtful = any(time_doubts(record, phase) for record in (before, after))
-    return "not comparable: times are doubtful" if doubtful else words
+    return "doubtful" if doubtful else words
 
 
 def time_doubts(record: Record, phase: str) -> list[str]:
@@ -197,7 +210,7 @@ def other_changes(before: Record, after: Record) -> str | None:
     if before.backend != after.backend:
         changes.append(f"backend {before.backend} -> {after.backend}")
     if before.oom_phase != after.oom_phase and "oom" in (before.status, after.status):
-        changes.append(f"out of memory in {before.oom_phase} -> {after.oom_phase}")
+        changes.append(f"out of memory in {before.oom_phase or 'no phase'} -> {after.oom_phase or 'no phase'}")
     return "; ".join(changes) or None
 
 
@@ -215,15 +228,32 @@ def comparison_table(comparison: Comparison) -> Table:
         column("status", "verdict", verdict_change),
         *(column(name.replace("_bytes", "_change"), FIELD_WORDS[name], byte_change, 0, name) for name in sizes),
         *(column(f"{phase}_time_change", f"{phase} time", time_change, 2, phase) for phase in ("forward", "backward")),
-        column("other_changes", "other changes", other_changes, 3),
+        Column("other_changes", "other changes", audience="programs", read=lambda pair: other_changes(*pair)),
         column("measured_by_predicted", "measured / predicted", partial(prediction_change, comparison), 1),
     ]
+    others = [(describe(pair[1], fields), changes) for pair in comparison.pairs if (changes := other_changes(*pair))]
     notes = [
+        *(f"{case}: {changes}." for case, changes in others),
         "same: equal to the byte. within noise: the quartiles of the two times overlap, or the medians are within 2 %; "
         "otherwise the ratio of the medians.",
         *doubt_notes(comparison),
     ]
-    return Table.of("comparison", f"{count_of(comparison.pairs)} in both", columns, comparison.pairs, notes)
+    table = Table.of("comparison", f"{count_of(comparison.pairs)} in both", columns, comparison.pairs, notes)
+    return without_shared(table) if len(comparison.pairs) > 1 else table
+
+
+def without_shared(table: Table) -> Table:
+    """The table for people without the columns whose cells are all the same. The title has their values instead."""
+    shared = dict[Cell, list[str]]()
+    columns = list(table.columns)
+    for place, column in enumerate(table.columns):
+        values = {row[place] for row in table.rows}
+        if column.audience == "all" and len(values) == 1 and None not in values:
+            shared.setdefault(values.pop(), []).append(column.title)
+            columns[place] = dataclasses.replace(column, audience="programs")
+    words = [f"{', '.join(titles)} {value}" for value, titles in shared.items()]
+    title = ". ".join([table.title, *(["In all of them: " + "; ".join(words)] if words else [])])
+    return dataclasses.replace(table, title=title, columns=columns)
 
 
 def doubt_notes(comparison: Comparison) -> list[str]:
@@ -263,8 +293,9 @@ def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> li
 def comparison_words(comparison: Comparison) -> list[str]:
     """What changed, counted, and the cases that are in one folder only."""
     pairs = comparison.pairs
-    unchanged = sum(not byte_differences(*pair) and pair[0].status == pair[1].status for pair in pairs)
-    lines = [f"{unchanged} of {len(pairs)} cases took the same memory to the byte, {len(comparison.grown())} more."]
+    counts = Counter(itertools.starmap(outcome, pairs))
+    found = [f"{counts[words]} {words}" for words in OUTCOMES if counts[words]]
+    lines = [f"Of {counted(len(pairs), 'case')}, {', '.join(found) or 'none is in both'}."]
     changed = [
         f"{describe(old, CASE_FIELDS)}: {verdict_change(old, new)}" for old, new in pairs if old.status != new.status
     ]

@@ -117,7 +117,7 @@ def test_saved_results_are_loaded_and_replaced(results, tmp_path):
     loaded = memcheck.load(tmp_path / "results")
     assert len(loaded) == 4
     assert results.compare(loaded).grown() == []
-    assert str(results.compare(tmp_path / "results")).endswith("4 of 4 cases took the same memory to the byte, 0 more.")
+    assert str(results.compare(tmp_path / "results")).endswith("Of 4 cases, 4 took the same memory to the byte.")
     assert (tmp_path / "results/records.csv").read_text().count("\n") == 5
     assert len(memcheck.load(tmp_path / "results", tmp_path / "results")) == 8
 

@@ -177,7 +177,9 @@ def test_the_workflow_of_the_documentation_compares_what_its_script_writes(tmp_p
     monkeypatch.chdir(tmp_path)
     assert len(commands) == 2
     assert [main(shlex.split(command.partition(">>")[0])[1:]) for command in commands] == [0, 0]
-    assert "| training step | ok | same | same | same | same |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "verdict ok; peak forward, kept for backward, peak backward same" in printed
+    assert "| training step | same |" in printed
     assert (tmp_path / "memory.html").exists()
     assert main(["compare", "memory", "grown/memory", "--fail-on-growth", "10%"]) == 1
     (shown,) = re.findall(r"```text\n(2 of 2 cases grew.*?)```", page, re.DOTALL)

@@ -23,7 +23,7 @@ from memcheck.report.comparison import (
     environment_changes,
     time_change,
 )
-from memcheck.report.tables import data_rows
+from memcheck.report.tables import data_rows, to_text
 
 BASE = Record(
     operator="naive",
@@ -69,7 +69,7 @@ def test_bytes_are_compared_to_the_byte(size: int | None, words: str) -> None:
         (5.0, (4.0, 6.0), "faster 2.0x"),
         (10.3, (11.1, 11.2), "slower 1.03x"),
         (10.1, (11.1, 11.2), "within noise"),
-        (5.0, None, "not comparable: noise unknown"),
+        (5.0, None, "noise unknown"),
         (None, None, None),
     ],
 )
@@ -96,7 +96,7 @@ def test_doubtful_times_are_not_compared(fields, forward: bool, backward: bool, 
     after = changed(**times, backward_ms_quartiles=(9.9, 10.1), **fields)
     pair = (after, BASE) if swapped else (BASE, after)
     for phase, comparable in (("forward", forward), ("backward", backward)):
-        words = f"{'slower' if swapped else 'faster'} 2.0x" if comparable else "not comparable: times are doubtful"
+        words = f"{'slower' if swapped else 'faster'} 2.0x" if comparable else "doubtful"
         assert time_change(*pair, phase) == words
 
 
@@ -118,14 +118,55 @@ def test_the_table_has_a_row_for_each_case_in_both() -> None:
     comparison = compare([BASE, changed(dim=32)], [grown, changed(dim=128)])
     (row,) = data_rows(comparison_table(comparison))
     assert row["forward_peak_change"] == "same"
-    assert row["other_changes"] == "workspace +64 B; backend eager -> flash; out of memory in None -> backward"
+    assert row["other_changes"] == "workspace +64 B; backend eager -> flash; out of memory in no phase -> backward"
     assert [record.dim for record in comparison.only_before] == [32]
     assert [record.dim for record in comparison.only_after] == [128]
     words = "\n".join(comparison_words(comparison))
-    assert "0 of 1 cases took the same memory to the byte, 1 more" in words
+    assert words.startswith("Of 1 case, 1 took more memory.")
     assert "ok -> oom" in words
     assert "Only before: naive, batch 1, S = T = 256, dim 32" in words
     assert "Only now: naive, batch 1, S = T = 256, dim 128" in words
+
+
+def test_columns_whose_cells_are_all_the_same_are_one_line_above_the_table() -> None:
+    more = {name: getattr(BASE, name) + 123_456_789 for name in ("forward_peak_bytes", "saved_bytes")}
+    more |= {"backward_peak_bytes": BASE.backward_peak_bytes, "workspace_bytes": 64, "passes": 2, "forward_ms": 1.0}
+    more |= {"optimizer_peak_bytes": 9_999, "gradient_bytes": 99_999_999, "forward_ms_quartiles": (1.0, 1.0)}
+    known = {"optimizer_peak_bytes": 7_777, "gradient_bytes": 1}
+    before, after = [changed(**known, dim=dim) for dim in (64, 128)], [changed(**more, dim=dim) for dim in (64, 128)]
+    after[1].saved_bytes = 1
+    table = comparison_table(compare(before, after))
+    lines = to_text(table).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert table.title == (
+        "2 cases in both. In all of them: verdict ok; peak forward +123,456,789 B (+3,014,082 %); peak backward same; "
+        "peak optimizer +2,222 B (+29 %); forward time doubtful; backward time within noise"
+    )
+    assert [column.title for column in table.to_people().columns] == ["case", "kept for backward"]
+    assert "naive, S = T = 256, dim 128  -1,023 B (-100 %)" in lines
+    assert "naive, S = T = 256, dim 128: gradient +99,999,998 B; workspace +64 B." in lines
+    assert "peak forward of naive" in "".join(comparison_words(compare(before, after)))
+    # Programs have every column.
+    assert {row["backward_peak_change"] for row in data_rows(table)} == {"same"}
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ([BASE, changed(dim=32)], "Of 2 cases, 2 took the same memory to the byte."),
+        (
+            [changed(saved_bytes=1025), changed(dim=32)],
+            "Of 2 cases, 1 took the same memory to the byte, 1 took more memory.",
+        ),
+        ([changed(saved_bytes=7), changed(dim=32, saved_bytes=7)], "Of 2 cases, 2 took less memory."),
+        (
+            [changed(status="timeout"), changed(dim=32, status="oom")],
+            "Of 2 cases, 1 took more memory, 1 ended in another way.",
+        ),
+    ],
+)
+def test_cases_are_counted_by_what_their_memory_did(after: list[Record], words: str) -> None:
+    assert comparison_words(compare([BASE, changed(dim=32)], after))[0] == words
 
 
 def test_two_devices_of_a_case_are_two_cases() -> None:
@@ -221,7 +262,7 @@ def test_every_case_that_grew_is_named_with_its_figures(run) -> None:
     after = [changed(saved_bytes=2048), changed(dim=32, status="oom")]
     _, out, _ = run([BASE, changed(dim=32)], after, "--fail-on-growth", "5%,1B")
     assert "2 of 2 cases grew by more than 5 % and 1 B, or fit no longer:\n" in out
-    assert "float32, train: kept for backward 1 KiB -> 2 KiB, +1,024 B (+1e+02 %)\n" in out
+    assert "float32, train: kept for backward 1 KiB -> 2 KiB, +1,024 B (+100 %)\n" in out
     assert "dim 32, float32, train: ok -> oom\n" in out
 
 
@@ -260,7 +301,8 @@ def test_whole_models_are_compared(tmp_path: Path, capsys) -> None:
     folders = [str(tmp_path / "before"), str(tmp_path / "after")]
     assert main(["compare", *folders, "--fail-on-growth", "5%"]) == 1
     out = capsys.readouterr().out
-    assert "naive, tiny, S = T = 128, activation checkpoints  ok" in out
+    assert "In all of them: verdict ok; peak forward, kept for backward, peak backward same" in out
+    assert "naive, tiny, S = T = 128, activation checkpoints  same" in out
     assert "naive, small, S = T = 128, train, swiglu: peak optimizer 8 KiB -> 8.79 KiB, +808 B (+9.9 %)\n" in out
     assert "2 of 5 cases of" in out
     assert "\n  naive, tiny, S = T = 128, train, swiglu, autocast bfloat16\n" in out
@@ -293,7 +335,7 @@ def test_sentences_stay_out_of_what_a_program_reads(run) -> None:
     assert json.loads(out)[0]["rows"][0]["forward_peak_change"] == "same"
     assert "The environment differs: torch_version: 2.11 -> 2.13." in err
     _, out, err = run([BASE], [BASE])
-    assert "1 of 1 cases took the same memory to the byte" in out
+    assert "Of 1 case, 1 took the same memory to the byte." in out
     assert err == ""
 
 
@@ -313,7 +355,7 @@ def test_predictions_are_compared_with_predictions() -> None:
     comparison = compare(before, after)
     assert [(old.source, new.source) for old, new in comparison.pairs] == [("measured",) * 2, ("predicted",) * 2]
     measured_row, predicted_row = data_rows(comparison_table(comparison))
-    assert measured_row["saved_change"] == "+1,024 B (+1e+02 %)"
+    assert measured_row["saved_change"] == "+1,024 B (+100 %)"
     assert measured_row["measured_by_predicted"] == "same -> 4 x"
     assert predicted_row["case"].endswith("predicted")
     assert predicted_row["measured_by_predicted"] is None
@@ -323,7 +365,7 @@ def test_a_folder_of_predictions_beside_one_of_measurements() -> None:
     before, after = [predicted(forward_peak_bytes=2048)], [BASE]
     (row,) = data_rows(comparison_table(compare(before, after)))
     assert row["measured_by_predicted"] == "2 x"
-    assert row["forward_peak_change"] == "+2,048 B (+1e+02 %)"
+    assert row["forward_peak_change"] == "+2,048 B (+100 %)"
     assert not row["case"].endswith("predicted")
     assert "source: predicted -> measured" in environment_changes(before, after)
     # The other way round it is still measured / predicted.
