@@ -149,7 +149,8 @@ def ended(argv: Sequence[str]) -> int:
         return 130
     except OSError as error:
         # A full disk, under stdout or under the results.
-        print(f"memcheck: {error}", file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"memcheck: {place}{error.strerror or error}", file=sys.stderr)
         return 1
 
 

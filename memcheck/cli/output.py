@@ -10,6 +10,7 @@ from typing import Any, TextIO, TypeVar
 from tqdm import tqdm
 
 from memcheck.core.errors import UsageError
+from memcheck.core.files import beside
 from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.report.summary import doubt_details, doubt_lines
@@ -58,10 +59,11 @@ def make_room(name: str, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = path.exists()
-        path.open("ab").close()
-        if not there:
-            path.unlink()
+        if path.exists():
+            path.open("ab").close()
+        if (part := beside(path)) != path:
+            part.open("ab").close()
+            part.unlink()
     except OSError as error:
         raise UsageError(f"{named(name)} {path} cannot be written to: {error.strerror}") from None
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.core import html
+from memcheck.core.files import write_text
 from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, few_lines
 
@@ -317,4 +318,4 @@ def is_a(value: Any, kind: Any) -> bool:
 def write_csv(records: Iterable[Record], path: Path) -> None:
     import pandas as pd
 
-    pd.DataFrame([dataclasses.asdict(record) for record in records]).to_csv(path, index=False)
+    write_text(path, pd.DataFrame([dataclasses.asdict(record) for record in records]).to_csv(index=False))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memcheck.core.arguments import takes_step
+from memcheck.core.files import whole_file
 from memcheck.core.place import HERE, Place
 from memcheck.core.step import Step
 from memcheck.core.units import format_time
@@ -38,8 +39,8 @@ def write_snapshot(step: Step, place: Place, *, path: Path | str) -> Path:
             MeasuredRun(call).measure()
             torch.cuda.memory._dump_snapshot(str(path))
     else:
-        # The viewer reads pickle protocols up to 4.
-        path.write_bytes(pickle.dumps(snapshot_of(recorded(call)[0]), protocol=4))
+        with whole_file(path) as file:  # The viewer reads pickle protocols up to 4.
+            pickle.dump(snapshot_of(recorded(call)[0]), file, protocol=4)
     return path
 
 

@@ -7,6 +7,7 @@ and at the peak, and keeps the level over time in at most 2048 points.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -294,6 +295,9 @@ class _Naming:
 def run_script(call: Callable[[], object], command: Sequence[str], watch: ScriptWatch) -> ScriptRecord:
     """Calls what core.python_command prepared, watched, as Python runs a script: a traceback of the script alone goes
     to stderr, and threads are waited for. The record has the exit code that Python would have given.
+
+    Afterwards SIGINT is ignored, so that a second Ctrl-C does not lose the record. The caller sets the handler of
+    before once it has written it.
     """
     owner = os.getpid()
     with watch:
@@ -302,7 +306,14 @@ def run_script(call: Callable[[], object], command: Sequence[str], watch: Script
             sys.exit(show(error))
         exit_code = show(error)
         wait_for_threads()
+        set_interrupt(signal.SIG_IGN)
     return watch.record(command, exit_code, None if isinstance(error, SystemExit) else error)
+
+
+def set_interrupt(handler: Any) -> None:
+    """Sets what Ctrl-C does. Only the main thread can set it; in any other one it stays."""
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, handler)
 
 
 def error_of(call: Callable[[], object]) -> BaseException | None:
@@ -325,7 +336,8 @@ def show(error: BaseException | None) -> int:
     traceback = error.__traceback__
     while traceback is not None and is_ours(traceback):
         traceback = traceback.tb_next
-    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    with suppress(KeyboardInterrupt):  # A second one only cuts the traceback short.
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 

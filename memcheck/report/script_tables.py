@@ -140,6 +140,8 @@ def thinning(record: ScriptRecord) -> str:
 def tables(record: ScriptRecord, most: int) -> list[Table]:
     moment = "when memory ran out" if record.ran_out and record.refusal else "at the peak"
     alive, unit = record.alive_then, unit_of(size_of(record.alive_then))
+    if not alive:
+        return []
     return [
         module_table(alive, f"Alive {moment}, by module, {unit}", unit, most),
         group_table(alive, "operators", f"Alive {moment}, by operator", "operator", attrgetter("operator"), unit, most),

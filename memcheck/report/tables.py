@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from memcheck.core import html
 from memcheck.core.errors import unknown_name
+from memcheck.core.files import write_text
 from memcheck.core.units import format_time, three_digits
 
 # Number formats besides format specifications.
@@ -364,5 +365,5 @@ def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> 
         texts |= {f"{stem}/{name}.csv": to_csv(table), f"{stem}/{name}.tex": to_latex(table)}
     (folder / stem).mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+        write_text(folder / name, text + "\n")
     return [folder / name for name in texts]

@@ -246,7 +246,7 @@ def test_a_full_disk_under_stdout_is_said_once() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "memcheck", "completion", "bash"]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (1, "memcheck: [Errno 28] No space left on device\n")
+    assert (ended.returncode, ended.stderr) == (1, "memcheck: No space left on device\n")
 
 
 @pytest.fixture(scope="module")

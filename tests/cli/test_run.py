@@ -29,7 +29,7 @@ kept = [torch.ones(1000, 100) for _ in range(5)]
 def python(folder, *words, code=0):
     """The process, run in the folder; the code is what it must end with."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if words[:2] == ("-m", "memcheck"):
+    if words[:2] == ("-m", "memcheck") or words[0] == "-c":
         done = run_python(*words, cwd=folder, env=environment, timeout=100)
     else:  # memcheck is compared with Python itself.
         command = [sys.executable, *words]
@@ -49,6 +49,8 @@ def run(tmp_path, monkeypatch, capsys):
     def run_text(text, *words, flags=()):
         (tmp_path / "script.py").write_text(text)
         code = main(["run", "--output", "out", "--device", "cpu", *flags, "script.py", *words])
+        if not (tmp_path / "out" / "run.json").exists():
+            return code, *capsys.readouterr(), None
         record = json.loads((tmp_path / "out" / "run.json").read_text())
         alive = (record["refusal"] or {}).get("alive") if record["ran_out"] else record["alive"]
         level = record["refusal"]["moment"]["bytes"] if record["ran_out"] else record["peak"]["bytes"]
@@ -64,7 +66,10 @@ def test_words_of_the_script_are_left_alone(run):
         "import sys\nprint(sys.argv)", "--a_b", "-1", "--memory-limit", "x", "-m", "--", "c_d=e_f"
     )
     assert (code, out) == (0, "['script.py', '--a_b', '-1', '--memory-limit', 'x', '-m', '--', 'c_d=e_f']\n")
-    assert "It allocated no memory of tensors on cpu." in err
+    assert "It allocated no memory of tensors on cpu.\n" in err
+    assert "Alive at the peak" not in err
+    assert err.endswith("Wrote nothing, as no memory was allocated: out is as it was.\n")
+    assert not list(Path("out").iterdir())
     assert words_before_script(["--output", "out", "--memory-limit=1GiB", "a.py", "--b"]) == 3
     assert words_before_script(["--output", "out", "-m", "a.b", "--b"]) == 2
 
@@ -75,7 +80,7 @@ def test_the_report_names_the_peak_and_its_line(run):
     assert record["peak"]["bytes"] == 2_000_000
     assert "The peak was 1.91 MiB (2,000,000 bytes)" in err
     assert re.search(r"script.py:3 \(<(listcomp|module)>\) +1,953.12 +100.0 +5", err)
-    assert "Wrote out/run.html, out/run.png, out/run.json" in err
+    assert "Wrote out/run.json, out/run.html, out/run.png" in err
     page = Path("out/run.html").read_text()
     assert "<svg" in page
     assert "memcheck run script.py" in page
@@ -90,7 +95,6 @@ def test_the_report_names_the_peak_and_its_line(run):
         ("sys.exit('a word')", 1, None),
         ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
         ("raise ValueError('no such luck')", 1, "ValueError: no such luck"),
-        ("this is no Python", 1, "SyntaxError"),
     ],
 )
 def test_a_script_that_ends_early_has_its_report_and_exit_code(run, ending, code, error):
@@ -98,8 +102,96 @@ def test_a_script_that_ends_early_has_its_report_and_exit_code(run, ending, code
     assert (got, record["exit_code"]) == (code, code)
     assert record["error"] is error or record["error"].startswith(error)
     assert ("a word" in err) == ("a word" in ending)
-    if error != "SyntaxError":
-        assert record["peak"]["bytes"] == 2_000_000
+    assert record["peak"]["bytes"] == 2_000_000
+
+
+def contents():
+    return {path.name: path.read_bytes() for path in Path("out").iterdir()}
+
+
+@pytest.fixture
+def earlier(tmp_path, monkeypatch):
+    """The files of an earlier report in the folder out."""
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    for name in ("run.json", "run.html", "run.png"):
+        Path("out", name).write_text(f"{name} of before")
+    return contents()
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("this is no Python", 1), ("import no_such_module", 1), ("print(1)", 0), (None, 2)]
+)
+def test_a_script_that_allocates_nothing_leaves_the_last_report(earlier, tmp_path, text, code):
+    if text is not None:
+        Path("script.py").write_text(text)
+    python(tmp_path, "-m", "memcheck", "run", "--output", "out", "--device=cpu", "script.py", code=code)
+    assert contents() == earlier
+
+
+FULL_DISK = """
+import resource, sys
+from memcheck.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+sys.exit(main(["run", "--output", "out", "--device=cpu", "script.py"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "ending", "code", "words"),
+    [
+        ("", "", 1, "Could not write out/run.html: File too large. Left as it was: out/run.html, out/run.png."),
+        ("", "sys.exit(3)", 3, "Wrote out/run.json. Could not write out/run.html: File too large."),
+        (
+            "for _ in range(2000): torch.ones(5000)\n",
+            "",
+            1,
+            "Could not write out/run.json: File too large. Left as it was: out/run.json, ",
+        ),
+    ],
+)
+def test_a_full_disk_leaves_whole_files_and_names_those_it_kept_from_being_written(
+    earlier, tmp_path, more, ending, code, words
+):
+    """A limit on the size of files stands for the disk: the JSON of a longer script is above it, too."""
+    Path("script.py").write_text(TENSORS + more + ending)
+    done = python(tmp_path, "-c", FULL_DISK, code=code)
+    assert words in done.stderr
+    assert "The peak was 1.9" in done.stderr
+    after = contents()
+    if not more:
+        assert json.loads(after["run.json"])["peak"]["bytes"] == 2_000_000
+        earlier["run.json"] = after["run.json"]
+    assert after == earlier
+
+
+STOPPED_TWICE = """
+import os, signal, sys
+from memcheck.__main__ import main
+from memcheck.cli.commands import run
+signal.signal(signal.SIGINT, signal.default_int_handler)
+write = run.write_text
+def stopped(path, text):
+    print("stopped at", path.name)
+    os.kill(os.getpid(), signal.SIGINT)
+    write(path, text)
+run.write_text = stopped
+sys.exit(main(["run", "--output", "out", "--device=cpu", "script.py"]))
+"""
+
+
+def test_a_second_interrupt_does_not_lose_the_report(earlier, tmp_path):
+    """One comes while the script's traceback is shown, one with the data, and one with the page."""
+    hook = "import os, signal\nsys.excepthook = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+    Path("script.py").write_text(TENSORS + hook + "raise KeyboardInterrupt")
+    done = python(tmp_path, "-c", STOPPED_TWICE, code=130)
+    assert done.stdout.split() == ["stopped", "at", "run.json", "stopped", "at", "run.html"]
+    assert "Wrote out/run.json. Could not write out/run.html: KeyboardInterrupt." in done.stderr
+    assert "The peak was 1.9" in done.stderr
+    assert "Traceback" not in done.stderr
+    after = contents()
+    assert json.loads(after["run.json"])["peak"]["bytes"] == 2_000_000
+    assert after == {**earlier, "run.json": after["run.json"]}
 
 
 @pytest.mark.parametrize("streams", ["|", "|&"])
@@ -191,7 +283,7 @@ def test_scripts_and_modules_see_what_python_shows_them(tmp_path):
     for words in (["script.py", "a", "--b_c"], ["-m", "package.module", "a", "-b"]):
         done = python(tmp_path, "-m", "memcheck", "run", "--device=cpu", *words)
         assert done.stdout == python(tmp_path, *words).stdout
-        assert (tmp_path / "results" / "run.html").is_file()
+        assert "Wrote nothing" in done.stderr
 
 
 def test_a_traceback_is_the_scripts_own(tmp_path):

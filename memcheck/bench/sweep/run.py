@@ -36,6 +36,7 @@ from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, seconds, size_in_bytes
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.files import write_text
 from memcheck.core.options import named
 from memcheck.core.record import Record, sequence_words
 
@@ -400,8 +401,7 @@ def write_manifest(
         manifest |= {"ended": now, "statuses": dict(Counter(record.status for record in records))}
     path = folder / MANIFEST
     try:
-        path.with_suffix(".tmp").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".tmp").replace(path)
+        write_text(path, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         raise MemcheckError(f"{path} cannot be written: {error.strerror}") from None
     return manifest

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.files import whole_file
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
 from memcheck.core.record import Record
@@ -191,9 +192,8 @@ class Store(Generic[R]):
 
     def _rewrite(self, lines: Iterable[bytes]) -> None:
         """Writes the lines in place of the locked file. A reader sees all of them or the old ones."""
-        beside = self.path.with_suffix(".tmp")
-        beside.write_bytes(b"".join(lines))
-        beside.replace(self.path)
+        with whole_file(self.path) as file:
+            file.writelines(lines)
 
     def _note(self, what: str) -> None:
         """Prints what was wrong with the file on stderr."""

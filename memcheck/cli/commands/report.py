@@ -15,6 +15,7 @@ from memcheck.cli.next_steps import after_report
 from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Report, Snapshot
 from memcheck.core.errors import UsageError
+from memcheck.core.files import write_text
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report.accounting import accounting_table
@@ -100,7 +101,7 @@ def write_page(records: Sequence[Record], folders: Sequence[Path], path: Path) -
     title = "What attention costs" if any(map(has_sizes, operators)) else "Peak memory"
     page = html_page(records, title=title, plots=plots, sweeps=sweeps, more_tables=more)
     try:
-        path.write_text(page, encoding="utf-8")
+        write_text(path, page)
     except OSError as error:
         raise UsageError(f"--html {path} cannot be written: {error.strerror}") from None
     return path

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +18,18 @@ from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.cli.streams import patient_streams
 from memcheck.core.errors import UsageError
+from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named
 from memcheck.core.python_command import prepare
 from memcheck.core.script_record import ScriptRecord
 from memcheck.core.tensors import resolve_device
-from memcheck.measure.script_watch import ScriptWatch, run_script
+from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
 from memcheck.report.plots.script_plot import plot_script, script_figure
 from memcheck.report.plots.style import inline_svg
 from memcheck.report.script_tables import script_page, script_report, script_title
 from memcheck.report.tables import Screen
 
-FILES = ("run.html", "run.png", "run.json")
+FILES = ("run.json", "run.html", "run.png")
 SNAPSHOT = "run-snapshot.pickle"
 
 
@@ -38,30 +41,34 @@ def run(request: Run) -> int:
     if request.snapshot is not None and device.type != "cuda":
         raise UsageError(f"{named('snapshot')} records the allocator of a GPU, and this run is of {device}")
     output = request.output.absolute()  # The script may change the current folder.
-    for name in FILES:
-        make_room("output", output / name)
     snapshot = request.snapshot or request.output / SNAPSHOT
     there = snapshot.absolute()
+    call = prepare(command)
+    for name in FILES:
+        make_room("output", output / name)
     if request.snapshot is not None:
         make_room("snapshot", there)
+    interrupt = signal.getsignal(signal.SIGINT)
     watch = ScriptWatch(device, request.memory_limit, keep_history=request.snapshot is not None)
-    record = run_script(prepare(command), command, watch)
-    if watch.snapshot is not None and (request.snapshot is not None or record.ran_out):
+    record = run_script(call, command, watch)
+    has_memory = bool(record.peak.bytes or record.refusal or record.other_peaks)
+    if has_memory and watch.snapshot is not None and (request.snapshot is not None or record.ran_out):
         try:
             write_snapshot(watch.snapshot, there)
             record.snapshot = str(snapshot)
         except OSError as error:
             record.doubts.append(f"the memory snapshot {snapshot} could not be written: {error.strerror or error}")
-    try:
-        write_files(record, output)
-    finally:
-        # On stderr, because stdout is the script's.
-        with patient_streams():
-            print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
-    with patient_streams():
-        print(f"\nWrote {', '.join(str(request.output / name) for name in FILES)}", file=sys.stderr)
-        print(f"\n{after_run(request)}", file=sys.stderr)
-    return record.exit_code
+    if has_memory:
+        written, failure = write_files(record, output, interrupt)
+    else:
+        written, failure = [], None
+        set_interrupt(interrupt)
+    with patient_streams():  # On stderr, because stdout is the script's.
+        print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
+        print(f"\n{files_sentence(request.output, written, failure)}", file=sys.stderr)
+        if len(written) == len(FILES):
+            print(f"\n{after_run(request)}", file=sys.stderr)
+    return record.exit_code or (0 if failure is None else 130 if isinstance(failure, KeyboardInterrupt) else 1)
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -75,21 +82,43 @@ def chosen_device(name: str | None) -> torch.device:
 
 
 def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
-    beside = path.with_name(f"{path.name}.part")
-    try:
-        with beside.open("wb") as file:
-            # The viewer at pytorch.org/memory_viz reads protocols up to 4.
-            pickle.dump(snapshot, file, protocol=4)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        # The viewer at pytorch.org/memory_viz reads protocols up to 4.
+        pickle.dump(snapshot, file, protocol=4)
 
 
-def write_files(record: ScriptRecord, output: Path) -> None:
-    page, picture, data = (output / name for name in FILES)
+def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[list[str], BaseException | None]:
+    """Writes the report: first the data, and then the page and the picture, which Ctrl-C stops by the given handler.
+
+    Returns the names of the files that were written, and the error that kept others from it. These are as they were.
+    """
     title = script_title(record)
     how = {"title": title, "subtitle": f"on {record.device}"}
-    plot_script(record, picture, **how)
-    svg = inline_svg(lambda: script_figure(record, **how), "run", title)
-    page.write_text(script_page(record, svg), encoding="utf-8")
-    data.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8")
+    written = list[str]()
+    try:
+        try:
+            write_text(output / FILES[0], json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+        finally:
+            set_interrupt(interrupt)
+        written.append(FILES[0])
+        svg = inline_svg(lambda: script_figure(record, **how), "run", title)
+        write_text(output / FILES[1], script_page(record, svg))
+        written.append(FILES[1])
+        plot_script(record, output / FILES[2], **how)
+        written.append(FILES[2])
+    except (Exception, KeyboardInterrupt) as error:
+        return written, error
+    return written, None
+
+
+def files_sentence(output: Path, written: Sequence[str], failure: BaseException | None) -> str:
+    """Which files were written, and which were not and why."""
+    paths = [str(output / name) for name in FILES]
+    words = f"Wrote {', '.join(paths[: len(written)])}"
+    if len(written) == len(FILES):
+        return words
+    if failure is None:
+        return f"Wrote nothing, as no memory was allocated: {output} is as it was."
+    why = getattr(failure, "strerror", None) or f"{type(failure).__name__} {failure}".strip()
+    missing = f"Could not write {paths[len(written)]}: {why}. Left as it was: {', '.join(paths[len(written) :])}."
+    return f"{words}. {missing}" if written else missing

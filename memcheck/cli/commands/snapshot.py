@@ -15,6 +15,7 @@ from memcheck.cli.next_steps import after_snapshot
 from memcheck.cli.output import check_picture, make_room, progress_bar
 from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
+from memcheck.core.files import write_text
 from memcheck.core.options import named, options_of
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.report.plots.snapshot_plot import plot_snapshot
@@ -105,7 +106,7 @@ def write(records: Sequence[SnapshotRecord], request: Request) -> list[Path]:
             for number, record in enumerate(records)
         ]
         command = f"memcheck snapshot {shlex.join(map(str, request.files))}"
-        request.html.write_text(snapshot_page(records, pictures, command), encoding="utf-8")
+        write_text(request.html, snapshot_page(records, pictures, command))
         written.append(request.html)
     if request.plot is not None:
         draw(max(records, key=attrgetter("peak_reserved_bytes")), request.plot, "plot")

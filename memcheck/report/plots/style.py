@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from memcheck.core.errors import UsageError
+from memcheck.core.files import whole_file
 from memcheck.core.options import named
 from memcheck.core.style import Style
 
@@ -180,10 +181,11 @@ def fitted(figure: Figure, text: str, size: float) -> str:
 
 @in_house_style
 def save(figure: Figure, path: Path | str) -> Path:
-    """Writes the figure in the format of the path's suffix."""
-    path = Path(path)
+    """Writes the figure in the format of the path's suffix, by default as PNG, and returns the path."""
+    path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     metadata = {".svg": NO_METADATA, ".pdf": {"CreationDate": None}}.get(path.suffix)
-    figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
+    with whole_file(path) as file:
+        figure.savefig(file, format=path.suffix[1:], dpi=PNG_DPI, metadata=metadata)
     return path
 
 
