@@ -59,15 +59,17 @@ class Calibrate(ModelStep, Printed):
 
 @request(**TABLES)
 class Compare(Printed):
-    """Compares two folders of results, case by case: memory to the byte, times beyond noise.
+    """Compares two folders of results, case by case: memory to the byte, times beyond noise. Or two runs of a script.
 
     memcheck compare before/ after/
     memcheck compare before/ after/ --fail-on-growth 5%
     memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
     """
 
-    before: Path = option(None, RESULTS, converters.folder, positional=True, metavar="BEFORE")
-    after: Path = option(None, "another folder", converters.folder, positional=True, metavar="AFTER")
+    before: Path = option(
+        None, f"{RESULTS}; or what memcheck run wrote", converters.folder, positional=True, metavar="BEFORE"
+    )
+    after: Path = option(None, "another one", converters.folder, positional=True, metavar="AFTER")
     fail_on_growth: Growth | None = option(
         None,
         "exit code 1 if a memory figure grew by more than 5% of itself, more than 4KiB, or with 5%,4KiB by more than "
@@ -311,7 +313,12 @@ class Report(Detailed):
     """
 
     folders: list[Path] = option(
-        None, "folders of results, or memory snapshots", converters.folders, positional=True, nargs="+", metavar="DIR"
+        None,
+        "folders of results or runs, or memory snapshots",
+        converters.folders,
+        positional=True,
+        nargs="+",
+        metavar="DIR",
     )
     output: Path | None = option(
         None, "also write the tables there: Markdown, LaTeX, JSON and CSV", converters.folder, metavar="FOLDER"
@@ -352,7 +359,9 @@ class Run(Request):
     memory_limit: int | None = of_place(
         "memory_limit", help="OutOfMemoryError above this; units: B, KiB, MiB, GiB, KB, MB, GB"
     )
-    output: Path = option(Path("results"), "folder of run.html, run.png, run.json; default: results", converters.folder)
+    output: Path = option(
+        Path("results"), "folder of run.html, run.png, run.json, replaced; default: results", converters.folder
+    )
     snapshot: Path | None = option(
         None,
         "all that the GPU's allocator did, for memcheck snapshot; default: if memory runs out, the last step, as "

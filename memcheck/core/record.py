@@ -26,6 +26,7 @@ from memcheck.core.verdict import alive_words, few_lines
 
 SCHEMA = 1
 R = typing.TypeVar("R", bound="Record")
+T = typing.TypeVar("T")
 PHASES = ("forward", "backward", "optimizer")  # Phases of a run, as far as it has them.
 # The main figures: in words, and the colour of their bars.
 BARS = {
@@ -264,13 +265,21 @@ class Record:
             # Written before the field existed: verified on the CPU, else derived.
             on_cpu = values.get("device") == "cpu"
             values |= {"basis": "verified" if on_cpu else "derived", "exact": values.get("exact") and on_cpu}
-        kinds = field_types(cls)  # type: ignore[arg-type]  # dataclasses have no hash, but their classes do
-        return cls(**{name: typed(name, values[name], kind) for name, kind in kinds.items() if name in values})
+        return of_values(cls, values)
 
 
 @functools.cache
 def field_types(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
+
+
+def of_values(cls: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass of JSON values, without unknown names. ValueError: a value is missing, or of another type."""
+    kinds = field_types(cls)  # type: ignore[arg-type]  # dataclasses have no hash, but their classes do
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"it has no {field.name}")
+    return cls(**{name: typed(name, values[name], kind) for name, kind in kinds.items() if name in values})
 
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -299,9 +308,11 @@ def typed(name: str, value: Any, kind: Any) -> Any:
         return [typed(name, item, parts[0]) for item in value]
     elif origin is dict and isinstance(value, dict):
         return {key: typed(f"{name}.{key}", item, parts[1]) for key, item in value.items()}
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return of_values(kind, value)
     elif kind is Any or is_a(value, kind):
         return value
-    raise ValueError(f"{name} must be {WORDS[kind if kind in WORDS else origin]}, got {reprlib.repr(value)}")
+    raise ValueError(f"{name} must be {WORDS.get(kind, WORDS.get(origin, 'an object'))}, got {reprlib.repr(value)}")
 
 
 def is_a(value: Any, kind: Any) -> bool:

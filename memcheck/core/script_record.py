@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from memcheck.core.errors import UsageError
+from memcheck.core.record import of_values
+
+RUN = "run.json"  # The file of a record in a folder of results.
 
 # Names of csrc/memory/peak_ledger.h's phases and kinds, in its order.
 PHASES = ("elsewhere", "forward", "backward", "optimizer step")
@@ -20,6 +26,7 @@ class Line:
     file: str
     number: int
     function: str
+    text: str | None = field(default=None, compare=False)  # Its source when the script ended.
 
     def __str__(self) -> str:
         """ "train.py:12 (main)", with the path from the current folder, or the last three parts of any other."""
@@ -117,7 +124,24 @@ class ScriptRecord:
     environment: dict[str, str] = field(default_factory=dict)
     snapshot: str | None = None  # The file with torch's memory snapshot.
 
+    @classmethod
+    def read(cls, path: Path) -> ScriptRecord:
+        """The record of a file that memcheck run wrote. UsageError: this version cannot read it."""
+        try:
+            return of_values(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"{path} is no report of memcheck run that this version reads: {why}") from None
+
     @property
     def alive_then(self) -> list[Alive]:
         """Blocks alive when memory ran out; for any other script, at the peak."""
         return self.refusal.alive if self.ran_out and self.refusal is not None else self.alive
+
+
+def is_run(path: Path) -> bool:
+    """Whether the file is a record of memcheck run, which begins with the command."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return b'"command"' in file.read(64)

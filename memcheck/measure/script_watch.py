@@ -6,6 +6,8 @@ and at the peak, and keeps the level over time in at most 2048 points.
 
 from __future__ import annotations
 
+import dataclasses
+import linecache
 import os
 import signal
 import sys
@@ -22,7 +24,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Moment, Origin, Refusal, ScriptRecord
+from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Line, Moment, Origin, Refusal, ScriptRecord
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
 from memcheck.measure.allocation_events import (
@@ -264,12 +266,17 @@ class ScriptWatch:
         )
 
 
+def source_of(line: Line) -> str | None:
+    linecache.checkcache(line.file)
+    return linecache.getline(line.file, line.number).strip() or None
+
+
 class _Naming:
     """Turns the ledger's numbers into names."""
 
     def __init__(self, recorder: Recorder, modules: Sequence[str | None]) -> None:
         self._operators = [allocated_by(stack) for stack in recorder.stacks()]
-        self._lines = recorder.lines()
+        self._lines = [line and dataclasses.replace(line, text=source_of(line)) for line in recorder.lines()]
         self._modules = modules
 
     def place(self, path: int, line: int, module: int, phase: int, kind: int) -> Origin:

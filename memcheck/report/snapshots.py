@@ -12,6 +12,7 @@ from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, OutOfMemory, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.page import render_page
+from memcheck.report.script_comparison import change, change_table
 from memcheck.report.script_tables import (
     FORMAT,
     MOST_ROWS,
@@ -285,17 +286,8 @@ def growth_table(record: SnapshotRecord) -> Table:
 def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[str], Table]:
     """Two snapshots: their peaks in a sentence, and what was alive at them by line, by change."""
     sides = [sums_by_line(record.peak.alive) for record in (before, after)]
-    lines = sorted(
-        sides[0].keys() | sides[1].keys(), key=lambda line: -abs(sides[1].get(line, 0) - sides[0].get(line, 0))
-    )
     unit = unit_of(max(before.peak.allocated_bytes, after.peak.allocated_bytes))
-    rows = [(line, sides[0].get(line, 0), sides[1].get(line, 0)) for line in lines]
-    columns = [
-        Column("line", "line", read=lambda row: row[0]),
-        Column("before", "before", unit, FORMAT, read=lambda row: in_unit(row[1], unit)),
-        Column("after", "after", unit, FORMAT, read=lambda row: in_unit(row[2], unit)),
-        Column("change", "change", unit, f"+{FORMAT}", read=lambda row: in_unit(row[2] - row[1], unit)),
-    ]
+    lines = {line: (sides[0].get(line, 0), sides[1].get(line, 0)) for line in sides[0] | sides[1]}
     title = f"Alive at the peaks, by line: {name_of(before)}, then {name_of(after)}"
     sentences = [
         f"The peak went from {format_bytes(old)} {word} to {format_bytes(new)}: {change(new - old)}."
@@ -304,7 +296,7 @@ def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[s
             ("reserved", before.peak_reserved_bytes, after.peak_reserved_bytes),
         )
     ]
-    return sentences, Table.of("comparison", title, columns, rows[: 2 * MOST_ROWS])
+    return sentences, change_table("comparison", title, "line", lines, unit, 2 * MOST_ROWS)
 
 
 def overview_table(records: Sequence[SnapshotRecord]) -> Table:
@@ -338,10 +330,6 @@ def switched(record: SnapshotRecord) -> float | None:
     """Reserved MiB if expandable segments had been on, or off where they were on."""
     found = (case for case in record.what_if if case.settings.startswith("expandable_segments"))
     return next((in_unit(case.peak_reserved_bytes, "MiB") for case in found if case.fits), None)
-
-
-def change(size: int) -> str:
-    return f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'}" if size else "no change"
 
 
 def sums_by_line(alive: Iterable[Alive]) -> dict[str, int]:

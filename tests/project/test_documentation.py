@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -407,20 +408,32 @@ def test_the_report_of_the_example_script_is_what_memcheck_run_says(tmp_path, ca
         """Without seconds, and without the number of events: torch makes some on its first use of a module."""
         return re.sub(r"after [\d.e+-]+ s\b|[\d,]+ allocations", "some", text)
 
-    def report(*flags):
-        code = main(["run", "--device", "cpu", "--output", str(tmp_path), *flags, "docs/examples/train.py"])
+    def report(output, *flags):
+        code = main(["run", "--device", "cpu", "--output", output, *flags, str(script)])
         assert code == bool(flags)
         return steady(capsys.readouterr().err)
 
-    monkeypatch.chdir(ROOT)
+    script = Path("docs/examples/train.py")
+    shutil.copytree(ROOT / script.parent, tmp_path / script.parent)
+    monkeypatch.chdir(tmp_path)
     page = steady((ROOT / "docs/run.md").read_text())
-    whole = report().partition("\n\nWrote")[0].strip()
+    whole = report("before").partition("\n\nWrote")[0].strip()
     if torch.__version__.startswith("2.13."):  # Others have other names and numbers of small blocks.
         assert whole in page
     peak = re.compile(r"The peak was [\d.]+ MiB")
     assert peak.findall(whole) == peak.findall(page)[:1]
-    refused = re.search(r"^Memory ran out.*$", report("--memory-limit", "64MiB"), re.MULTILINE)
+    refused = re.search(r"^Memory ran out.*$", report("refused", "--memory-limit", "64MiB"), re.MULTILINE)
     assert refused[0].partition(" in use")[0] in page
+    (edit,) = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    old, new = ("".join(re.findall(rf"^{re.escape(sign)}(.*\n)", edit, re.MULTILINE)) for sign in "-+")
+    assert old in script.read_text()
+    script.write_text(script.read_text().replace(old, new))
+    report("after")
+    assert main(["compare", "before", "after"]) == 0
+    compared = capsys.readouterr().out
+    if torch.__version__.startswith("2.13."):
+        assert compared in page
+    assert compared.startswith("The peak went from 83.9 MiB to 67.9 MiB: 15.9 MiB less")
 
 
 def outputs(name):

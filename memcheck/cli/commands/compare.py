@@ -8,7 +8,9 @@ from typing import TextIO
 from memcheck.bench.sweep.store import read_results
 from memcheck.cli.next_steps import after_compare
 from memcheck.cli.requests import Compare
+from memcheck.cli.runs import check_only, runs_in
 from memcheck.core.errors import UsageError
+from memcheck.core.script_record import ScriptRecord
 from memcheck.core.units import Growth
 from memcheck.report.cases import CASE_FIELDS, describe
 from memcheck.report.comparison import (
@@ -19,10 +21,14 @@ from memcheck.report.comparison import (
     environment_changes,
     growth_words,
 )
-from memcheck.report.tables import render
+from memcheck.report.script_comparison import growth_of_runs, run_sentences, run_tables
+from memcheck.report.script_tables import MOST_ROWS
+from memcheck.report.tables import Screen, render
 
 
 def run(request: Compare) -> int:
+    if runs := runs_in([request.before, request.after]):
+        return compare_runs(request, *runs)
     before, after = read_results(request.before), read_results(request.after)
     comparison = compare(before, after)
     if not comparison.pairs:
@@ -40,6 +46,19 @@ def run(request: Compare) -> int:
     if request.format == "table":
         print(f"\n{after_compare(request)}")
     return 0
+
+
+def compare_runs(request: Compare, before: ScriptRecord, now: ScriptRecord) -> int:
+    """Prints how the memory of a script changed. The exit code is 1 where it grew by more than is allowed."""
+    check_only(request, ("before", "after", "format", "fail_on_growth"), "records of cases, not for runs of a script")
+    out = sys.stdout if request.format == "table" else sys.stderr
+    fill = Screen.of(out).fill
+    print(*map(fill, run_sentences(before, now)), sep="\n", end="\n\n", file=out)
+    print(render(run_tables(before, now, MOST_ROWS), request.format, sys.stdout))
+    grown = [] if request.fail_on_growth is None else growth_of_runs(before, now, request.fail_on_growth)
+    if grown:
+        print("", *map(fill, grown), sep="\n", file=out)
+    return int(bool(grown))
 
 
 def verdict(comparison: Comparison, request: Compare, allowed: Growth, out: TextIO) -> int:

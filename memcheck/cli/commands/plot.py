@@ -9,9 +9,10 @@ from typing import Any
 
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
-from memcheck.cli.commands.snapshot import check_only, draw, load
+from memcheck.cli.commands.snapshot import draw, load
 from memcheck.cli.output import watch
 from memcheck.cli.requests import Plot
+from memcheck.cli.runs import check_only
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.record import Record
@@ -26,7 +27,7 @@ def run(request: Plot) -> int:
     asked = make_request(request.kind, request.x, request.y, request.log)
     formats = check_formats(request.format or ["png", "svg"])
     if request.folder.is_file():
-        check_only(request, ("folder", "format", "output"))
+        check_only(request, ("folder", "format", "output"), "folders of results, not for memory snapshots")
         return plot_file(request.folder, request.output or request.folder.parent, formats)
     records = chosen(read_results(request.folder), request.attention_type or [])
     output = request.output or request.folder

@@ -14,24 +14,32 @@ from memcheck.cli.commands import snapshot
 from memcheck.cli.next_steps import after_report
 from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Report, Snapshot
+from memcheck.cli.runs import check_only, runs_in
 from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
 from memcheck.core.model_record import ModelRecord
+from memcheck.core.options import named
 from memcheck.core.record import Record
+from memcheck.core.script_record import ScriptRecord
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import has_sizes, is_model, parse_wanted, select
 from memcheck.report.models import parts_table
 from memcheck.report.page import html_page
+from memcheck.report.plots.script_plot import page_of
 from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
 from memcheck.report.scaling import scaling_table
+from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_report
+from memcheck.report.script_tables import tables as script_tables
 from memcheck.report.summary import doubt_details, summary
 from memcheck.report.tables import Screen, Table, render, write_files
 from memcheck.studies.published import published_rows, published_tables
 
 
 def run(request: Report) -> int:
+    if runs := runs_in(request.folders):
+        return report_runs(runs, request)
     if all(path.is_file() for path in request.folders):
-        snapshot.check_only(request, ("folders", "format", "html"))
+        check_only(request, ("folders", "format", "html"), "folders of results, not for memory snapshots")
         return snapshot.run(Snapshot(files=request.folders, format=request.format, html=request.html))
     records = read_selected(request.folders, request.case)
     tables = requested_tables(records, request)
@@ -50,6 +58,27 @@ def run(request: Report) -> int:
         print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
     if request.format == "table" and not request.html:
         print(f"\n{after_report(request)}")
+    return 0
+
+
+def report_runs(runs: Sequence[ScriptRecord], request: Report) -> int:
+    """Reports what memcheck run recorded, as it printed it."""
+    check_only(request, ("folders", "format", "output", "html"), "records of cases, not for a run of a script")
+    if request.html and len(runs) > 1:
+        raise UsageError(f"{named('html')} is a page of one run, got {len(runs)}")
+    tables = [table for record in runs for table in script_tables(record, MOST_ROWS_OF_PAGE)]
+    written = write_output(tables, request.output) if request.output else []
+    if request.html:
+        make_room("html", request.html)
+        write_text(request.html, page_of(runs[0]))
+        written.append(request.html)
+    screen = Screen.of(sys.stdout)
+    if request.format == "table":
+        print(*(script_report(record, screen) for record in runs), sep="\n\n\n")
+    else:
+        print(render(tables, request.format))
+    if written:
+        print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
     return 0
 
 

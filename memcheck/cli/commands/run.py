@@ -21,15 +21,14 @@ from memcheck.core.errors import UsageError
 from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named
 from memcheck.core.python_command import prepare
-from memcheck.core.script_record import ScriptRecord
+from memcheck.core.script_record import RUN, ScriptRecord
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
-from memcheck.report.plots.script_plot import plot_script, script_figure
-from memcheck.report.plots.style import inline_svg
-from memcheck.report.script_tables import script_page, script_report, script_title
+from memcheck.report.plots.script_plot import page_of, plot_script
+from memcheck.report.script_tables import script_report, script_title
 from memcheck.report.tables import Screen
 
-FILES = ("run.json", "run.html", "run.png")
+FILES = (RUN, "run.html", "run.png")
 SNAPSHOT = "run-snapshot.pickle"
 
 
@@ -92,8 +91,6 @@ def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[lis
 
     Returns the names of the files that were written, and the error that kept others from it. These are as they were.
     """
-    title = script_title(record)
-    how = {"title": title, "subtitle": f"on {record.device}"}
     written = list[str]()
     try:
         try:
@@ -101,10 +98,9 @@ def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[lis
         finally:
             set_interrupt(interrupt)
         written.append(FILES[0])
-        svg = inline_svg(lambda: script_figure(record, **how), "run", title)
-        write_text(output / FILES[1], script_page(record, svg))
+        write_text(output / FILES[1], page_of(record))
         written.append(FILES[1])
-        plot_script(record, output / FILES[2], **how)
+        plot_script(record, output / FILES[2], title=script_title(record), subtitle=f"on {record.device}")
         written.append(FILES[2])
     except (Exception, KeyboardInterrupt) as error:
         return written, error

@@ -16,7 +16,6 @@ from memcheck.cli.output import check_picture, make_room, progress_bar
 from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
-from memcheck.core.options import named, options_of
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.report.plots.snapshot_plot import plot_snapshot
 from memcheck.report.plots.style import inline_svg
@@ -85,13 +84,6 @@ def show(snapshots: Sequence[Snapshot], form: str) -> None:
     if len(snapshots) < 3:
         parts += [f"{screen.fill(heading(record))}\n\n{snapshot_report(record, screen)}" for record in records]
     print("\n\n".join(parts))
-
-
-def check_only(request: Any, kept: Sequence[str]) -> None:
-    """UsageError: a command that was given snapshots has another option, which is for folders of results."""
-    for name in options_of(request):
-        if name not in kept and request.given(name):
-            raise UsageError(f"{named(name)} is for folders of results, not for memory snapshots")
 
 
 def heading(record: SnapshotRecord) -> str:

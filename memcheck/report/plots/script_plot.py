@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.script_record import LAYERS, ScriptRecord
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.style import in_house_style, written
+from memcheck.report.plots.style import in_house_style, inline_svg, written
 from memcheck.report.plots.timeline import Layers, Peak, mark_peaks, stack_figure
+from memcheck.report.script_tables import script_page, script_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +37,14 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
 
 
 plot_script = written(script_figure)
+
+
+def page_of(record: ScriptRecord) -> str:
+    """The report as an HTML page with the picture."""
+    title = script_title(record)
+    return script_page(
+        record, inline_svg(lambda: script_figure(record, title=title, subtitle=f"on {record.device}"), "run", title)
+    )
 
 
 def layers_over_time(record: ScriptRecord) -> Layers:
