@@ -29,10 +29,9 @@ def figures_of(record: ScriptRecord) -> dict[str, int]:
 
 
 def run_sentences(before: ScriptRecord, now: ScriptRecord) -> list[str]:
-    """How the peak changed, how the runs ended if they failed, and which settings differ."""
-    old, new = before.peak.bytes, now.peak.bytes
-    went = f"went from {format_bytes(old)} to {format_bytes(new)}: {change(new - old)} ({new - old:+,} bytes)"
-    lines = [f"The peak {went if new != old else f'stayed at {format_bytes(old)} ({old:,} bytes)'}."]
+    """How the peak and the growth changed, how the runs ended if they failed, and which settings differ."""
+    old, new = figures_of(before), figures_of(now)
+    lines = [f"The {name} {went(old[name], new[name])}." for name in old if name == "peak" or old[name] or new[name]]
     lines += [f"{when} it failed: {record.error}." for when, record in sides(before, now) if record.error]
     settings = [settings_of(record) for _, record in sides(before, now)]
     names = [name for name in settings[0] | settings[1] if settings[0].get(name) != settings[1].get(name)]
@@ -142,6 +141,12 @@ def growth_of_runs(before: ScriptRecord, now: ScriptRecord, allowed: Growth) -> 
         if not allowed.allows(old[name], new[name])
     ]
     return grown + ([f"It fails now: {now.error}."] if now.error and not before.error else [])
+
+
+def went(old: int, new: int) -> str:
+    if new == old:
+        return f"stayed at {format_bytes(old)} ({old:,} bytes)"
+    return f"went from {format_bytes(old)} to {format_bytes(new)}: {change(new - old)} ({new - old:+,} bytes)"
 
 
 def change(size: int) -> str:

@@ -154,6 +154,17 @@ def test_a_failure_that_is_new_is_growth(folders: None, capsys) -> None:
     assert main(["compare", "now", "now", "--fail-on-growth"]) == 0
 
 
+def test_growth_from_step_to_step_is_compared(folders: None, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ScriptRecord, "growth_per_step", property(lambda record: record.left_bytes), raising=False)
+    leaking = dataclasses.replace(BEFORE, left_bytes=3 * MIB)
+    Path("now/run.json").write_text(json.dumps(dataclasses.asdict(leaking)))
+    assert main(["compare", "before", "now", "--fail-on-growth", "5%"]) == 1
+    out = capsys.readouterr().out
+    assert "The growth per step went from 0 B to 3 MiB: 3 MiB more (+3,145,728 bytes).\n" in out
+    assert ["growth", "per", "step", "0.00", "3.00", "+3.00"] in [row.split() for row in out.splitlines()]
+    assert out.endswith("The growth per step grew by more than 5 %: 0 B -> 3 MiB, +3,145,728 B.\n")
+
+
 def test_programs_read_the_tables(folders: None, capsys) -> None:
     assert main(["compare", "before", "now", "--format", "json"]) == 0
     out, err = capsys.readouterr()
