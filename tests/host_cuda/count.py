@@ -153,12 +153,12 @@ def compressed(
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         how = {"factor": factor, "causal": causal, "window": window}
         y, lse = memcheck.compressed_attention(q, k, v, **how, return_lse=True)
-        # All scores are zero. The backward reads this lse, also where the forward's blocks did not run.
-        seen = (torch.arange(T) + 1) // factor if causal else torch.full((T,), math.ceil(T / factor))
-        if window is not None:
-            blocks = (torch.arange(T) - window + 1).clamp(min=0) // factor
-            seen = blocks + torch.arange(T) + 1 - blocks * factor
-        lse.data.copy_(seen.float().log())
+        if library.samples_blocks():
+            seen = (torch.arange(T) + 1) // factor if causal else torch.full((T,), math.ceil(T / factor))
+            if window is not None:
+                blocks = (torch.arange(T) - window + 1).clamp(min=0) // factor
+                seen = blocks + torch.arange(T) + 1 - blocks * factor
+            set_lse(lse, seen)
         return y
 
     more = "" if causal else " not causal"
@@ -170,6 +170,11 @@ def compressed(
     )
 
 
+def set_lse(lse: Tensor, seen: Tensor) -> None:
+    """Sets lse where blocks that do not run would have written it, because the backward reads it. All scores are 0."""
+    lse.data.copy_(seen.float().log())
+
+
 def documents(count: int, H: int, mean: int, D: int, factor: int, dtype: torch.dtype) -> Case:
     """Compressed attention on a packed batch."""
     lengths = lengths_of_documents(count, mean)
@@ -177,7 +182,8 @@ def documents(count: int, H: int, mean: int, D: int, factor: int, dtype: torch.d
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         y, lse = memcheck.compressed_attention(q, k, v, factor=factor, cu_seqlens=ends, return_lse=True)
-        lse.data.copy_(torch.cat([(torch.arange(length) + 1) // factor for length in lengths]).float().log())
+        if library.samples_blocks():
+            set_lse(lse, torch.cat([(torch.arange(length) + 1) // factor for length in lengths]))
         return y
 
     case = attention(

@@ -233,8 +233,18 @@ def sample_blocks(most: int) -> None:
 
     Results are wrong: only counts are of use.
     """
+    global _sampled
     assert _library is not None
     _library.host_cuda_sample_blocks(ctypes.c_int64(most))
+    _sampled = most > 0
+
+
+_sampled = False
+
+
+def samples_blocks() -> bool:
+    """Whether launches run only some of their blocks."""
+    return _sampled
 
 
 def forget_counts() -> None:

@@ -3,11 +3,15 @@
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from host_cuda import count, counters, library, occupancy
 from host_cuda.build import Target, build, folder_of
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "tests/host_cuda/counted.cu"
@@ -235,6 +239,34 @@ def test_a_count_that_grows_is_named() -> None:
     first, second = count.growths(grown, stored)
     assert first.endswith(f"barriers {stored['barriers'][0]} -> {stored['barriers'][0] + 1}")
     assert second.endswith("a new kernel: not stored")
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies from one tensor into another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("sampled", [False, True])
+def test_lse_is_copied_only_where_blocks_are_sampled(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the cases are timed."""
+    monkeypatch.setattr(library, "samples_blocks", lambda: sampled)
+    for case in (
+        count.compressed(1, 1, 64, 16, 8, torch.bfloat16),
+        count.compressed(1, 1, 64, 16, 8, torch.bfloat16, window=8),
+        count.documents(3, 1, 16, 16, 8, torch.bfloat16),
+    ):
+        inputs = case.inputs()
+        with Copies() as copies:
+            case.function(*inputs)
+        assert copies.count == sampled, case.name
 
 
 OCCUPANCY = """
