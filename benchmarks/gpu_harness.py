@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,13 @@ class Settings:
     rounds: int
     seconds: float  # for the rounds of one table
     ceilings: Row = field(default_factory=dict)
+
+
+def results_folder() -> Path:
+    """Returns the folder of this machine's results: MEMCHECK_RESULTS, or the GPU's in benchmarks/results, h200 say."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    named = Path(__file__).parent / "results" / name.lower().removeprefix("nvidia ").replace(" ", "-")
+    return Path(os.environ.get("MEMCHECK_RESULTS") or named)
 
 
 # ---- clocks
