@@ -2,8 +2,9 @@
 the allocator did, for the report of a failure.
 
 A line is SOURCES OUTCOME TEST; SOURCES is MEMCHECK_SOURCES, which names the sources that were tested. Each test's line
-is written as it ends. A test with a line for the same sources is left out. With --failed only those run whose last
-line, in FILE or in the tests.txt of a folder beside FILE's, says that they failed.
+is written as it ends. A test is left out if it passed or was skipped with the same sources; one that failed runs again.
+With --failed only those run whose last line, in FILE or in the tests.txt of a folder beside FILE's, says that they
+failed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Outcomes:
             # Workers of pytest-xdist must collect the same tests at any time.
             os.environ["MEMCHECK_OUTCOMES"] = str(len(lines_of(path)))
         known = lines_of(path)[: int(os.environ["MEMCHECK_OUTCOMES"])]
-        self.ended = {line["test"] for line in known if line["sources"] == SOURCES}
+        ended = {line["test"]: line["outcome"] for line in known if line["sources"] == SOURCES}
+        self.passed = {test for test, outcome in ended.items() if outcome != "failed"}
         self.failed: set[str] | None = None
         if failed_alone:
             last = [
@@ -43,7 +45,7 @@ class Outcomes:
             self.failed = {test for of in last for test, outcome in of.items() if outcome in (None, "failed")}
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        kept = [x for x in items if x.nodeid not in self.ended and (self.failed is None or x.nodeid in self.failed)]
+        kept = [x for x in items if x.nodeid not in self.passed and (self.failed is None or x.nodeid in self.failed)]
         config.hook.pytest_deselected(items=list(set(items) - set(kept)))
         items[:] = kept
 

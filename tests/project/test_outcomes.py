@@ -40,7 +40,7 @@ def run(folder: Path, sources: str, *flags: str) -> str:
     return ended.stdout.splitlines()[-1]
 
 
-def test_tests_that_ended_are_left_out(tmp_path: Path) -> None:
+def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "results/a-gpu/tests.txt"
     file.parent.mkdir(parents=True)
     (tmp_path / "tests").mkdir()
@@ -56,12 +56,13 @@ def test_tests_that_ended_are_left_out(tmp_path: Path) -> None:
         *(f"old passed tests/test_it.py::test_numbers[{n}]" for n in (1, 3)),
         "old skipped tests/test_it.py::test_skipped",
     ]
-    assert re.match(r"4 deselected", run(tmp_path, "old", "tests"))
+    assert re.match(r"1 failed, 3 deselected", run(tmp_path, "old", "tests"))
+    assert re.match(r"4 deselected", run(tmp_path, "old", "tests", "-k", "not 2"))
     # Of other sources, what failed before, here or on another GPU, in a file that has failed tests alone.
     (tmp_path / "results/h200").mkdir()
     (tmp_path / "results/h200/tests.txt").write_text("Failed:\n  tests/test_it.py::test_skipped\n")
     assert re.match(r"1 failed, 1 skipped, 2 deselected", run(tmp_path, "new", "tests", "--again"))
-    assert re.match(r"2 passed, 2 deselected", run(tmp_path, "new", "tests"))
+    assert re.match(r"1 failed, 2 passed, 1 deselected", run(tmp_path, "new", "tests"))
 
 
 def test_a_failure_shows_the_bytes_between_and_the_allocators_events() -> None:
