@@ -10,9 +10,10 @@ the time of the operator's minimum work (each input read once, each result writt
 ceilings, divided by the measured time. Peaks are requested bytes of everything alive, with a dense gradient; U is the
 size of one main tensor.
 
-Each row is written at once into FOLDER/bench.json and FOLDER/bench.md: FOLDER is MEMCHECK_RESULTS, or
-benchmarks/results/gpu. A contender that fails or runs out of memory gives a row with the reason. The exit code is 1 if
-one of memcheck's contenders failed.
+Each row is written at once into FOLDER/bench.json and FOLDER/bench.md: FOLDER is MEMCHECK_RESULTS, or the one that
+benchmarks/results has for this GPU, h200 say. A contender that fails or runs out of memory gives a row with the reason.
+After a run of the same sources (MEMCHECK_SOURCES) that was stopped it goes on in the section where that stopped. The
+exit code is 1 if one of memcheck's contenders failed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,18 @@ import combinator as plain_combinator
 import linear_attention as plain_linear
 import softplus_attention as plain_softplus
 import torch
-from gpu_harness import Benchmark, Contender, Function, Row, Settings, Work, ceilings, measure, write_results
+from gpu_harness import (
+    Benchmark,
+    Contender,
+    Function,
+    Row,
+    Settings,
+    Work,
+    ceilings,
+    measure,
+    results_folder,
+    write_results,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -265,7 +277,8 @@ def machine() -> Row:
     facts = {name: fact for name, fact in machine_facts(device).items() if name not in ("allocator", "device_uuid")}
     precision = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     cuda = {"cuda_version": torch.version.cuda, "driver": driver_version(), **precision} if device == "cuda" else {}
-    return {**facts, **cuda, "python_version": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
+    run = {"date": time.strftime("%Y-%m-%d"), "sources": os.environ.get("MEMCHECK_SOURCES")}
+    return {**facts, **cuda, "python_version": platform.python_version(), **run}
 
 
 def driver_version() -> str | None:
@@ -276,10 +289,22 @@ def driver_version() -> str | None:
         return None
 
 
+def ended_sections(path: Path, sources: str | None) -> dict[str, list[Row]]:
+    """Returns rows by section of a run of the same sources that was stopped in its last section."""
+    stored = json.loads(path.read_text()) if path.is_file() else None
+    if stored is None or sources is None or stored["machine"].get("sources") != sources:
+        return {}
+    rows_of: dict[str, list[Row]] = {}
+    for row in stored["rows"]:
+        rows_of.setdefault(row["section"], []).append(row)
+    return dict(list(rows_of.items())[:-1])
+
+
 def run_all(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
-    facts, rows_of = machine(), {}
+    facts = machine()
+    rows_of = ended_sections(args.output / "bench.json", facts["sources"])
     at = {name: args.output / f"bench.{name}.jsonl" for name in ("ceilings", *args.only)}
     for path in at.values():
         path.unlink(missing_ok=True)
@@ -293,7 +318,7 @@ def run_all(args: argparse.Namespace) -> int:
     def write() -> None:
         write_results(args.output, facts, found, [row for rows in rows_of.values() for row in rows])
 
-    for section in args.only:
+    for section in [name for name in args.only if name not in rows_of]:
 
         def seen(section: str = section) -> None:
             rows = read_rows(at[section])
@@ -324,8 +349,7 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=4.0, help="time for the rounds of one table; at least three run"
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
-    results = os.environ.get("MEMCHECK_RESULTS") or Path(__file__).parent / "results" / "gpu"
-    parser.add_argument("--output", type=Path, default=Path(results), metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=results_folder(), metavar="FOLDER")
     for hidden in ("--section", "--rows", "--ceilings"):
         kind: Any = str if hidden == "--section" else Path
         parser.add_argument(hidden, type=kind, help=argparse.SUPPRESS)

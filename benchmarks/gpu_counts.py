@@ -1,13 +1,18 @@
 """Compares the counts of the host's CUDA with those of a GPU, and derived times with measured ones.
 
-    python benchmarks/gpu_counts.py [--output FOLDER]
+    python benchmarks/gpu_counts.py [--output FOLDER] [--stalls]
 
 Counts: the small cases of tests/host_cuda/count.py run under Nsight Compute (ncu), and each kernel's hardware counters
 stand beside benchmarks/results/cuda_counts/counts.csv. The host stands for an A100; another GPU may choose other
 variants of kernels, which are named. Times: the large cases run by themselves, timed by CUDA events, and stand beside
 the sum of their kernels' derived times in derived.csv, which is a lower estimate.
 
-Tables go to FOLDER/counts.csv and FOLDER/derived_times.csv: FOLDER is MEMCHECK_RESULTS, or benchmarks/results/gpu.
+With --stalls, instead, the large cases and the prototypes of benchmarks/kernels run under Nsight Compute, and for each
+kernel it is stored where warps wait, and how busy the multiprocessors' parts are. A case that is stored of the same
+sources (MEMCHECK_SOURCES) does not run again.
+
+Tables go to FOLDER/counts.csv, FOLDER/derived_times.csv and FOLDER/stalls.csv: FOLDER is MEMCHECK_RESULTS, or the one
+that benchmarks/results has for this GPU, h200 say.
 """
 
 from __future__ import annotations
@@ -19,13 +24,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from gpu_harness import clock_of, release
+from gpu_harness import clock_of, release, results_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -51,6 +56,19 @@ COMPARED = {
     "distinct bytes": (["distinct_bytes"], ["dram__bytes_read.sum", "dram__bytes_write.sum"]),
 }
 NANOSECONDS = "gpu__time_duration.sum"
+# Columns of stalls.csv and their metrics. A stall is in cycles that warps wait for this reason by issued instruction.
+WAITS = ("barrier", "dispatch_stall", "long_scoreboard", "math_pipe_throttle", "mio_throttle", "no_instruction")
+WAITS += ("not_selected", "short_scoreboard", "wait")
+STALLS = {
+    "us": NANOSECONDS,
+    "instructions": "smsp__inst_executed.sum",
+    "issue %": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "tensor %": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "shared %": "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_active",
+    "dram %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    **{f"{name} stall": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in WAITS},
+}
+PROTOTYPES, TRIAL = "prototypes", ROOT / "benchmarks/kernels/trial.py"
 # torch.cuda._sleep launches it. It stands before every pass.
 SEPARATOR = "spin_kernel"
 
@@ -71,9 +89,15 @@ def passes(case: count.Case) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "backward", lambda: torch.autograd.grad(y, inputs, grad_y, retain_graph=True)
 
 
-def launch_all() -> None:
-    """Runs each pass of the small cases once, each after a separator: what ncu watches."""
-    for case in count.small_cases():
+def cases_of(cases: Callable[[], Iterator[count.Case]]) -> list[count.Case]:
+    """Cases whose tables of sequences are on the GPU, too."""
+    with torch.device("cuda"):
+        return list(cases())
+
+
+def launch(cases: list[count.Case]) -> None:
+    """Runs each pass of the cases once, each after a separator: what ncu watches."""
+    for case in cases:
         for _, run in passes(case):
             torch.cuda._sleep(1)
             run()
@@ -84,15 +108,14 @@ def launch_all() -> None:
 # ---- counts
 
 
-def watched() -> str:
-    """What ncu prints. Raises RuntimeError with the reason if it cannot count here."""
+def watched(metrics: Sequence[str], *words: str | Path) -> str:
+    """What ncu prints of a run of Python. Raises RuntimeError with the reason if it cannot count here."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise RuntimeError("ncu (Nsight Compute, part of the CUDA toolkit) is not on PATH")
-    metrics = [NANOSECONDS, *(name for _, names in COMPARED.values() for name in names)]
     command = [ncu, "--csv", "--page", "raw", "--print-units", "base", "--print-kernel-base", "demangled"]
     command += ["--kernel-name-base", "demangled", "--kernel-name", f"regex:memcheck|{SEPARATOR}"]
-    command += ["--metrics", ",".join(metrics), sys.executable, __file__, "--launch"]
+    command += ["--clock-control", "none", "--metrics", ",".join(metrics), sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         last = " ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
@@ -174,56 +197,108 @@ def shown(table: pd.DataFrame) -> pd.DataFrame:
     return ratios
 
 
+# ---- where warps wait
+
+
+def stalls_of(launches: list[Launch]) -> Iterator[dict[str, object]]:
+    """A row for every kernel: times and instructions of all its launches, and shares, the means of them by time."""
+    for kernel in dict.fromkeys(launch["kernel"] for launch in launches):
+        table = pd.DataFrame([launch for launch in launches if launch["kernel"] == kernel])
+        row: dict[str, object] = {"kernel": kernel, "launches": len(table)}
+        for name, metric in STALLS.items():
+            values = table[metric] if metric in table else table[NANOSECONDS] * float("nan")
+            whole = values.sum(skipna=False) / (1e3 if metric == NANOSECONDS else 1)
+            mean = (values * table[NANOSECONDS]).sum(skipna=False) / table[NANOSECONDS].sum()
+            row[name] = round(whole if metric.endswith(".sum") else mean, 3)
+        yield row
+
+
+def watch_stalls(folder: Path) -> None:
+    """Writes stalls.csv, anew after every case. Raises RuntimeError if ncu cannot count here."""
+    path, sources = folder / "stalls.csv", os.environ.get("MEMCHECK_SOURCES", "unknown")
+    stored = pd.read_csv(path).to_dict("records") if path.is_file() else []
+    rows = [row for row in stored if row["sources"] == sources]
+    ended = {row["case"] for row in rows}
+    for name in [PROTOTYPES, *(case.name for case in cases_of(count.large_cases))]:
+        if name in ended:
+            continue
+        words = [TRIAL, "--launch"] if name == PROTOTYPES else [__file__, "--launch", name]
+        launches = launches_of(watched(list(STALLS.values()), *words))
+        groups = [launches] if name == PROTOTYPES else by_pass(launches)
+        facts = {"gpu": torch.cuda.get_device_name(), "sources": sources, "case": name}
+        of_case = [
+            {**facts, "pass": of, **row}
+            for of, group in zip(("forward", "backward"), groups, strict=False)
+            for row in stalls_of(group)
+        ]
+        rows += of_case
+        pd.DataFrame(rows).to_csv(path, index=False)
+        print(f"{name}\n{pd.DataFrame(of_case).drop(columns=list(facts)).to_string(index=False)}\n", flush=True)
+
+
 # ---- times
 
 
-def times(rounds: int = 20) -> pd.DataFrame:
+def times(rounds: int = 20) -> Iterator[dict[str, object]]:
     """A row for every pass of the large cases: the median of its times, and the derived time where there is one."""
-    known = [name for name, pattern in KNOWN_AS.items() if pattern.fullmatch(torch.cuda.get_device_name())]
+    gpu = torch.cuda.get_device_name()
+    known = [name for name, pattern in KNOWN_AS.items() if pattern.fullmatch(gpu)]
     derived = pd.read_csv(count.DERIVED)
     derived = derived[derived["gpu"].isin(known)].groupby(["case", "pass"])["derived_ms"].sum()
+    if derived.empty:
+        print(f"derived times: {count.DERIVED.name} has none for {gpu}")
     clock = clock_of("cuda")
-    rows = []
-    for case in count.large_cases():
+    for case in cases_of(count.large_cases):
         for name, run in passes(case):
             for _ in range(3):
                 run()
             measured = statistics.median(clock(run) for _ in range(rounds))
             lowest = derived.get((case.name, name), float("nan"))
-            rows.append(
-                {
-                    "case": case.name,
-                    "pass": name,
-                    "measured ms": round(measured, 4),
-                    "derived ms": lowest,
-                    "measured/derived": round(measured / lowest, 2),
-                }
-            )
+            yield {
+                "gpu": gpu,
+                "case": case.name,
+                "pass": name,
+                "measured ms": round(measured, 4),
+                "derived ms": lowest,
+                "measured/derived": round(measured / lowest, 2),
+            }
         release("cuda")
-    if derived.empty:
-        print(f"derived times: {count.DERIVED.name} has none for {torch.cuda.get_device_name()}")
-    return pd.DataFrame(rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    results = os.environ.get("MEMCHECK_RESULTS") or Path(__file__).parent / "results" / "gpu"
-    parser.add_argument("--output", type=Path, default=Path(results), metavar="FOLDER")
-    parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=results_folder(), metavar="FOLDER")
+    parser.add_argument("--stalls", action="store_true", help="where warps of the large cases wait")
+    parser.add_argument("--launch", metavar="CASE", help=argparse.SUPPRESS)
+    parser.add_argument("--launch-small", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no GPU here: torch sees none", file=sys.stderr)
+        return 1
     if arguments.launch:
-        launch_all()
+        launch([case for case in cases_of(count.large_cases) if case.name == arguments.launch])
+        return 0
+    if arguments.launch_small:
+        launch(cases_of(count.small_cases))
         return 0
     arguments.output.mkdir(parents=True, exist_ok=True)
-    table = times()
-    table.to_csv(arguments.output / "derived_times.csv", index=False)
-    print(table.to_string(index=False, na_rep=""), "\n")
+    if not arguments.stalls:
+        rows = []
+        for row in times():
+            rows.append(row)
+            pd.DataFrame(rows).to_csv(arguments.output / "derived_times.csv", index=False)
+        print(pd.DataFrame(rows).to_string(index=False, na_rep=""), "\n")
     try:
-        text = watched()
+        if arguments.stalls:
+            watch_stalls(arguments.output)
+            return 0
+        metrics = [NANOSECONDS, *(name for _, names in COMPARED.values() for name in names)]
+        text = watched(metrics, __file__, "--launch-small")
     except RuntimeError as error:
-        print(f"counts: skipped, {error}")
+        print(f"skipped: {error}")
         return 0
     table = compared(launches_of(text), pd.read_csv(count.STORED))
+    table.insert(0, "gpu", torch.cuda.get_device_name())
     table.to_csv(arguments.output / "counts.csv", index=False)
     print(shown(table).to_string(index=False, na_rep=""))
     return 0

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -18,11 +18,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks/gpu.sh"
 # The script is on PATH as if nothing else were: no nvidia-smi, and so no GPU.
-TOOLS = ("bash", "dirname", "cat", "mkdir", "date", "tee", "timeout", "tail", "tr")
+TOOLS = ("bash", "cat", "date", "dirname", "find", "grep", "head", "mkdir", "sha1sum", "sleep", "sort", "tail", "tee")
+TOOLS += ("timeout", "tr", "xargs")
 
 
-def suite(tmp_path: Path, *steps: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run by a python3 that says what it is asked to run."""
+def suite(tmp_path: Path, *words: str, script: Path = SCRIPT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the script with the tools in tmp_path/bin."""
     tools = tmp_path / "bin"
     tools.mkdir(exist_ok=True)
     for tool in TOOLS:
@@ -30,7 +31,7 @@ def suite(tmp_path: Path, *steps: str, **environment: str) -> subprocess.Complet
             (tools / tool).symlink_to(shutil.which(tool) or pytest.skip(f"{tool} is not installed"))
     environment = {"PATH": str(tools), "MEMCHECK_RESULTS": str(tmp_path / "results"), **environment}
     return subprocess.run(
-        [str(tools / "bash"), SCRIPT, *steps], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [str(tools / "bash"), script, *words], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
 
 
@@ -41,55 +42,124 @@ def write_tool(tmp_path: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def step_names() -> list[str]:
-    (names,) = re.findall(r"^steps=\((.*)\)$", SCRIPT.read_text(), re.MULTILINE)
-    return names.split()
+def write_gpu(tmp_path: Path, python: str) -> None:
+    """A machine that seems to have a GPU, where python3 runs these words of bash."""
+    write_tool(tmp_path, "nvidia-smi", '[[ $* == *compute_cap* ]] && echo 9.0 || echo "NVIDIA A GPU 1GB, 580.1, 1 MiB"')
+    write_tool(tmp_path, "python3", python)
+    write_tool(tmp_path, "make", 'echo "made: $*"')
+
+
+def parts() -> dict[str, list[str]]:
+    found = re.findall(r'^    \[(\w+)\]="(.*)"$', SCRIPT.read_text(), re.MULTILINE)
+    return {part: steps.split() for part, steps in found}
+
+
+def outcomes(folder: Path) -> list[list[str]]:
+    """Step and outcome of each line of the table."""
+    return [line.replace("== ", "").split()[:2] for line in (folder / "steps.txt").read_text().splitlines()]
 
 
 def test_every_step_is_written_and_named() -> None:
     text = SCRIPT.read_text()
-    assert sorted(re.findall(r"^step_([\w-]+)\(\)", text, re.MULTILINE)) == sorted(step_names())
-    assert re.findall(r"^#   (\S+)  ", text, re.MULTILINE) == step_names()
+    steps = ["build", *(step for some in parts().values() for step in some)]
+    assert sorted(re.findall(r"^step_([\w-]+)\(\)", text, re.MULTILINE)) == sorted(steps)
+    assert re.findall(r"^#   (\S+)  ", text, re.MULTILINE) == [*parts(), *steps]
+    for part, of_part in parts().items():
+        assert re.search(rf"^#   {part} +{' '.join(of_part)}$", text, re.MULTILINE)
     for path in re.findall(r"(?:tests|benchmarks)/[\w/.]+", text):
         assert (ROOT / path).exists() or path.startswith("benchmarks/results"), path
 
 
 def test_no_gpu_is_said_in_one_line(tmp_path: Path) -> None:
-    ended = suite(tmp_path)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == "no GPU here: nvidia-smi names none\n"
+    for words in ([], ["times"], ["counters"], ["checks", "ptx"]):
+        ended = suite(tmp_path, *words)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr == "no GPU here: nvidia-smi names none\n"
     assert not (tmp_path / "results").exists()
 
 
 def test_an_unknown_step_is_refused(tmp_path: Path) -> None:
-    ended = suite(tmp_path, "info", "everything")
+    ended = suite(tmp_path, "ptx", "everything")
     assert ended.returncode == 2
-    assert ended.stderr == f"there is no step 'everything', only {' '.join(step_names())}\n"
+    assert ended.stderr.startswith("there is no step 'everything', only build ")
+    assert all(step in ended.stderr for part, steps in parts().items() for step in [part, *steps])
 
 
 def test_a_failed_step_does_not_stop_the_others(tmp_path: Path) -> None:
-    """On a machine that seems to have a GPU, with a python3 that fails where it should check gradients."""
-    write_tool(tmp_path, "nvidia-smi", 'echo "A GPU, 580.1, 1 MiB"')
-    write_tool(tmp_path, "python3", 'echo "ran: $*"; [[ "$*" != *gradcheck* ]]')
-    ended = suite(tmp_path, "gradcheck", "ptx", "values", "sanitizer", "bench")
+    write_gpu(tmp_path, 'echo "ran: $*"; [[ "$*" != *gradcheck* ]]')
+    ended = suite(tmp_path, "gradcheck", "ptx", "values", "sanitizer", "times")
     assert ended.returncode == 1, ended.stderr
     results = tmp_path / "results"
-    table = [line.split()[:2] for line in (results / "steps.txt").read_text().splitlines()]
-    passed = [[step, "passed"] for step in ("ptx", "values", "sanitizer", "bench")]
-    assert table == [["gradcheck", "FAILED"], *passed]
-    assert "ran: -m pytest -q tests/gpu/test_ptx_cuda.py\n" in (results / "ptx.log").read_text()
-    assert "tests/ops --device cuda -m not cpu\n" in (results / "values.log").read_text()
-    assert (results / "sanitizer.log").read_text() == "skipped: compute-sanitizer is not on PATH\n"
+    passed = [[step, "passed"] for step in ("ptx", "values", "sanitizer", "kernels", "bench")]
+    assert outcomes(results) == [["gradcheck", "FAILED"], *passed]
+    record = f"--outcomes {results}/tests.txt"
+    assert f"ran: -m pytest -q {record} tests/gpu/test_ptx_cuda.py\n" in (results / "ptx.log").read_text()
+    assert "tests/ops --device cuda -m not cpu and not slow and not ci\n" in (results / "values.log").read_text()
+    assert "skipped: compute-sanitizer is not on PATH\n" in (results / "sanitizer.log").read_text()
+    assert "made: --silent build/kernels/trial.so ARCHITECTURE=sm_90\n" in (results / "kernels.log").read_text()
+    assert "ran: setup.py build_ext --inplace\nran: -m memcheck info\n" in (results / "build.log").read_text()
     assert "A GPU" in (results / "machine.txt").read_text()
 
 
+def copied_script(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    """The script in another clone, which has no sources yet."""
+    text = SCRIPT.read_text()
+    for old, new in changes:
+        assert text.count(old) >= 1
+        text = text.replace(old, new)
+    for folder in ("csrc", "memcheck", "tests", "benchmarks/kernels"):
+        (tmp_path / folder).mkdir(parents=True)
+    copy = tmp_path / "benchmarks/gpu.sh"
+    copy.write_text(text)
+    return copy
+
+
+def test_results_are_in_a_folder_named_after_the_gpu(
+    tmp_path: Path, benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the build fails, and without it nothing else runs."""
+    write_gpu(tmp_path, 'echo "to $MEMCHECK_RESULTS"; exit 1')
+    ended = suite(tmp_path, "ptx", script=copied_script(tmp_path), MEMCHECK_RESULTS="")
+    assert ended.returncode == 1
+    assert "to benchmarks/results/a-gpu-1gb\n== FAILED" in ended.stderr
+    assert outcomes(tmp_path / "benchmarks/results/a-gpu-1gb") == [["ptx", "not"]]
+    gpu_harness = benchmark("gpu_harness")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.delenv("MEMCHECK_RESULTS", raising=False)
+    for name, slug in (("NVIDIA A GPU 1GB", "a-gpu-1gb"), ("NVIDIA H200", "h200")):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        assert gpu_harness.results_folder() == ROOT / "benchmarks/results" / slug
+
+
+def test_a_stopped_part_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """Here the first step fails, the second one takes too long, and the third has no time left."""
+    results = tmp_path / "results"
+    slow = 'case "$*" in *counts*) exit 1;; *ptx*) echo "so far"; [ -e goes-on ] || sleep 30;; esac; echo "ran: $*"'
+    write_gpu(tmp_path, f'cd "{tmp_path}"; {slow}')
+    of_part, in_seconds = ('"kernels bench"', '"counts ptx bench"'), ("60 * ${MEMCHECK_MINUTES:-8}", "$IN_SECONDS")
+    script = copied_script(tmp_path, of_part, in_seconds)
+    assert suite(tmp_path, "times", script=script, IN_SECONDS="2").returncode == 1
+    assert outcomes(results) == [["counts", "FAILED"], ["ptx", "stopped"], ["bench", "not"]]
+    assert (results / "ptx.log").read_text().startswith("so far\n== stopped after ")
+    (tmp_path / "goes-on").touch()
+    counts = results / "counts.log"
+    counts.write_text("kept\n" + counts.read_text())
+    assert suite(tmp_path, "times", script=script, IN_SECONDS="30").returncode == 1
+    assert outcomes(results) == [["counts", "FAILED"], ["ptx", "passed"], ["bench", "passed"]]
+    assert counts.read_text().startswith("kept\n")
+    # Other sources are measured again.
+    (tmp_path / "csrc/kernel.cu").touch()
+    assert suite(tmp_path, "times", script=script, IN_SECONDS="30").returncode == 1
+    assert not counts.read_text().startswith("kept\n")
+
+
 def test_a_sanitizer_that_does_not_run_is_said(tmp_path: Path) -> None:
-    write_tool(tmp_path, "nvidia-smi", "echo 'A GPU, 580.1, 1 MiB'")
-    write_tool(tmp_path, "python3", "true")
+    write_gpu(tmp_path, "true")
     write_tool(tmp_path, "compute-sanitizer", 'echo "Device not supported" >&2; exit 1')
     ended = suite(tmp_path, "sanitizer")
     assert ended.returncode == 0
     assert "skipped: compute-sanitizer does not run here: Device not supported" in ended.stdout
+    (tmp_path / "results/sanitizer.log").unlink()
     write_tool(tmp_path, "compute-sanitizer", '[[ "$*" != *racecheck* ]]')
     assert suite(tmp_path, "sanitizer").returncode == 1
 
@@ -142,6 +212,20 @@ sys.exit(gpu.run_all(gpu.arguments()))
 """
 
 
+def test_the_benchmark_goes_on_in_the_section_where_it_stopped(
+    benchmark: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    gpu, path = benchmark("gpu"), tmp_path / "bench.json"
+    rows = [
+        {"section": name, "ms": ms} for name, ms in (("softplus", 1), ("softplus", 2), ("linear", 3), ("compressed", 4))
+    ]
+    assert gpu.ended_sections(path, "a1") == {}
+    path.write_text(json.dumps({"machine": {"sources": "a1"}, "ceilings": {}, "rows": rows}))
+    assert gpu.ended_sections(path, "a1") == {"softplus": rows[:2], "linear": rows[2:3]}
+    assert gpu.ended_sections(path, "b2") == gpu.ended_sections(path, None) == {}
+    assert gpu.ended_sections(ROOT / "benchmarks/results/h200/bench.json", "a1") == {}
+
+
 @pytest.mark.ci
 @pytest.mark.slow
 def test_the_benchmark_goes_on_when_a_section_dies(tmp_path: Path) -> None:
@@ -175,12 +259,15 @@ def test_what_the_sanitizer_watches_runs_on_the_cpu() -> None:
 # ---- Nsight Compute
 
 
-def printed_by_ncu(gpu_counts: ModuleType) -> str:
+def printed_by_ncu(gpu_counts: ModuleType, metrics: Sequence[str] = ()) -> str:
     """A sample of `ncu --csv --page raw`, in the format that scripts in public repositories read, of which
     VerticalResearchGroup/casio (scripts/utils/ncu_raw.py) has tables of whole models: lines that begin with ==, a line
     of names, a line of units, and a line for every launch with all of its values in quotes, and commas between
     thousands. "n/a" stands for a metric that the GPU does not have. The numbers are invented."""
-    metrics = [gpu_counts.NANOSECONDS, *(name for _, names in gpu_counts.COMPARED.values() for name in names)]
+    metrics = metrics or [
+        gpu_counts.NANOSECONDS,
+        *(name for _, names in gpu_counts.COMPARED.values() for name in names),
+    ]
     facts = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size"]
     facts += ["Grid Size", "Device", "CC"]
     separator = "at::cuda::<unnamed>::spin_kernel(long)"
@@ -235,9 +322,59 @@ def test_counts_stand_beside_those_of_nsight_compute(benchmark: Callable[[str], 
         gpu_counts.compared(launches, stored.assign(case=["one", "another"]))
 
 
+def test_where_warps_wait_is_stored_case_by_case(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu_counts = benchmark("gpu_counts")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "A GPU")
+    cases = list(gpu_counts.count.large_cases())[:2]
+    monkeypatch.setattr(gpu_counts, "cases_of", lambda cases_: cases)
+    watched = []
+
+    def ncu(metrics: Sequence[str], *words: object) -> str:
+        watched.append(str(words[-1]))
+        if len(watched) == 3:
+            raise KeyboardInterrupt
+        return printed_by_ncu(gpu_counts, metrics).replace('"1,500"', '"2,000"', 1)
+
+    monkeypatch.setattr(gpu_counts, "watched", ncu)
+    monkeypatch.setenv("MEMCHECK_SOURCES", "a1")
+    with pytest.raises(KeyboardInterrupt):
+        gpu_counts.watch_stalls(tmp_path)
+    assert watched == ["--launch", cases[0].name, cases[1].name]
+    table = pd.read_csv(tmp_path / "stalls.csv")
+    assert set(table["case"]) == {"prototypes", cases[0].name}
+    row = table[table["case"] == cases[0].name].set_index("kernel").loc["softplus_cuda::backward_kernel<__half, 1, 2>"]
+    assert (row["gpu"], row["sources"], row["pass"], row["launches"]) == ("A GPU", "a1", "forward", 2)
+    assert (row["us"], row["instructions"], row["no_instruction stall"]) == (3.0, 3000, 1500)
+    gpu_counts.watch_stalls(tmp_path)
+    assert watched[3:] == [cases[1].name]
+    monkeypatch.setenv("MEMCHECK_SOURCES", "b2")
+    gpu_counts.watch_stalls(tmp_path)
+    assert watched[4:] == ["--launch", cases[0].name, cases[1].name]
+    assert set(pd.read_csv(tmp_path / "stalls.csv")["sources"]) == {"b2"}
+
+
 def test_without_nsight_compute_it_is_named(
     benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"ncu \(Nsight Compute, .* is not on PATH"):
-        benchmark("gpu_counts").watched()
+        benchmark("gpu_counts").watched(["a"])
+
+
+def test_what_an_h200_measured_stands_in_the_documentation(benchmark: Callable[[str], ModuleType]) -> None:
+    """Without the passes that were timed together with a copy from the host."""
+    count = benchmark("gpu_counts").count
+    measured = pd.read_csv(ROOT / "benchmarks/results/h200/derived_times.csv").set_index(["case", "pass"])
+    copies = measured["contains"].notna()
+    derived = pd.read_csv(count.DERIVED).query("gpu == 'H100-80GB-SXM'").groupby(["case", "pass"])["derived_ms"].sum()
+    factors = (measured["measured ms"] / derived)[~copies]
+    figures = (round(factors.min(), 1), round(factors.max()), len(factors), round(factors.median(), 1))
+    assert figures == (1.6, 14, 38, 3.1)
+    text = " ".join((ROOT / "docs/cuda.md").read_text().split())
+    assert "kernels took 1.6 to 14 times as long" in text
+    assert "the median of 38 passes is 3.1" in text
+    assert f"{copies.sum()} of {len(measured)} rows are no times of kernels" in text
+    failed = re.findall(r"^  tests/", (ROOT / "benchmarks/results/h200/tests.txt").read_text(), re.MULTILINE)
+    assert f"the {len(failed)} tests that failed" in text
