@@ -341,32 +341,36 @@ std::vector<OperatorPath> AllocationTimeline::paths() const {
   return recording_->paths;
 }
 
+bool AllocationTimeline::is_held_by(const TimelineGuard& guard) const {
+  return guard.is_open() && &guard.recording() == recording_.get();
+}
+
 int AllocationTimeline::set_module(int module) {
-  const TimelineGuard timeline;
-  if (!timeline.is_open()) return 0;
-  return std::exchange(position_in(timeline.recording()).where.module, module);
+  const TimelineGuard guard;
+  if (!is_held_by(guard)) return 0;
+  return std::exchange(position_in(*recording_).where.module, module);
 }
 
 void AllocationTimeline::begin_step() {
-  const TimelineGuard timeline;
-  if (timeline.is_open()) position_in(timeline.recording()).where.in_step = true;
+  const TimelineGuard guard;
+  if (is_held_by(guard)) position_in(*recording_).where.in_step = true;
 }
 
 void AllocationTimeline::end_step() {
-  const TimelineGuard timeline;
-  if (!timeline.is_open()) return;
-  position_in(timeline.recording()).where.in_step = false;
-  if (timeline.recording().ledger != nullptr) timeline.recording().ledger->end_step();
+  const TimelineGuard guard;
+  if (!is_held_by(guard)) return;
+  position_in(*recording_).where.in_step = false;
+  if (recording_->ledger != nullptr) recording_->ledger->end_step();
 }
 
 void AllocationTimeline::set_kind(uintptr_t address, Kind kind, std::optional<int> module) {
-  const TimelineGuard timeline;
-  if (timeline.is_open() && recording_->ledger != nullptr) recording_->ledger->set_kind(address, kind, module);
+  const TimelineGuard guard;
+  if (is_held_by(guard) && recording_->ledger != nullptr) recording_->ledger->set_kind(address, kind, module);
 }
 
 void AllocationTimeline::set_kind_like(uintptr_t address, Kind kind, uintptr_t other) {
-  const TimelineGuard timeline;
-  if (timeline.is_open() && recording_->ledger != nullptr) recording_->ledger->set_kind_like(address, kind, other);
+  const TimelineGuard guard;
+  if (is_held_by(guard) && recording_->ledger != nullptr) recording_->ledger->set_kind_like(address, kind, other);
 }
 
 TimelineGuard::TimelineGuard(int64_t bytes) : recording_(nullptr) {

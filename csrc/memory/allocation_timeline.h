@@ -28,6 +28,8 @@ struct OperatorPath {
   std::string name;
 };
 
+class TimelineGuard;
+
 // Records from construction to close(), on all threads; one at a time. It sees what the tracking allocator sees, and so
 // needs an AllocationTracker that is open. OpenMP's threads allocate on account of the operator that the thread which
 // opened the timeline, or one that runs backward, was in last.
@@ -47,7 +49,7 @@ class AllocationTimeline {
   std::vector<AllocationEvent> events() const;
   std::vector<OperatorPath> paths() const;
 
-  // What the calling thread is in. Without effect once the recording is closed, as are the others.
+  // What the calling thread is in. Without effect once this timeline is closed, as are the others.
   int set_module(int module);  // returns the one before
   void begin_step();
   void end_step();
@@ -57,6 +59,8 @@ class AllocationTimeline {
   struct Recording;
 
  private:
+  bool is_held_by(const TimelineGuard& guard) const;  // whether this timeline is the one that is open
+
   std::unique_ptr<Recording> recording_;
 };
 

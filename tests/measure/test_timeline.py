@@ -198,6 +198,36 @@ def test_events_are_recorded_only_between_begin_and_end():
     assert more.nbytes == 80
 
 
+def test_a_closed_timeline_changes_nothing_in_an_open_one():
+    ledgers = [_C.PeakLedger(), _C.PeakLedger()]
+    with memcheck.track():
+        closed = _C.AllocationTimeline(ledgers[0])
+        closed.set_module(3)
+        early = torch.empty(10)
+        closed.close()
+        opened = _C.AllocationTimeline(ledgers[1])
+        assert opened.set_module(1) == 0
+        kept = torch.empty(20)
+        assert closed.set_module(2) == 0
+        closed.begin_step()
+        for block in (early, kept):
+            closed.set_kind(block.data_ptr(), 1, 2)
+            closed.set_kind_like(block.data_ptr(), 1, early.data_ptr())
+        outside = torch.empty(30)
+        assert opened.set_module(0) == 1
+        opened.begin_step()
+        closed.end_step()
+        inside = torch.empty(40)
+        opened.end_step()
+        opened.close()
+    forward, step = 1, 3
+    assert [ledger.steps for ledger in ledgers] == [0, 1]
+    assert [[(site[2:], size) for site, size, _ in ledger.alive_at_peak()] for ledger in ledgers] == [
+        [((3, forward, 0), early.nbytes)],
+        [((1, forward, 0), kept.nbytes), ((1, forward, 0), outside.nbytes), ((0, step, 0), inside.nbytes)],
+    ]
+
+
 def test_shapes_are_those_of_whole_blocks():
     with memcheck.track():
         recording = _C.AllocationTimeline()
