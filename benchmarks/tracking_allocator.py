@@ -2,7 +2,8 @@
 
     python benchmarks/tracking_allocator.py [--rounds 201] [--output FILE]
 
-A round times a block of allocations of each kind, in alternating order. The result is the median of the rounds' ratios.
+A round takes the processor time of a block of allocations of each kind, in alternating order. The result is the median
+of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import argparse
 from pathlib import Path
 
 import torch
-from harness import compare, print_rows, time_rounds, write_result
+from harness import compare, print_rows, take_turns, write_result
+from tracking_passes import processor_time
 
 import memcheck
 
@@ -34,7 +36,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=201)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    times = time_rounds({"plain": plain, "tracked": tracked}, args.rounds)
+    runs = {"plain": plain, "tracked": tracked}
+    times = take_turns({name: processor_time(run) for name, run in runs.items()}, args.rounds, warmup=3)
     rows = compare(times, "plain", what="torch.empty(16), allocated and freed", calls=CALLS)
     for row in rows:
         row["ns_per_call"] = row["ms"] * 1e6 / CALLS

@@ -4,17 +4,17 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
-#if defined(__APPLE__)
-#include <malloc/malloc.h>
-#else
-#include <malloc.h>
-#endif
+#include <c10/util/flat_hash_map.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <new>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "memory/allocation_timeline.h"
@@ -24,16 +24,7 @@ namespace {
 
 constexpr int kSlots = 64;
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
-constexpr uint64_t kTag = 0x6d656d636865636b;  // "memcheck"
-
-// Written at the end of the block that malloc gave, behind the data. In front, the data would lose its alignment to
-// pages, and small blocks would not fit malloc's fast bins: torch.empty(16) would take 6 % longer. The start of the
-// block stays the address that free takes.
-struct Footer {
-  int64_t bytes;  // as requested
-  uint64_t tag;
-};
-constexpr size_t kLargestRequest = std::numeric_limits<ptrdiff_t>::max() - sizeof(Footer);
+constexpr size_t kLargestRequest = std::numeric_limits<ptrdiff_t>::max();
 
 struct alignas(64) Slot {
   std::atomic<int64_t> peak{0};
@@ -51,33 +42,53 @@ std::atomic<uint64_t> open_slots{0};        // one bit per slot
 alignas(64) std::atomic<int64_t> total{0};  // live bytes of this allocator, also from before the open trackers
 std::atomic<int64_t> lowest_ceiling{kUnlimited};
 
-// The size of a block of malloc, which is at least what was requested.
-size_t block_bytes(void* data) {
-#if defined(__APPLE__)
-  return malloc_size(data);
-#else
-  return malloc_usable_size(data);
-#endif
+// Bytes requested of each live block, by address. They are kept apart from the blocks, of which nothing is known: on
+// Linux aarch64 torch allocates them by mimalloc, and torch's own allocator frees those of raw_allocate() after
+// tracking has ended, by the address that alloc_cpu returned.
+struct alignas(64) Shard {
+  std::atomic_flag busy = ATOMIC_FLAG_INIT;
+  ska::flat_hash_map<const void*, int64_t> bytes;
+
+  void lock() {
+    while (busy.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  }
+  void unlock() { busy.clear(std::memory_order_release); }
+};
+constexpr uintptr_t kShards = 64;
+
+// Never destroyed, so that they outlive every tensor.
+Shard* const shards = new Shard[kShards];
+
+// The lowest bits of addresses are 0, and those of mapped blocks differ above the pages.
+Shard& shard_of(const void* data) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(data);
+  return shards[((address >> 6) ^ (address >> 12)) % kShards];
 }
 
-// The footer is copied, because malloc does not align the end of a block.
-char* footer_place(void* data) {
-  return static_cast<char*>(data) + block_bytes(data) - sizeof(Footer);
+void remember(const void* data, int64_t bytes) {
+  Shard& shard = shard_of(data);
+  const std::lock_guard<Shard> guard(shard);
+  shard.bytes[data] = bytes;
 }
 
-void write_footer(void* data, Footer footer) {
-  std::memcpy(footer_place(data), &footer, sizeof(footer));
+// Returns the bytes of a block and forgets it; nullopt if the block is another allocator's.
+std::optional<int64_t> forget(const void* data) {
+  Shard& shard = shard_of(data);
+  const std::lock_guard<Shard> guard(shard);
+  const auto found = shard.bytes.find(data);
+  if (found == shard.bytes.end()) return std::nullopt;
+  const int64_t bytes = found->second;
+  shard.bytes.erase(found);
+  return bytes;
 }
 
-Footer read_footer(void* data) {
-  Footer footer{0, 0};
-  if (block_bytes(data) >= sizeof(footer)) std::memcpy(&footer, footer_place(data), sizeof(footer));
-  return footer;
+// A fork waits until no thread changes a shard, so that a child finds them whole and unlocked.
+void lock_shards() {
+  std::for_each(shards, shards + kShards, [](Shard& shard) { shard.lock(); });
 }
 
-// The tag includes the address, so that one that was copied with a block is not taken for a tag.
-uint64_t tag_of(const void* data) {
-  return kTag ^ reinterpret_cast<uintptr_t>(data);
+void unlock_shards() {
+  std::for_each(shards, shards + kShards, [](Shard& shard) { shard.unlock(); });
 }
 
 template <typename Visit>
@@ -123,13 +134,21 @@ int64_t reserve(int64_t bytes) {
   return level + bytes;
 }
 
+[[noreturn]] void fail(size_t bytes, const char* why) {
+  const int64_t level = total.fetch_sub(bytes) - bytes;
+  note_refusal(bytes, level);
+  TORCH_CHECK_WITH(OutOfMemoryError, false, why);
+}
+
 void* allocate_block(size_t bytes) {
   try {
-    return c10::alloc_cpu(bytes + sizeof(Footer));
+    std::unique_ptr<void, decltype(&c10::free_cpu)> data(c10::alloc_cpu(bytes), &c10::free_cpu);
+    remember(data.get(), bytes);
+    return data.release();
   } catch (const c10::Error& error) {
-    const int64_t level = total.fetch_sub(bytes) - bytes;
-    note_refusal(bytes, level);
-    TORCH_CHECK_WITH(OutOfMemoryError, false, error.what_without_backtrace());
+    fail(bytes, error.what_without_backtrace());
+  } catch (const std::bad_alloc& error) {  // of the table of blocks
+    fail(bytes, error.what());
   }
 }
 
@@ -156,15 +175,14 @@ int64_t give_back(const void* data, int64_t bytes) {
 
 void release(void* data) {
   if (data == nullptr) return;
-  const Footer footer = read_footer(data);
-  if (footer.tag != tag_of(data)) {
+  const std::optional<int64_t> bytes = forget(data);
+  if (!bytes) {
     // The block came from another allocator, perhaps not the one that is now installed; raw_deallocate asks that one.
     c10::GetDefaultCPUAllocator()->raw_deallocate(data);
     return;
   }
-  const int64_t level = give_back(data, footer.bytes);
-  c10::reportMemoryUsageToProfiler(data, -footer.bytes, level, 0, c10::Device(c10::DeviceType::CPU));
-  write_footer(data, {0, 0});
+  const int64_t level = give_back(data, *bytes);
+  c10::reportMemoryUsageToProfiler(data, -*bytes, level, 0, c10::Device(c10::DeviceType::CPU));
   c10::free_cpu(data);
 }
 
@@ -175,7 +193,6 @@ class TrackingAllocator final : public c10::Allocator {
     if (bytes == 0) return {nullptr, nullptr, &release, cpu};
     TORCH_CHECK_WITH(OutOfMemoryError, bytes <= kLargestRequest, "memcheck: cannot allocate ", bytes, " bytes");
     const auto [level, data] = take(bytes);
-    write_footer(data, {static_cast<int64_t>(bytes), tag_of(data)});
     for_each_open([peak = level](Slot& slot) { raise_to(slot.peak, peak); });
     c10::reportMemoryUsageToProfiler(data, bytes, level, 0, cpu);
     return {data, data, &release, cpu};
@@ -196,6 +213,8 @@ std::mutex trackers_mutex;
 c10::Allocator* previous_allocator = nullptr;
 
 void install() {
+  static const int failure = pthread_atfork(&lock_shards, &unlock_shards, &unlock_shards);
+  TORCH_CHECK(failure == 0, "memcheck cannot track CPU memory: pthread_atfork returned ", failure);
   previous_allocator = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&tracking_allocator());
   TORCH_CHECK(c10::GetCPUAllocator() == &tracking_allocator(),

@@ -4,12 +4,14 @@ import ctypes
 import gc
 import io
 import os
+import subprocess
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import run_python
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memcheck
@@ -350,6 +352,36 @@ def test_onednn_convolutions():
     with memcheck.track(module, image):
         actual = torch.autograd.grad(module(image).square().sum(), image)[0]
     assert torch.equal(expected, actual)
+
+
+def test_onednn_tensors_are_freed_within_and_after():
+    """Their blocks come from raw_allocate, and are freed by whichever allocator is installed then."""
+    before, dense = torch.ones(8, 8).to_mkldnn(), torch.ones(8, 8)
+    with memcheck.track(saved=False) as memory:
+        kept, freed = dense.to_mkldnn(), dense.to_mkldnn()
+        del before, freed
+        assert (memory.current_bytes, memory.peak_bytes) == (256, 512)
+    assert torch.equal(kept.to_dense(), dense)
+    del kept
+    assert torch.equal(torch.ones(8, 8).to_mkldnn().to_dense(), dense)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_not_mallocs(require_tool, tmp_path):
+    """As on Linux aarch64, where torch allocates by mimalloc: tests of this file with other allocation functions."""
+    library, source = tmp_path / "mapped_blocks.so", Path(__file__).parent / "mapped_blocks.cpp"
+    subprocess.run([require_tool("c++"), "-shared", "-fPIC", source, "-o", library], check=True)
+    code = """
+import sys, pytest, torch
+assert torch.empty(100, dtype=torch.uint8).data_ptr() % 4096 == 4096 - 128  # a block of the library
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+    others = "compiled or threads_free_at_once or profiler or mallocs"
+    words = ["-q", "-n0", "-p", "no:cacheprovider", "-m", "not isolated", "-k", f"not ({others})"]
+    files = [Path(__file__), Path(__file__).parent / "test_tracker_random.py"]
+    environment = {**os.environ, "LD_PRELOAD": str(library), "MEMCHECK_FUZZ_CASES": "500"}
+    ended = run_python("-c", code, *words, *files, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_profiler_sees_the_sizes():

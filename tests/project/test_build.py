@@ -392,9 +392,7 @@ def test_the_sdist_is_made_without_torch_and_complete(tmp_path: Path) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("unit", ["autograd", "glue", "module"])
 def test_units_compile_where_apple_is_defined(unit: str, require_tool: Callable[[str], str], tmp_path: Path) -> None:
-    """As far as a compiler on Linux can tell. Two headers stand for macOS's own."""
-    (tmp_path / "malloc").mkdir()
-    (tmp_path / "malloc" / "malloc.h").write_text('#include <cstddef>\nextern "C" size_t malloc_size(const void*);\n')
+    """As far as a compiler on Linux can tell. A header stands for macOS's own."""
     (tmp_path / "TargetConditionals.h").write_text("#define TARGET_OS_MAC 1\n#define TARGET_OS_IPHONE 0\n")
     # On macOS int64_t is long long, which this header of torch asserts and the others do not.
     scalar = "c10/core/Scalar.h"
