@@ -55,6 +55,7 @@ ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs light  ## Run what make test leaves out:
 	MEMCHECK_HOST_CUDA_COUNTS=1 $(PYTEST) --host-cuda tests/host_cuda -k "decoding or memory_is_kept_to and (dense or column)"
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci --junitxml=$(DURATIONS)/ci.xml
+	PYTHONPATH=$(NEWER_TRANSFORMERS) $(PYTEST) tests/integrations/test_transformers.py
 	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/ci-host-cuda.xml
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests, under three minutes
@@ -187,9 +188,12 @@ $(DEVELOPMENT): pyproject.toml | $(BUILD)
 	@touch $@
 
 # Packages whose models are predicted, take our attention or train our modules, and ONNX. timm and torchvision ask for another torch, and work with this one.
+# Our attentions are tried with the release of transformers in $(NEWER_TRANSFORMERS), too.
+NEWER_TRANSFORMERS = $(abspath $(VENV))/transformers-5.24.0
 $(ZOO): Makefile | $(DEVELOPMENT)
 	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch.txt
 	$(PIP) install $(PIP_FLAGS) --constraint $(VENV)/torch.txt transformers==5.23.0 accelerate==1.15.0 peft==0.21.2 \
 	    lightning==2.6.6 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0
 	$(PIP) install $(PIP_FLAGS) --no-deps timm==1.0.31 torchvision==0.29.2
+	$(PIP) install $(PIP_FLAGS) --no-deps --upgrade --target $(NEWER_TRANSFORMERS) transformers==5.24.0
 	@touch $@
