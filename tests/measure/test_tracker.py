@@ -4,6 +4,7 @@ import ctypes
 import gc
 import io
 import os
+import random
 import subprocess
 import threading
 from pathlib import Path
@@ -139,6 +140,19 @@ def test_all_threads_count():
         for thread in threads:
             thread.join()
     assert (memory.current_bytes, memory.peak_bytes) == (0, sum(sizes))
+
+
+def test_many_blocks_are_freed_in_another_order():
+    with memcheck.track() as memory:
+        kept = [block(count) for count in range(1, 5001)]
+        assert memory.current_bytes == sum(range(5001))
+        random.Random(0).shuffle(kept)
+        del kept[2500:]
+        assert memory.current_bytes == sum(tensor.nbytes for tensor in kept)
+    with memcheck.track() as memory:
+        freed = sum(tensor.nbytes for tensor in kept)
+        kept.clear()
+        assert (memory.current_bytes, memory.peak_bytes) == (-freed, 0)
 
 
 def test_threads_free_at_once():
