@@ -157,10 +157,15 @@ def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int
 
 def blocks_in(room: tuple[Tensor, Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
     """`count` blocks of a room, which the next state gets."""
-    kc, vc = room[0].narrow(2, start, count), room[1].narrow(2, start, count)
+    kc, vc = places_in(room[0], start, count), places_in(room[1], start, count)
     key = id(kc)
     ROOMS[key] = Room(*room, weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
     return kc, vc
+
+
+def places_in(room: Tensor, start: int, count: int) -> Tensor:
+    """A view of a room that autograd may keep. A room is written behind its views only, which have another version."""
+    return room.narrow(2, start, count).data
 
 
 def appended(old: Sequence[Tensor], new: Sequence[Tensor], in_place: bool) -> tuple[Tensor, Tensor]:
@@ -260,7 +265,7 @@ def extended(op: str, k: Tensor, v: Tensor, k_sum: Tensor, v_sum: Tensor, **opti
 
 
 def grows_in_place(k: Tensor, v: Tensor, states: Sequence[Tensor]) -> bool:
-    """Whether the blocks after new positions may share memory with those before: of plain tensors, without autograd."""
+    """Whether the blocks after new positions may share memory with those before: of plain tensors without gradients."""
     if torch.compiler.is_compiling() or derivatives.transformed():
         return False
     given = (k, v, *states)
@@ -405,7 +410,7 @@ class Places(NamedTuple):
         """Views of the sequences, (1,heads,count,...) each, with one gradient for x."""
         if self.packed:
             return x.split(self.counts, 2)
-        rows = x.split(1)
+        rows = x.split([1] * len(self.counts))
         return [row.narrow(2, *place) for row, *place in zip(rows, self.begins, self.counts, strict=True)]
 
     def attend(

@@ -25,6 +25,7 @@ from memcheck.ops.compressed_attention_states import (
     grows_in_place,
     memory_after,
     no_sums,
+    places_in,
 )
 
 MOST_POSITIONS = 2**62
@@ -140,6 +141,10 @@ def _sequences_go_on(
     check_new(op, q, k, v, scale=options["scale"])
     of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
     given = check_states(op, before, len(of_keys.counts), CompressedAttentionWindowState)
+    if not given:
+        return attend(
+            "compressed_attention", inputs, sink, {"factor": blocks.factor, "window": blocks.window}, options
+        ), ()
     outputs, states = [], []
     parts = zip(of_queries.split(q), of_keys.split(k), of_keys.split(v), given, strict=True)
     for i, (*part, state) in enumerate(parts):
@@ -150,11 +155,8 @@ def _sequences_go_on(
         q.new_zeros(q.shape),
         q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)),
     ]
-    wholes = wholes[: 1 + options["return_lse"]]
-    if outputs:
-        wholes = [
-            of_queries.whole(torch.cat(x, 2), to) for x, to in zip(zip(*outputs, strict=True), wholes, strict=True)
-        ]
+    results = zip(*outputs, strict=True)
+    wholes = [of_queries.whole(torch.cat(x, 2), whole) for x, whole in zip(results, wholes, strict=False)]
     return (tuple(wholes) if options["return_lse"] else wholes[0]), tuple(states)
 
 
@@ -172,7 +174,7 @@ def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
         *room, start = memory_after(old.k, old.v, more)
         for x, new in zip(room, (k, v), strict=True):
             x[:, :, start + count : start + count + more] = new
-        near = (room[0].narrow(2, start, count + more), room[1].narrow(2, start, count + more))
+        near = (places_in(room[0], start, count + more), places_in(room[1], start, count + more))
         return near, lambda n: blocks_in((room[0], room[1]), count + more - n, start + n)
     if not count:
         return (k, v), lambda n: (k[:, :, n:].clone(), v[:, :, n:].clone())

@@ -388,9 +388,13 @@ def test_opcheck_of_new_positions(kind: str) -> None:
         extend(k, v, sums[0][1:], sums[1], positions=options["positions"], factor=4, **where)
 
 
-def test_states_of_no_sequences() -> None:
-    (q, k, v), _ = make_inputs(1, 4, 2, 0, 0, 20)
-    options = {"factor": 7, "cu_seqlens": torch.tensor([0]), "return_state": True, "return_lse": True}
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["packed", "right", "left"])
+def test_states_of_no_sequences(kind: str, window: int | None) -> None:
+    (q, k, v), _ = make_inputs(1, 4, 2, 0, 0, 20) if kind == "packed" else make_inputs(0, 4, 2, 5, 9, 20)
+    none = torch.zeros(0, dtype=torch.int64)
+    sequences = {"cu_seqlens": torch.tensor([0])} if kind == "packed" else {"lengths": none, "padding": kind}
+    options = {"factor": 7, "window": window, "return_state": True, "return_lse": True, **sequences}
     sink = torch.zeros(4, requires_grad=True)
     y, lse, states = compressed_attention(q.requires_grad_(), k, v, sink=sink, **options)
     assert (y.shape, lse.shape, states) == (q.shape, q.shape[:3], ())
@@ -573,6 +577,28 @@ def test_keys_and_values_are_not_kept() -> None:
     blocks = 50 // 7 * q.shape[3] * 4
     assert sum(x.numel() for x in kept) == 2 * q.numel() + 2 * blocks + q.numel() // q.shape[3]
     assert {k.data_ptr(), v.data_ptr()}.isdisjoint(x.data_ptr() for x in kept)
+
+
+@pytest.mark.parametrize("wanted", ["q", "sink"])
+@pytest.mark.parametrize("window", [None, 1, 3, 20])
+def test_pieces_whose_keys_and_values_want_no_gradient(window: int | None, wanted: str) -> None:
+    """Pieces and steps write their blocks and positions behind those that the backward of earlier pieces reads."""
+    (q, k, v), grad_y = make_inputs(1, 4, 2, 24, 24, 20)
+    sink = torch.randn(4)
+    leaf = (q if wanted == "q" else sink).requires_grad_()
+    options = {"factor": 2, "window": window}
+    expected = torch.autograd.grad(compressed_attention(q, k, v, sink=sink, **options), leaf, grad_y)
+    state, pieces, memories = None, [], set()
+    for begin, end in itertools.pairwise((0, 8, 9, 10, 11, 12, 14, 15, 16, 17, 18, 20, 24)):
+        new = [x[:, :, begin:end] for x in (q, k, v)]
+        y, state = compressed_attention(*new, sink=sink, initial_state=state, return_state=True, **options)
+        pieces.append(y)
+        memories.add(state.kc.untyped_storage().data_ptr())
+    with torch.no_grad():
+        for t in range(4):
+            _, state = compressed_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, **options)
+    assert len(memories) <= 4
+    torch.testing.assert_close(torch.autograd.grad(torch.cat(pieces, 2), leaf, grad_y), expected)
 
 
 @pytest.mark.glue
