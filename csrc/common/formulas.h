@@ -278,6 +278,18 @@ MEMCHECK_INLINE acc_t softmax_weight(acc_t score, acc_t shift) {
   return Maths::exp_not_positive(score - shift);
 }
 
+// The same of a sink, which may be infinite, and then has all the weight.
+template <typename Maths = CpuMaths, typename acc_t>
+MEMCHECK_INLINE acc_t sink_weight(acc_t sink, acc_t shift) {
+  return sink == shift ? acc_t(1) : softmax_weight<Maths>(sink, shift);
+}
+
+// In a gradient: that of an infinite sink is 0.
+template <typename Maths = CpuMaths, typename acc_t>
+MEMCHECK_INLINE acc_t sink_gradient_weight(acc_t sink, acc_t lse) {
+  return lse == -minus_infinity<acc_t>() ? acc_t(0) : softmax_weight<Maths>(sink, softmax_shift(lse));
+}
+
 // The sum of both, where `rescale` makes the earlier sum relative to the maximum of `added`. The same for a sum of
 // weights and for one of weighted values.
 template <typename acc_t>

@@ -464,7 +464,7 @@ acc_t sink_gradient(const CompressedAttentionWindowBackward& p, int64_t head) {
   for (int64_t i = 0; i < sequence_count(p.shape); ++i) {
     const Sequence x = sequence_of(p.shape, i);
     for (int64_t s = x.first_query; s < x.first_query + x.queries; ++s) {
-      const acc_t weight = softmax_weight(sink, softmax_shift(*p.lse.at<acc_t>(x.row, head, s)));
+      const acc_t weight = sink_gradient_weight(sink, *p.lse.at<acc_t>(x.row, head, s));
       add_to_sum(-weighted(weight, *p.delta.at<acc_t>(x.row, head, s)), sum, rest);
     }
     if (!p.shape.sequences) continue;

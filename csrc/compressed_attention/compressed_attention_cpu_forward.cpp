@@ -151,7 +151,7 @@ struct Softmax {
     const acc_t highest = score > max[row] ? score : max[row];
     const acc_t shift = softmax_shift(highest);
     const acc_t of_sum = softmax_weight(max[row], shift);
-    before[row] = softmax_sum(before[row], of_sum, softmax_weight(score, shift));
+    before[row] = softmax_sum(before[row], of_sum, sink_weight(score, shift));
     max[row] = highest;
     return of_sum;
   }

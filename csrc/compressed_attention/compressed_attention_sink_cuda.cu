@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kSinkThreads) sink_gradient_kernel(CompressedA
     const int64_t b = query / shape.S, s = query % shape.S;
     const PositionRange inside = queries_of_row(shape, b);
     if (s < inside.begin || s >= inside.end) continue;
-    const acc_t weight = softmax_weight<CudaMaths<acc_t>>(sink, softmax_shift(*p.lse.at<acc_t>(b, head, s)));
+    const acc_t weight = sink_gradient_weight<CudaMaths<acc_t>>(sink, *p.lse.at<acc_t>(b, head, s));
     add_to_sum(-weighted(weight, delta_of<acc_t>(p, head, query)), sum, rest);
   }
   const acc_t total = sum_of_block(sum + rest, memory);

@@ -302,7 +302,7 @@ __device__ __forceinline__ acc_t add_sink(const CompressedAttentionForward& p, i
   const acc_t sink = static_cast<const acc_t*>(p.sink)[head];
   const acc_t shift = softmax_shift(larger(lse, sink));
   const acc_t weight = softmax_weight<CudaMaths<acc_t>>(lse, shift);
-  const acc_t sum = weight + softmax_weight<CudaMaths<acc_t>>(sink, shift);
+  const acc_t sum = weight + sink_weight<CudaMaths<acc_t>>(sink, shift);
   if (sum == acc_t(0)) return acc_t(1);
   lse = shift + log(sum);
   return weight / sum;

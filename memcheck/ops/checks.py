@@ -101,14 +101,14 @@ def check_states(op: str, states: object, count: int, kind: type) -> Sequence[An
 
 def check_initial_state(op: str, state: object, q: Tensor) -> tuple[Tensor, ...]:
     """The tensors of a state, which stack checks no further. Raises TypeError or ValueError if it is none."""
-    names = ("Z", "A", "Z_rest", "A_rest")
+    names, given = ("Z", "A", "Z_rest", "A_rest"), "state" if op.endswith("_step") else "initial_state"
     if not isinstance(state, tuple | list) or len(state) not in (2, 4):
-        raise TypeError(f"{op}: initial_state must be (Z, A), (Z, A, Z_rest, A_rest) or None, got {described(state)}")
+        raise TypeError(f"{op}: {given} must be (Z, A), (Z, A, Z_rest, A_rest) or None, got {described(state)}")
     for name, x in zip(names, state, strict=False):
-        check_rank(op, f"{name} of initial_state", x, "(B,R), packed (N,R)", 2)
+        check_rank(op, f"{name} of {given}", x, "(B,R), packed (N,R)", 2)
         if x.shape != state[0].shape or x.dtype != state[0].dtype or x.device != q.device:
             raise ValueError(
-                f"{op}: the tensors of initial_state must have one shape and dtype and be on {q.device} as q is, got "
+                f"{op}: the tensors of {given} must have one shape and dtype and be on {q.device} as q is, got "
                 f"{name} {list(x.shape)} {x.dtype} on {x.device}"
             )
     return tuple(state)
@@ -136,8 +136,8 @@ def sequence_arguments(
                 f"{op}: torch.fx.symbolic_trace makes {name} an input; use torch.export.export, or give all optional "
                 "arguments as its concrete_args"
             )
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
+        if x is not None:
+            check_plain(op, name, x)
     if padding not in ("right", "left"):
         raise ValueError(f"{op}: padding must be 'right' or 'left', got {padding!r}")
     if padding == "left" and lengths is None:
@@ -197,12 +197,12 @@ def check_plain(op: str, name: str, x: object) -> None:
 
 
 def explain_refusal(op: str, **inputs: Any) -> None:
-    """Raises the error that names an input that the dispatcher has refused, if it is one of these.
+    """Raises the error that names an input that the dispatcher has refused, if it is one of these. None is no error.
 
     It is called after an error, so that a call that is right has no check. The dispatcher's own error prints the whole
     value, or every backend of torch.
     """
-    given = {name: x for name, x in inputs.items() if not is_symbolic(x)}
+    given = {name: x for name, x in inputs.items() if x is not None and not is_symbolic(x)}
     for name, x in given.items():
         check_plain(op, name, x)
     fake = [name for name, x in given.items() if isinstance(x, FakeTensor)]

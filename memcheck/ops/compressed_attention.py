@@ -26,6 +26,7 @@ from memcheck.ops.compressed_attention_states import (
     blocks_in,
     check_new,
     check_scale,
+    check_sink,
     go_on,
     room_after,
     state_after,
@@ -276,6 +277,7 @@ def compressed_attention(
         return attend(op, (q, k, v), sink, blocks, options, **sequences)
     if not causal:
         raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
+    sink = check_sink(op, sink, q)
     state: AnyState
     if window is None:
         outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)

@@ -94,8 +94,7 @@ def attend(
         near: for the latter, k and v of the newest positions if there is a window.
         sequences: what describes a packed or padded batch.
     """
-    q, k, v = inputs
-    return_lse = options["return_lse"]
+    q, return_lse = inputs[0], options["return_lse"]
     sink = check_sink(op, sink, q)
     if derivatives.transformed():
         if sink is None and not (return_lse or sequences or near):
@@ -108,7 +107,8 @@ def attend(
     try:
         results = FORWARDS[op](*inputs, sink, *near, **blocks, **changed_options(q, options, DEFAULTS), **sequences)
     except REFUSALS:
-        explain_refusal(op, **{"q": q, "kc": k, "vc": v} if op == POOLED else {"q": q, "k": k, "v": v})
+        names = ("q", "kc", "vc", "k", "v") if op == POOLED else ("q", "k", "v")
+        explain_refusal(op, **dict(zip(names, (*inputs, *near), strict=False)))
         raise
     return (results[0], results[1]) if return_lse else results[0]
 

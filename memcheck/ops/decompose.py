@@ -269,7 +269,8 @@ def attend_to_blocks(
     scores = torch.where(columns == column_of_sink, grouped(last[None, :, None, None], kc.shape[1]), scores)
     largest = scores.amax(4, keepdim=True)
     shift = largest.masked_fill(largest == -torch.inf, 0.0)
-    weights = (scores - shift).exp()
+    all_weight = (columns == column_of_sink) & (scores == torch.inf)
+    weights = (scores - shift).exp().masked_fill(all_weight, 1.0)
     total = weights.sum(4, keepdim=True)
     y = (weights / total.masked_fill(total == 0, 1.0)) @ values[:, :, None]
     lse = (shift + total.log())[..., 0]

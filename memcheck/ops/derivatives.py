@@ -82,8 +82,10 @@ def by_reference(op: str, inputs: Gradients, **options: Any) -> tuple[Any, ...]:
 
 def refuse_mapped_lengths(op: str, sequences: dict[str, Any]) -> None:
     """NotImplementedError if vmap maps the lengths of a packed or padded batch."""
+    both = sequences.get("cu_seqlens_q") is sequences.get("cu_seqlens_k")  # given as cu_seqlens
     for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths"):
         x = sequences.get(name)
+        name = "cu_seqlens" if both and name != "lengths" else name
         while x is not None and is_functorch_wrapped_tensor(x):
             if is_batchedtensor(x):
                 raise NotImplementedError(f"{op}: vmap does not map {name}; call it once with {name} of all sequences")

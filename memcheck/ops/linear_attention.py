@@ -15,6 +15,7 @@ from memcheck.ops.checks import (
     REFUSALS,
     Sequences,
     changed_options,
+    check_plain,
     check_rank,
     check_state,
     described,
@@ -189,7 +190,7 @@ def linear_attention(
     try:
         y, m, z = _forward(q, k, v, *arguments, causal=causal, **options)
     except REFUSALS:
-        explain_refusal(op, q=q, k=k, v=v)
+        explain_refusal(op, q=q, k=k, v=v, **dict(zip(("decay", "m", "z"), arguments, strict=False)))
         raise
     return (y, (m, z)) if return_state else y
 
@@ -354,10 +355,11 @@ def _add_to_sum(x: Tensor, total: Tensor, rest: Tensor) -> Tensor:
     return new
 
 
-def _check_rests(op: str, rests: Sequence[object], sums: tuple[Tensor, Tensor]) -> None:
+def _check_rests(op: str, rests: Sequence[Tensor], sums: tuple[Tensor, Tensor]) -> None:
     for name, rest, total in zip(("m_rest", "z_rest"), rests, sums, strict=True):
         expected = (total.shape, total.dtype, total.device)
-        if not isinstance(rest, Tensor) or (rest.shape, rest.dtype, rest.device) != expected:
+        check_plain(op, name, rest)
+        if (rest.shape, rest.dtype, rest.device) != expected:
             raise ValueError(f"{op}: {name} must be a tensor like its sum, {list(total.shape)}, got {described(rest)}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.ops.checks import check_floating, check_like, check_plain, check_rank
+from memcheck.ops.checks import check_floating, check_like, check_plain, check_rank, described
 
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -37,6 +37,9 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
         >>> y = sum(y * torch.exp(its_lse - lse)[..., None] for y, its_lse in zip(outputs, lses))
     """
     op = "merge_attention"
+    for name, given in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise TypeError(f"{op}: {name} must be a sequence of tensors, got {described(given)}")
     if not outputs or len(outputs) != len(lses):
         raise ValueError(f"{op}: lses must be as many as outputs, one or more, got {len(lses)} and {len(outputs)}")
     like = outputs[0]

@@ -283,7 +283,7 @@ def softplus_attention_step(
     prepare_input(op, "q", q)
     state_rest = state_rest or (isinstance(state, PAIRS) and len(state) == 4)
     if state_rest or (isinstance(q, Tensor) and q.dim() == 3 and q.shape[1] != 1):
-        refuse_gradient(op, q, k, v, *(state or ()))
+        refuse_gradient(op, q, k, v, *(state if isinstance(state, PAIRS) else ()))
         return _attend_from_state(op, q, k, v, state, True, state_rest, {"eps": eps})
     if state is None:
         for name, x, letters in (("q", q, "(B,1,R)"), ("k", k, "(B,R,n)"), ("v", v, "(B,R,n)")):

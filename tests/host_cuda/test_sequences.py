@@ -18,7 +18,7 @@ pytestmark = pytest.mark.host_cuda
 # Those whose kernels take a table of sequences.
 TAKE_TABLES = ("softplus", "compressed")
 EVERY = pytest.mark.parametrize("it", [pytest.param(ATTENTIONS[name], id=name) for name in TAKE_TABLES])
-MESSAGE = "cu_seqlens_q must ascend, got 10 at index 2 after 30"
+MESSAGE = "cu_seqlens must ascend, got 10 at index 2 after 30"
 NOT_ASCENDING = torch.tensor([0, 30, 10, 40])
 
 
@@ -79,6 +79,55 @@ def test_lengths_that_break_a_rule_are_raised_by_the_next_call(it: Attention, mo
     with pytest.raises(ValueError, match=MESSAGE):
         memcheck.combinator(torch.ones(2, 4), torch.ones(2, 4, 4))
     run(it.function, [q, k, v], grad_y)
+
+
+@pytest.mark.isolated
+def test_what_kernels_find_is_raised_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next call on it, by check_findings, or when Python exits; not by a call on another GPU."""
+    monkeypatch.setenv("MEMCHECK_CHECK", "0")
+    softplus, linear = ATTENTIONS["softplus"], ATTENTIONS["linear"]
+    (q, k, v), _ = softplus.inputs(1, 40, 40)
+    rows, _ = linear.inputs(1, 40, 40)
+    for raise_findings in (memcheck.check_findings, functools.partial(memcheck.softplus_attention, q, k, v)):
+        for wrong, message in (
+            ({"cu_seqlens": NOT_ASCENDING}, MESSAGE),
+            ({"decay": torch.full((2,), 2.0)}, "decay must"),
+        ):
+            of_rows = "decay" in wrong
+            library.set_device(1)
+            memcheck.linear_attention(*rows, causal=True, **wrong) if of_rows else softplus.function(q, k, v, **wrong)
+            library.set_device(0)
+            raise_findings()
+            library.set_device(1)
+            with pytest.raises(ValueError, match=message):
+                raise_findings()
+            raise_findings()
+    softplus.function(q, k, v, cu_seqlens=NOT_ASCENDING)
+    printed = []
+    monkeypatch.setattr("sys.unraisablehook", printed.append)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    atexit._run_exitfuncs()
+    assert MESSAGE in str(printed[0].exc_value)
+
+
+@pytest.mark.isolated
+def test_a_table_without_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is launched for it, but the check that finds the packed length wrong."""
+    monkeypatch.setenv("MEMCHECK_CHECK", "0")
+    none = torch.tensor([0])
+    for it in ATTENTIONS.values():
+        for causal in (True, False):
+            (q, k, v), grad_y = it.inputs(1, 600, 600)
+            for wants_gradient in (False, True):
+                leaves = [x.requires_grad_(wants_gradient) for x in (q, k, v)]
+                y = it.function(*leaves, causal=causal, cu_seqlens=none)
+                with pytest.raises(ValueError, match="cu_seqlens must end with the packed length S = 600, got 0"):
+                    memcheck.check_findings()
+                if not wants_gradient:
+                    continue
+                y.backward(grad_y)
+                with pytest.raises(ValueError, match="must end with the packed length S = 600, got 0"):
+                    memcheck.check_findings()
 
 
 @EVERY

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from ops.checks import (
@@ -587,6 +588,58 @@ def test_meta(it: Operator, dtype: torch.dtype) -> None:
         for x, shadow in zip(run(it.function, inputs, grad_y), meta, strict=True):
             assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype), name
             assert (shadow.shape, shadow.stride()) == (x.shape, x.stride()), name
+
+
+def tensors_of_calls() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Functions, and arguments that have every tensor that they take, alone or in a tuple or list."""
+    q, k, kc = (torch.randn(2, heads, length, 8) for heads, length in ((4, 6), (2, 6), (2, 3)))
+    lengths, sink, sums = torch.tensor([6, 5]), torch.zeros(4), (torch.zeros(2, 2, 8, 8), torch.zeros(2, 2, 8))
+    rows, columns = torch.randn(2, 6, 8), torch.randn(2, 8, 6)
+    softplus, linear = {"q": rows, "k": columns, "v": columns}, {"q": q, "k": k, "v": k, "causal": True}
+    one = {"q": rows[:, :1], "k": columns[..., :1], "v": columns[..., :1]}
+    z = torch.zeros(2, 8)
+    yield "softplus_attention", {**softplus, "lengths": lengths}
+    yield "softplus_attention", {**softplus, "initial_state": (z, z)}
+    yield "softplus_attention_step", {**one, "state": (z, z)}
+    yield "softplus_attention_step", {**one, "state": (z, z, z, z)}
+    yield "linear_attention", {**linear, "lengths": lengths}
+    yield "linear_attention", {**linear, "decay": torch.ones(2), "initial_state": sums}
+    one = {"q": q[:, :, :1], "k": k[:, :, :1], "v": k[:, :, :1]}
+    yield "linear_attention_step", {**one, "state": sums}
+    yield "linear_attention_step", {**one, "state": (*sums, *sums)}
+    for window in (None, 3):
+        options = {"factor": 2, "window": window}
+        compressed = {"q": q, "k": k, "v": k, "sink": sink, **options}
+        yield "compressed_attention", {**compressed, "lengths": lengths}
+        yield "compressed_attention", {**compressed, "lengths": lengths, "return_state": True}
+        yield "compressed_attention", {**compressed, "return_state": True}
+        state = memcheck.compressed_attention_state(k, k, **options)
+        yield "compressed_attention_step", {**one, "state": state, **options}
+        yield "compressed_attention_state", {"k": k, "v": k, **options}
+    pooled = {"q": q, "kc": kc, "vc": kc, "factor": 2, "kv_len": 6, "sink": sink}
+    yield "compressed_attention_pooled", pooled
+    yield "compressed_attention_pooled", {**pooled, "k": k, "v": k, "window": 3}
+    yield "merge_attention", {"outputs": [q, q], "lses": [q[..., 0], q[..., 0]]}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("call", [*tensors_of_calls()], ids=lambda call: f"{call[0]} {' '.join(call[1])}")
+def test_whatever_is_no_dense_tensor_raises_a_type_error(call: tuple[str, dict[str, Any]]) -> None:
+    """It names the function, the argument and the rule, wherever the argument is passed on to."""
+    name, arguments = call
+    function = getattr(memcheck, name)
+    function(**arguments)
+    for wrong in ([1], 1, "text", {}, numpy.zeros(3), (torch.ones(2),), torch.ones(2, 3).to_sparse()):
+        for argument, x in arguments.items():
+            if isinstance(x, Tensor | tuple) or (isinstance(x, list) and not isinstance(wrong, list | tuple)):
+                with pytest.raises(TypeError, match=rf"{name}: .*\b{argument}\b.* must be"):
+                    function(**{**arguments, argument: wrong})
+            for i, part in enumerate(x if isinstance(x, tuple | list) else ()):
+                if isinstance(part, Tensor):
+                    parts = [wrong if i == j else other for j, other in enumerate(x)]
+                    changed = type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+                    with pytest.raises(TypeError, match=rf"{name}: .* must be"):
+                        function(**{**arguments, argument: changed})
 
 
 def not_plain(x: Tensor) -> dict[str, Any]:

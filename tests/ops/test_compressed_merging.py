@@ -31,7 +31,7 @@ from ops.checks import (
 from ops.test_compressed_attention import MODES, make_inputs, plan_of
 from torch import Tensor
 
-from memcheck import compressed_attention, compressed_attention_pooled, merge_attention, track
+from memcheck import compressed_attention, compressed_attention_pooled, decompositions, merge_attention, track
 from memcheck.ops.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
@@ -210,6 +210,30 @@ def test_sinks_of_any_size(dtype: torch.dtype) -> None:
     assert (lse[:, 2:] == inputs[3][2:, None]).all()
     assert all(x.isfinite().all() for x in gradients)
     assert gradients[3][0] == 0
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_infinite_sink_takes_all_the_weight(dtype: torch.dtype, window: int | None) -> None:
+    """y = 0, lse = inf, and no gradient, in the reference and as decomposed too."""
+    inputs, grads = make_more(2, 4, 2, 40, 50, 20, dtype=dtype)
+    inputs[3][1] = math.inf
+    options = {"factor": 7, "window": window}
+    results = run_both(functools.partial(compressed_attention, **options), inputs, grads)
+    assert all(x.isfinite().all() for i, x in enumerate(results) if i != 1)
+    y, lse, grad_q, *_, grad_sink = results
+    assert not y[:, 1].any()
+    assert not grad_q[:, 1].any()
+    assert grad_sink[1] == 0
+    assert (lse[:, 1] == math.inf).all()
+    if dtype == torch.float64:
+        torch.testing.assert_close(
+            run_both(functools.partial(reference.compressed_attention, **options), inputs, grads), results
+        )
+        q, k, v, sink = inputs
+        decomposed = decompositions()[torch.ops.memcheck.compressed_attention.default]
+        both = decomposed(q, k, v, sink, return_lse=True, **options)[:2]
+        torch.testing.assert_close(both, tuple(results[:2]))
 
 
 def test_a_sink_may_have_any_dtype_and_strides() -> None:

@@ -408,7 +408,7 @@ def test_states_of_no_sequences(kind: str, window: int | None) -> None:
     [
         ({"initial_state": []}, ValueError, "initial_state must have a state for each sequence, N = 2, got 0"),
         ({"causal": False}, ValueError, "initial_state and return_state need causal=True"),
-        ({"cu_seqlens": torch.tensor([0, 4, 3, 7])}, ValueError, "cu_seqlens_q must ascend, got 3 at index 2 after 4"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3, 7])}, ValueError, "cu_seqlens must ascend, got 3 at index 2 after 4"),
         ({"factor": 3}, ValueError, "factor must be 2, as that of the state, got 3"),
     ],
 )

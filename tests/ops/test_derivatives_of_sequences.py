@@ -154,12 +154,14 @@ def test_vmap(case: Case) -> None:
 def test_vmap_over_lengths_is_refused() -> None:
     q, k, v = (torch.randn(shape) for shape in ROWS)
     lengths = torch.tensor([[5, 2], [1, 2]])
+    for name in ("lengths", "cu_seqlens"):
 
-    def loss(q: Tensor, lengths: Tensor) -> Tensor:
-        return linear_attention(q, k, v, causal=True, lengths=lengths).sum()
+        def loss(q: Tensor, given: Tensor, name: str = name) -> Tensor:
+            return linear_attention(q, k, v, causal=True, **{name: given}).sum()
 
-    with pytest.raises(NotImplementedError, match="linear_attention: vmap does not map lengths; call it once with"):
-        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(q, lengths)
+        message = f"linear_attention: vmap does not map {name}; call it once with {name} of all sequences"
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(q, lengths)
 
 
 def test_rests_are_refused() -> None:

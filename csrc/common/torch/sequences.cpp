@@ -3,6 +3,7 @@
 #include <ATen/Dispatch.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <stdexcept>
 
@@ -25,6 +26,12 @@ void check_cu_seqlens(const char* op, const char* name, const at::Tensor& x, con
                     x.sym_sizes());
 }
 
+// The names by which the caller gave cu_seqlens.
+std::array<const char*, 2> names_of(const SequenceArguments& x) {
+  if (x.cu_seqlens_q.is_same(x.cu_seqlens_k)) return {"cu_seqlens", "cu_seqlens"};
+  return {"cu_seqlens_q", "cu_seqlens_k"};
+}
+
 // The source of a table, from tensors that the caller keeps alive.
 SequenceSource source_of(const at::Tensor& queries, const at::Tensor& keys, const SequenceArguments& x, int64_t B,
                          int64_t S, int64_t T, bool causal) {
@@ -38,7 +45,7 @@ SequenceSource source_of(const at::Tensor& queries, const at::Tensor& keys, cons
           x.packed() ? queries.size(0) - 1 : B,
           S,
           T,
-          {x.packed() ? "cu_seqlens_q" : "", x.packed() ? "cu_seqlens_k" : "lengths"}};
+          {x.packed() ? names_of(x)[0] : "", x.packed() ? names_of(x)[1] : "lengths"}};
 }
 
 // Values that lie on the CPU, before they are copied to a GPU.
@@ -65,9 +72,10 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
                     ": cu_seqlens_q and cu_seqlens_k must be given together");
   TORCH_CHECK_VALUE(!x.packed() || !x.padded(), op, ": takes cu_seqlens or lengths, not both");
   if (x.packed()) {
-    check_cu_seqlens(op, "cu_seqlens_q", x.cu_seqlens_q, q);
-    check_cu_seqlens(op, "cu_seqlens_k", x.cu_seqlens_k, q);
-    check_shape(op, "cu_seqlens_k", x.cu_seqlens_k, "(N+1,)", {x.cu_seqlens_q.sym_size(0)}, "cu_seqlens_q");
+    const auto [of_queries, of_keys] = names_of(x);
+    check_cu_seqlens(op, of_queries, x.cu_seqlens_q, q);
+    check_cu_seqlens(op, of_keys, x.cu_seqlens_k, q);
+    check_shape(op, of_keys, x.cu_seqlens_k, "(N+1,)", {x.cu_seqlens_q.sym_size(0)}, "cu_seqlens_q");
     TORCH_CHECK_VALUE(B == 1, op, ": packed sequences need a batch of one, B = 1, got B = ", B);
   }
   if (x.padded()) {

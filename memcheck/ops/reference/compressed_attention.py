@@ -145,7 +145,8 @@ def absent_blocks(kc: Tensor) -> Tensor:
 
 
 def scores_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(B,H,S,C), or (B,H,S,C+1) with a sink (H,), and (B,H,S,1): where all scores are -inf. There they are 0."""
+    """(B,H,S,C), or (B,H,S,C+1) with a sink (H,), and (B,H,S,1): where all scores are -inf, or the
+    sink is inf. There they are 0."""
     absent = absent_blocks(kc)
     scores = q @ kc.masked_fill(absent[..., None], 0).mT * scale_of(q, scale)
     scores = scores.masked_fill_(hidden, -torch.inf).masked_fill_(absent[:, :, None], -torch.inf)
@@ -154,6 +155,8 @@ def scores_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None, sink: 
     if not scores.shape[3]:
         return scores, scores.new_ones(*scores.shape[:3], 1, dtype=torch.bool)
     nothing = scores.detach().amax(3, keepdim=True) == -torch.inf
+    if sink is not None:
+        nothing = nothing | (sink == torch.inf)[:, None, None]
     return scores.masked_fill_(nothing, 0), nothing
 
 
@@ -166,4 +169,5 @@ def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None
 def lse_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None, sink: Tensor | None = None) -> Tensor:
     """(B,H,S): the log of the sum of the scores' exponentials; -inf without a gradient if all scores are -inf."""
     scores, nothing = scores_of(q, kc, hidden, scale, sink)
-    return scores.logsumexp(3).masked_fill(nothing[..., 0], -torch.inf)
+    lse = scores.logsumexp(3).masked_fill(nothing[..., 0], -torch.inf)
+    return lse if sink is None else lse.masked_fill((sink == torch.inf)[:, None], torch.inf)
