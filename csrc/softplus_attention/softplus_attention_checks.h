@@ -42,13 +42,18 @@ inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor&
                           double eps, bool needs_v = true) {
   check_rank(op, "q", q, 3, "(B,S,R)");
   check_rank(op, "k", k, 3, "(B,R,T)");
+  // Keys or values of other attentions, (B,T,R).
+  const auto token_major = [&](const at::Tensor& x) {
+    return x.sym_size(1) != q.sym_size(2) && x.sym_size(2) == q.sym_size(2) && x.sym_size(0) == q.sym_size(0);
+  };
   Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), q.sym_size(0), causal, {}};
-  check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q");
+  check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q", token_major(k) ? "; pass k.mT" : "");
   check_floating(op, "q", q);
   check_like(op, "k", k, q, "q");
   if (v.defined() || needs_v) {
     check_rank(op, "v", v, 3, "(B,R,T)");
-    check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k");
+    check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k",
+                token_major(v) && v.sym_size(1) == n.T ? "; pass v.mT" : "");
     check_like(op, "v", v, q, "q");
   }
   check_causal(op, causal, n.S, n.T);

@@ -738,6 +738,17 @@ RAISES = {
         ValueError,
         r"v must be \(B,R,T\) = \[2, 3, 7\] to match k, got \[2, 3, 6\]",
     ),
+    "token-major k": (
+        {"k": torch.ones(2, 7, 3)},
+        ValueError,
+        r"k must be \(B,R,T\) = \[2, 3, 3\] to match q, got \[2, 7, 3\]; pass k.mT$",
+    ),
+    "token-major v": (
+        {"v": torch.ones(2, 7, 3)},
+        ValueError,
+        r"v must be \(B,R,T\) = \[2, 3, 7\] to match k, got \[2, 7, 3\]; pass v.mT$",
+    ),
+    "token-major v of another T": ({"v": torch.ones(2, 6, 3)}, ValueError, r"to match k, got \[2, 6, 3\]$"),
     "float64 k": ({"k": torch.ones(2, 3, 7).double()}, TypeError, "k must be float32 to match q, got float64"),
     "bfloat16 v": ({"v": torch.ones(2, 3, 7).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
     "integers": ({"q": torch.ones(2, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),

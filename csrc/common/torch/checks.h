@@ -34,12 +34,12 @@ inline void check_rank(const char* op, const char* name, const at::Tensor& x, in
 }
 
 inline void check_shape(const char* op, const char* name, const at::Tensor& x, const char* letters,
-                        std::initializer_list<c10::SymInt> shape, const char* like) {
+                        std::initializer_list<c10::SymInt> shape, const char* like, const char* remedy = "") {
   const c10::SymIntArrayRef expected(shape.begin(), shape.size());
   bool same = x.dim() == static_cast<int64_t>(shape.size());
   for (size_t i = 0; same && i < shape.size(); ++i) same = x.sym_size(static_cast<int64_t>(i)) == expected[i];
   TORCH_CHECK_VALUE(same, op, ": ", name, " must be ", letters, " = ", expected, " to match ", like, ", got ",
-                    x.sym_sizes());
+                    x.sym_sizes(), remedy);
 }
 
 inline void check_floating(const char* op, const char* name, const at::Tensor& x) {
