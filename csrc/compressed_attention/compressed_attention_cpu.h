@@ -313,6 +313,7 @@ struct Columns {
   const CompressedAttentionShape& shape;
   const CompressedAttentionWindow& window;
   bool of_window;
+  int64_t first;  // the place of column 0 among all blocks, or all positions
   int64_t count;
   Strided<4> k;  // (B,Hkv,count,D), as the next
   Strided<4> v;
@@ -322,6 +323,7 @@ struct Columns {
       : shape(p.shape),
         window(p.window),
         of_window(of_positions),
+        first(of_positions ? p.window.first : 0),
         count(of_positions ? p.shape.T - p.window.first : p.shape.C),
         k(of_positions ? p.window.k : p.kc),
         v(of_positions ? p.window.v : p.vc) {}

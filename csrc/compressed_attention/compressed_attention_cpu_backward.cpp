@@ -60,7 +60,7 @@ struct SeenColumns {
 
   MEMCHECK_INLINE SeenColumns(Dtype dtype, const QueryTile& tile, const Columns& of, int64_t j, Factor of_kc,
                               const QueryScratch<acc_t>& x)
-      : sight(of, tile, j, std::min(kBlocks, end_of_columns(of, tile) - j)),
+      : sight(of, tile, j),
         kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, of.shape.D, of_kc, x.kc),
         vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, of.shape.D, Factor::Left, x.vc) {}
 
@@ -115,7 +115,7 @@ MEMCHECK_INLINE void each_tile_of_columns(const CompressedAttentionWindowBackwar
     if (of_window && p.window.size == 0) return;
     const Columns columns(p, of_window);
     const int64_t end = end_of_columns(columns, tile);
-    for (int64_t j = begin_of_columns(columns, tile); j < end; j += kBlocks) run(columns, j);
+    for (int64_t j = begin_of_columns(columns, tile); j < end; j = end_of_tile(columns, j)) run(columns, j);
   }
 }
 
@@ -188,7 +188,7 @@ MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionWindowBackward& p,
       seen.kc.weigh(careful, count, x.scores, x.product + first * columns);
     }
     add(rows * columns, x.product, x.sum.chunk);
-    if (ends_chunk(j)) x.sum.end_chunk(rows * columns);
+    if (ends_chunk(seen_of, j)) x.sum.end_chunk(rows * columns);
   });
   x.sum.end_chunk(rows * columns);
 }

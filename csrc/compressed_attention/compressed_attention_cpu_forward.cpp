@@ -189,8 +189,8 @@ MEMCHECK_INLINE void attend(const CompressedAttentionWindowForward& p, Dtype dty
   const int64_t columns = padded_columns(D);
   const int64_t rows = tile.rows();
   const int64_t end = end_of_columns(of, tile);
-  for (int64_t j = begin_of_columns(of, tile); j < end; j += kBlocks) {
-    const Sight<acc_t> sight(of, tile, j, end - j < kBlocks ? end - j : kBlocks);
+  for (int64_t j = begin_of_columns(of, tile); j < end; j = end_of_tile(of, j)) {
+    const Sight<acc_t> sight(of, tile, j);
     const Factor of_kc = are_few<Rows>(rows, rows) ? Factor::AlongLanes : Factor::Left;
     const Rows kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, D, of_kc, x.kc);
     const Rows vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, D, Factor::Right, x.vc);
@@ -213,7 +213,7 @@ MEMCHECK_INLINE void attend(const CompressedAttentionWindowForward& p, Dtype dty
       }
     }
     softmax.rescale_and_add(rows, columns, x.product, x.sum.chunk);
-    if (ends_chunk(j)) end_chunk(rows, columns, softmax, x.sum);
+    if (ends_chunk(of, j)) end_chunk(rows, columns, softmax, x.sum);
   }
   end_chunk(rows, columns, softmax, x.sum);
 }

@@ -16,13 +16,18 @@ struct QueryTile {
 
 QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index);
 
-// The columns that some query of a tile sees. Tiles of columns begin at multiples of their size, so that the bits of a
-// query do not depend on the others of its tile.
+// The columns that some query of a tile sees. Tiles of columns begin at multiples of their size among all blocks or
+// positions, so that the bits of a query depend neither on the others of its tile nor on where a state begins.
 MEMCHECK_INLINE int64_t begin_of_columns(const Columns& columns, const QueryTile& tile) {
-  return columns.begin(tile.s) / kBlocks * kBlocks;
+  const int64_t place = (columns.first + columns.begin(tile.s)) / kBlocks * kBlocks;
+  return place > columns.first ? place - columns.first : 0;
 }
-MEMCHECK_INLINE bool ends_chunk(int64_t j) {
-  return (j / kBlocks + 1) % kChunkTiles == 0;
+// Behind the tile that column j is in.
+MEMCHECK_INLINE int64_t end_of_tile(const Columns& columns, int64_t j) {
+  return ((columns.first + j) / kBlocks + 1) * kBlocks - columns.first;
+}
+MEMCHECK_INLINE bool ends_chunk(const Columns& columns, int64_t j) {
+  return ((columns.first + j) / kBlocks + 1) % kChunkTiles == 0;
 }
 MEMCHECK_INLINE int64_t end_of_columns(const Columns& columns, const QueryTile& tile) {
   return columns.end(tile.s + tile.positions - 1);
@@ -70,8 +75,9 @@ struct Sight {
   acc_t start[kQueries];       // the first column of each query, set if not_by_all > 0
   acc_t limit[kQueries] = {};  // the column behind the last of each query, set if by_all < count
 
-  MEMCHECK_INLINE Sight(const Columns& columns, const QueryTile& tile, int64_t j, int64_t size)
-      : count(size), by_all(size) {
+  // Of the tile from column j on.
+  MEMCHECK_INLINE Sight(const Columns& columns, const QueryTile& tile, int64_t j)
+      : count(std::min(end_of_tile(columns, j), end_of_columns(columns, tile)) - j), by_all(count) {
     const int64_t last_start = columns.begin(tile.s + tile.positions - 1) - j;
     if (last_start > 0) {
       not_by_all = last_start < count ? last_start : count;

@@ -222,13 +222,14 @@ def compressed_attention(
     Returns:
         y (B,H,S,D), contiguous; 0 for a query that sees no block, or only scores of -inf. Kept for backward: q, y (not
         in 16 bits), the means, and one number per query in the accumulation type, but k and v only with a window. A
-        gradient has its input's strides. With return_lse: y and lse (B,H,S) in the accumulation type, the
-        natural logarithm of the sum of exp(score) over what a query sees, and -inf where y is 0 for lack of it. Both
-        have gradients. With return_state: the state last, a CompressedAttentionState with which the next call goes on.
-        Two calls with the state between equal one call over all positions up to rounding. The gradient flows through
-        the state into the earlier call. On the CPU, the bits of y and lse of a query depend on what it sees and on
-        nothing else: not on the other queries, heads or samples of its call, not on the number of threads, and not on
-        the cut between two calls if a block ends there.
+        gradient has its input's strides if these are dense, else it is contiguous. With return_lse: y and lse (B,H,S)
+        in the accumulation type, the natural logarithm of the sum of exp(score) over what a query sees, and -inf where
+        y is 0 for lack of it. Both have gradients. With return_state: the state last, a CompressedAttentionState with
+        which the next call goes on. Two calls with the state between equal one call over all positions up to rounding.
+        The gradient flows through the state into the earlier call. On the CPU, the bits of y and lse of a query depend
+        on what it sees and on nothing else: not on the other queries, heads or samples of its call, not on the number
+        of threads, and not on the cut between two calls if a block ends there. With a window the cut may be anywhere,
+        in bfloat16 on a CPU that multiplies pairs of it if factor is even.
 
         A block whose keys are all -inf has a score of -inf for every query. A key of -inf makes the mean of its block
         -inf, and so hides all positions of the block. If the weight between a query and a block is 0, because the

@@ -207,6 +207,20 @@ def test_bits_of_a_query_depend_on_what_it_sees_alone(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("factor", "window", "T"), [(8, 100, 300), (4, 9, 80), (2, 3, 70), (2, 900, 1500)])
+def test_bits_do_not_depend_on_a_cut(factor: int, window: int, T: int, dtype: torch.dtype) -> None:
+    """Wherever the positions of a state begin, and however many queries a piece has."""
+    (q, k, v), _ = make_inputs(1, 2, 1, T, T, 20, dtype)
+    options = {"factor": factor, "window": window, "return_lse": True}
+    expected = compressed_attention(q, k, v, **options)
+    for cut in (T // 2 + 3, T - 12, T - 1):
+        *before, state = compressed_attention(*(x[:, :, :cut] for x in (q, k, v)), return_state=True, **options)
+        after = compressed_attention(*(x[:, :, cut:] for x in (q, k, v)), initial_state=state, **options)
+        assert same_bits([torch.cat(x, 2) for x in zip(before, after, strict=True)], expected)
+
+
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
