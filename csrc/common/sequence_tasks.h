@@ -30,7 +30,8 @@ void parallel_neighbours(int64_t tasks, int64_t threads, const WorkOf& work_of, 
   for (int64_t task = 0; task < tasks; ++task) all += work_of(task);
   for (int64_t task = 0; task < tasks; ++task) {
     const double work = work_of(task);
-    const auto worker = std::min(workers - 1, static_cast<int64_t>((before + work / 2) / all * workers));
+    const double share = all > 0 ? (before + work / 2) / all : 0;
+    const auto worker = std::min(workers - 1, static_cast<int64_t>(share * workers));
     shares[worker].end = task + 1;
     before += work;
   }

@@ -59,10 +59,11 @@ Shape shape_of(const Shape& n, const Sequence& x) {
 // Sequence i begins with a tile of its own. In a packed batch its first tile is (its first position) / size + i: at or
 // behind the end of the tiles of the sequence before, and found without a sum over lengths.
 
-// Places for tiles in a batch whose rows have `length` positions.
+// Places for tiles in a batch whose rows have `length` positions. Without sequences there are none.
 template <typename Shape>
 MEMCHECK_INLINE int64_t tile_places(const Shape& n, int64_t length, int64_t size) {
-  return n.sequences.packed ? length / size + n.sequences.count : sequence_count(n) * ceil_div(length, size);
+  if (!n.sequences.packed || n.sequences.count == 0) return sequence_count(n) * ceil_div(length, size);
+  return length / size + n.sequences.count;
 }
 
 // The place of a sequence's first tile; `first` is its first position.

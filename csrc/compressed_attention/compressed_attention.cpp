@@ -155,20 +155,24 @@ template <typename Arguments>
 NewBlocks check_new_blocks(const Arguments& in, const Sizes& n) {
   const size_t count = in.counts.size();
   const bool dense = in.places.empty();
-  TORCH_CHECK_VALUE(in.begins.size() == count && in.positions.size() == (dense ? 1 : count) &&
-                        in.places.size() == (dense ? 0 : count + 1),
-                    kExtend, ": begins and positions must be as many as counts, ", count, ", and places one more, got ",
-                    in.begins.size(), ", ", in.positions.size(), " and ", in.places.size());
+  TORCH_CHECK_VALUE(!dense || (count == 0 && in.begins.empty() && in.positions.size() == 1), kExtend,
+                    ": without places begins and counts must be empty and positions one, got ", in.begins.size(), ", ",
+                    count, " and ", in.positions.size());
+  TORCH_CHECK_VALUE(
+      dense || (in.begins.size() == count && in.positions.size() == count && in.places.size() == count + 1), kExtend,
+      ": begins and positions must be as many as counts, ", count, ", and places one more, got ", in.begins.size(),
+      ", ", in.positions.size(), " and ", in.places.size());
   for (const c10::SymInt& x : in.positions)
     TORCH_CHECK_VALUE(x >= 0 && x < in.factor, kExtend, ": positions must be from 0 to factor - 1 = ", in.factor - 1,
                       ", got ", x);
   for (size_t i = 0; i < count; ++i) {
-    TORCH_CHECK_VALUE(in.begins[i] >= 0 && in.counts[i] >= 0 && in.begins[i] + in.counts[i] <= n.T, kExtend,
+    TORCH_CHECK_VALUE(in.begins[i] >= 0 && in.counts[i] >= 0 && in.begins[i] <= n.T - in.counts[i], kExtend,
                       ": begins and counts must be of the ", n.T, " positions of k, got ", in.begins[i], " and ",
                       in.counts[i]);
-    TORCH_CHECK_VALUE(
-        in.places[i] >= 0 && (in.positions[i] + in.counts[i]) / in.factor <= in.places[i + 1] - in.places[i], kExtend,
-        ": places must leave room for all blocks, got ", in.places[i], " and ", in.places[i + 1]);
+    TORCH_CHECK_VALUE(in.places[i] >= 0 && in.places[i + 1] >= in.places[i] &&
+                          (in.positions[i] + in.counts[i]) / in.factor <= in.places[i + 1] - in.places[i],
+                      kExtend, ": places must leave room for all blocks, got ", in.places[i], " and ",
+                      in.places[i + 1]);
   }
   TORCH_CHECK_VALUE(dense || (in.packed ? n.B == 1 : n.B == count), kExtend, ": k must be a row, or one for each of ",
                     count, " sequences, got B = ", n.B);
@@ -258,6 +262,7 @@ ExtendOp::Results extend(const CompressedAttentionKernels& kernels, const Extend
 }
 
 NewBlocks check_extend_backward(const ExtendBackwardOp::Arguments& in) {
+  check_tensor(kExtend, "like", in.like);
   TORCH_CHECK_VALUE(in.sizes.size() == 4, kExtend, ": sizes must be 4, got ", in.sizes);
   const NewBlocks x = check_new_blocks(in, {in.sizes[0], 0, in.sizes[1], 0, in.sizes[2], in.sizes[3], 0});
   const auto check = [&](const char* name, const MaybeTensor& grad, const char* letters,

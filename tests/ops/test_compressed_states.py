@@ -388,6 +388,33 @@ def test_opcheck_of_new_positions(kind: str) -> None:
         extend(k, v, sums[0][1:], sums[1], positions=options["positions"], factor=4, **where)
 
 
+@pytest.mark.isolated
+def test_new_positions_that_are_elsewhere() -> None:
+    """A call of torch.ops may say anything about places in memory."""
+    (_, k, v), _ = make_inputs(1, 4, 2, 9, 9, 3)
+    most, least = 2**63 - 1, -(2**63)
+    sound = {"begins": [0], "counts": [9], "places": [0, 3], "positions": [0], "packed": True, "factor": 4}
+    for wrong, message in (
+        ({"places": []}, "without places begins and counts must be empty and positions one, got 1, 1 and 1"),
+        ({"places": [], "begins": []}, "without places begins and counts must be empty"),
+        ({"places": [], "begins": [], "counts": [], "positions": []}, "without places .* got 0, 0 and 0"),
+        ({"begins": [most], "counts": [1]}, "begins and counts must be of the 9 positions of k, got"),
+        ({"begins": [1], "counts": [most]}, "begins and counts must be of the 9 positions of k, got"),
+        ({"begins": [1]}, "begins and counts must be of the 9 positions of k, got 1 and 9"),
+        ({"places": [0, least]}, "places must leave room for all blocks, got 0 and"),
+        ({"places": [3, 2]}, "places must leave room for all blocks, got 3 and 2"),
+        ({"positions": [most]}, "positions must be from 0 to factor - 1 = 3, got"),
+    ):
+        options = sound | wrong
+        sums = [torch.zeros(1, 2, 3)] * 2
+        with pytest.raises(ValueError, match=f"compressed_attention_extend: {message}"):
+            torch.ops.memcheck.compressed_attention_extend(k, v, *sums, **options)
+        options |= {"sizes": k.shape, "k_stride": k.stride(), "v_stride": v.stride(), "output_mask": [True] * 4}
+        grads = [torch.zeros(1, 2, 3, 3)] * 2
+        with pytest.raises(ValueError, match=f"compressed_attention_extend: {message}"):
+            torch.ops.memcheck.compressed_attention_extend_backward(*grads, *sums, k.new_empty(0), **options)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", ["packed", "right", "left"])
 def test_states_of_no_sequences(kind: str, window: int | None) -> None:
