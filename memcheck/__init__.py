@@ -10,6 +10,7 @@ from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
 from memcheck.core.step import Program, Step
 from memcheck.core.version import __version__ as __version__
+from memcheck.ops.checks import check_findings
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
@@ -54,6 +55,7 @@ __all__ = [
     "Snapshot",
     "Step",
     "calibrate",
+    "check_findings",
     "combinator",
     "compressed_attention",
     "compressed_attention_pooled",

@@ -8,7 +8,8 @@
 #include "common/sequences.h"
 
 // Values of arguments that break a rule. The CPU's kernels throw at once. A kernel on a GPU writes a finding to pinned
-// memory, and the host raises it when it next calls an operator of memcheck, without waiting for the GPU.
+// memory of its GPU, and the host raises it when it next calls an operator of memcheck on that GPU, without waiting for
+// it, or calls memcheck.check_findings().
 
 namespace memcheck {
 
@@ -54,15 +55,15 @@ std::string message_of(const Finding& finding);
 
 // ---- CUDA
 
-// The last finding of this process's kernels that was not taken yet.
+// The last finding of kernels on the current GPU that was not taken yet.
 Finding take_finding();
-// Where kernels write findings about sequences and about decays; the GPU's addresses.
+// Where kernels on the current GPU write findings about sequences and about decays; the GPU's addresses.
 struct FindingSlots {
   Finding* sequences;
   Finding* decay;
 };
 FindingSlots finding_slots();
-// Waits until the stream's kernels are done.
+// Waits until the stream's kernels are done. Throws if they are captured for a CUDA graph, and do not run.
 void wait_for_kernels(cudaStream_t stream);
 
 }  // namespace memcheck

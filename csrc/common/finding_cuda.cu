@@ -7,19 +7,36 @@
 
 // Findings in pinned memory, which a GPU writes and the host reads.
 
+#if defined(MEMCHECK_HOST_CUDA)
+extern "C" {
+int host_cuda_device = 0;  // the current one, which tests set
+}
+#endif
+
 namespace memcheck {
 namespace {
 
-constexpr int kSlots = 2;
-std::atomic<Finding*> findings{nullptr};  // null until a kernel needs them
+constexpr int kDevices = 128;  // the most that torch knows
+constexpr int kFindings = 2 * kDevices;
+std::atomic<Finding*> findings{nullptr};  // of every GPU those of FindingSlots; null until a kernel needs them
 
 #if defined(MEMCHECK_HOST_CUDA)
 
 Finding* allocate_findings() {
-  return new Finding[kSlots];
+  return new Finding[kFindings];
+}
+
+int current_device() {
+  return host_cuda_device;
 }
 
 #else
+
+int current_device() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
 
 Finding* allocate_findings() {
   // While a stream is captured, a thread may allocate only if it says that this does not concern the capture.
@@ -27,9 +44,9 @@ Finding* allocate_findings() {
   cudaThreadExchangeStreamCaptureMode(&mode);
   void* memory = nullptr;
   const cudaError_t status =
-      cudaHostAlloc(&memory, kSlots * sizeof(Finding), cudaHostAllocPortable | cudaHostAllocMapped);
+      cudaHostAlloc(&memory, kFindings * sizeof(Finding), cudaHostAllocPortable | cudaHostAllocMapped);
   cudaThreadExchangeStreamCaptureMode(&mode);
-  if (status == cudaSuccess) return new (memory) Finding[kSlots];
+  if (status == cudaSuccess) return new (memory) Finding[kFindings];
   cudaGetLastError();
   throw std::runtime_error(std::string("memcheck: CUDA gave no pinned memory: ") + cudaGetErrorString(status));
 }
@@ -40,15 +57,17 @@ Finding* allocate_findings() {
 
 FindingSlots finding_slots() {
   static Finding* const memory = findings = allocate_findings();
-  return {memory, memory + 1};
+  Finding* const of_device = memory + 2 * current_device();
+  return {of_device, of_device + 1};
 }
 
 Finding take_finding() {
-  Finding* const memory = findings;
-  for (int i = 0; memory != nullptr && i < kSlots; ++i) {
-    if (*const_cast<volatile Rule*>(&memory[i].rule) == Rule::None) continue;
-    const Finding finding = memory[i];
-    memory[i] = {};
+  if (findings == nullptr) return {};
+  const FindingSlots slots = finding_slots();
+  for (Finding* const slot : {slots.sequences, slots.decay}) {
+    if (*const_cast<volatile Rule*>(&slot->rule) == Rule::None) continue;
+    const Finding finding = *slot;
+    *slot = {};
     return finding;
   }
   return {};
@@ -56,6 +75,12 @@ Finding take_finding() {
 
 void wait_for_kernels([[maybe_unused]] cudaStream_t stream) {
 #if !defined(MEMCHECK_HOST_CUDA)
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &capture);
+  if (capture != cudaStreamCaptureStatusNone)
+    throw std::runtime_error(
+        "memcheck: MEMCHECK_CHECK=1 waits for kernels, but those of a CUDA graph do not run while it is captured; "
+        "capture it without MEMCHECK_CHECK=1");
   cudaStreamSynchronize(stream);
 #endif
 }

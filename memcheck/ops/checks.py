@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import reprlib
 from collections.abc import Sequence
@@ -252,3 +254,29 @@ def refuse_context_parallel(op: str) -> None:
             f"{op}: attends only within the local shard of a sequence that context_parallel has split; "
             "outside of context_parallel, call it on the whole sequence, or memcheck.distributed on slices of it"
         )
+
+
+def check_findings() -> None:
+    """Waits for all GPUs in use, and raises what memcheck's kernels there found wrong with values of arguments.
+
+    Values of cu_seqlens, lengths and decay that lie on a GPU are checked by the kernels. No call waits for that: the
+    next one on the same GPU raises, and Python prints the error when it exits if there was none. Call this before
+    results are used, for example behind torch.cuda.synchronize().
+
+    Raises:
+        ValueError: a rule that a value broke. The results of its call are wrong, or were never written.
+    """
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    used = [torch.device("cuda", i) for i in gpus if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]
+    for device in (torch.device("cpu"), *used):  # in tests the kernels of CUDA run on the CPU
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        nothing = torch.empty(0, 0, 0, device=device)
+        torch.ops.memcheck.softplus_attention(nothing, nothing, nothing)  # raises as every operator does
+
+
+@atexit.register
+def _check_findings_at_exit() -> None:
+    if torch.cuda.is_initialized():
+        with contextlib.suppress(RuntimeError):  # of a GPU that failed before
+            check_findings()

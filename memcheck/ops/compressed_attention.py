@@ -213,8 +213,8 @@ def compressed_attention(
     padding is read; its rows of y and of the gradients are 0, and its lse is -inf. Work is that of the positions that
     count. On the CPU, sequences share the threads by their lengths. On CUDA the number of launches does not depend on
     that of sequences, and values of cu_seqlens or lengths that lie on the device stay there: if one breaks a rule, the
-    next call raises, and this one under MEMCHECK_CHECK=1. With states they are waited for, and torch.compile leaves the
-    call out of its graphs, because the sizes of states depend on them.
+    next call on that GPU raises, or check_findings(), and this one under MEMCHECK_CHECK=1. With states they are waited
+    for, and torch.compile leaves the call out of its graphs, because the sizes of states depend on them.
 
     float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
     to the dtype of the inputs.

@@ -169,6 +169,12 @@ def stand_for(capability: str) -> None:
     _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
 
 
+def set_device(device: int) -> None:
+    """Sets the current GPU."""
+    assert _library is not None
+    ctypes.c_int.in_dll(_library, "host_cuda_device").value = device
+
+
 def last_error() -> int:
     """CUDA's error that nobody has read yet, or 0."""
     assert _library is not None

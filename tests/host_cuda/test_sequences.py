@@ -1,5 +1,6 @@
 """Packed and padded batches on CUDA: launches, waits, lengths that break a rule, and sums over many chunks."""
 
+import atexit
 import functools
 from collections import Counter
 from collections.abc import Callable
