@@ -71,7 +71,8 @@ __device__ __forceinline__ void add_product_with_rows(const SharedTile<acc_t>& a
   }
 }
 
-// c += a b. Carefully, a weight of 0 in a adds nothing, whatever is in b.
+// c += a b. Carefully, a weight of 0 in a adds nothing, whatever is in b. The sum is written once, so that nvcc makes
+// it a fused multiply-add in both forms, and finite numbers have the same bits.
 template <bool kCareful, typename acc_t>
 __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
                                             ThreadTile<acc_t>& c) {
@@ -83,7 +84,8 @@ __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const Sh
     unroll<Size::kThreadRows>([&](int i) {
       const Pack<acc_t> of_a = load_pack(&a.at[row_of(i)][k]);
       unroll<Size::kPack, Size::kThreadColumns>([&](int x, int j) {
-        c[i][j] += kCareful ? weighted(of_a.values[x], of_b[x].values[j]) : of_a.values[x] * of_b[x].values[j];
+        const acc_t weight = of_a.values[x], sum = c[i][j] + weight * of_b[x].values[j];
+        if (!kCareful || weight != acc_t(0)) c[i][j] = sum;
       });
     });
   }

@@ -159,13 +159,23 @@ def same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) ->
 
 
 def same_numbers(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """same_bits; on a GPU up to rounding, as nvcc contracts products and sums in each kernel in its own way."""
+    """same_bits; on a GPU up to two units in the last place, of a number or of the sums that it is the difference of:
+    nvcc contracts products and sums in each kernel in its own way."""
     if DEVICE != "cuda":
         return same_bits(some, others)
-    return all(
-        torch.allclose(one, other, rtol=16 * torch.finfo(one.dtype).eps, atol=16 * torch.finfo(one.dtype).eps)
-        for one, other in zip(some, others, strict=True)
-    )
+    return all(within_two_units(one, other) for one, other in zip(some, others, strict=True))
+
+
+def within_two_units(one: Tensor, other: Tensor) -> bool:
+    wide = torch.promote_types(one.dtype, torch.float32)
+    largest = other.nan_to_num(0, 0, 0).abs().flatten().to(wide).sort().values[-1:]
+    allowed = 2 * torch.maximum(unit_in_the_last_place(other), unit_in_the_last_place(largest))
+    return bool(((one == other) | ((one.double() - other.double()).abs() <= allowed)).all())
+
+
+def unit_in_the_last_place(x: Tensor) -> Tensor:
+    """The distance between numbers of the dtype of x that are as large as x."""
+    return torch.ldexp(torch.full_like(x, torch.finfo(x.dtype).eps, dtype=torch.float64), x.double().frexp()[1] - 1)
 
 
 def transposed(x: Tensor) -> Tensor:
