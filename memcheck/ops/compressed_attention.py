@@ -196,7 +196,7 @@ def compressed_attention(
             attention.
         return_lse: return lse too, with which merge_attention merges y and other attention of the same queries.
         sink: (H,), a score of each head that every query sees, with a value of 0: it adds exp(sink) to the sum over
-            which softmax divides, and so to exp(lse).
+            which softmax divides, and so to exp(lse). With inf y is 0, lse inf and every gradient 0.
         cu_seqlens: (N+1,) int32 or int64, for N sequences that are packed one behind the other: B = 1, and sequence n
             is positions cu_seqlens[n] to cu_seqlens[n+1]. It ascends from 0 to S = T; sequences may be empty.
         cu_seqlens_q, cu_seqlens_k: the same, where sequences have other numbers of queries than of keys.

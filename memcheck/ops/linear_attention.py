@@ -144,7 +144,8 @@ def linear_attention(
         y (B,H,S,Dv), contiguous; with return_state, (y, (M, z)), differentiable in all of them. Kept for backward: only
         the inputs, and the returned M and z for the gradient of decay; the states of positions are recomputed. On the
         CPU, where heads are too few for the threads, the sequence is cut into segments, each with a state in memory.
-        The number of threads changes no bit of the results. A gradient has its input's strides.
+        The number of threads changes no bit of the results. A gradient has its input's strides if these are dense,
+        else it is contiguous.
         A NaN or an infinity in v at one position also reaches queries up to 31 positions before it (on CUDA 63),
         because it is multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as
         1 / a; where a is below the accumulation type's epsilon it is 0.

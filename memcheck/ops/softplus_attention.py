@@ -141,7 +141,8 @@ def softplus_attention(
 
     Returns:
         y (B,S,R), contiguous; with return_state (y, state). Kept for backward: q, k, v, and two sums per channel and
-        256 positions in the accumulation type. A gradient has its input's strides.
+        256 positions in the accumulation type. A gradient has its input's strides if these are dense,
+        else it is contiguous.
 
     Raises:
         ValueError: a shape, device, S > T when causal, eps <= 0, or a rule of cu_seqlens and lengths.
