@@ -102,6 +102,15 @@ def start_of(output: Any) -> list[Tensor]:
     return scalars if len(scalars) == 1 else every
 
 
+def why_no_backward(outputs: NamedTensors, leaf: str | None) -> str:
+    """Why no backward ran, although one was asked for. leaf: the first input or parameter that requires grad."""
+    if not outputs:
+        return "no backward ran: fn returned no tensor"
+    if leaf is None:
+        return "no backward ran: no input or parameter requires grad"
+    return f"no backward ran: no output requires grad, though {leaf} does"
+
+
 def _start_words(named: NamedTensors, roots: Sequence[Tensor]) -> str:
     """ "the second output, a scalar" """
     names = {id(tensor): name for name, tensor in reversed(named)}

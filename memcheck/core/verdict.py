@@ -14,7 +14,6 @@ from memcheck.core.units import counted, format_bytes, largest_first
 if TYPE_CHECKING:
     from memcheck.core.case import Case
     from memcheck.core.place import Place
-    from memcheck.core.record import Record
     from memcheck.predict.replay import Prediction
 
 OUTSIDE = "outside of submodules"
@@ -74,7 +73,7 @@ def verdict(prediction: Prediction) -> str:
         place = f"{record.operator} on the {device.name}, which has no limit"
     else:
         place = f"{record.operator} {fits_words(prediction)} {device.name}"
-    return f"{place}: {STEPS[record.mode or 'train']} {claim(prediction, need)}{start_words(record)}"
+    return f"{place}: {step_words(prediction)} {claim(prediction, need)}{start_words(prediction)}"
 
 
 def fits_words(prediction: Prediction) -> str:
@@ -123,8 +122,20 @@ def place_words(phase: str, module: str, operator: str, has_modules: bool = True
     return f"in the {phase}{where} ({operator})"
 
 
-def start_words(record: Record) -> str:
-    """ " Backward from the second output, a scalar; the first stays alive."; "" if there is but one way, or none."""
+def step_words(prediction: Prediction) -> str:
+    """What the figures are of: of a step in which no backward ran, only "a forward"."""
+    has_none = prediction.trace is not None and prediction.trace.no_backward is not None
+    return STEPS["inference" if has_none else prediction.record.mode or "train"]
+
+
+def start_words(prediction: Prediction) -> str:
+    """ " Backward from the second output, a scalar; the first stays alive."; "" if there is but one way.
+
+    If no backward ran, " No backward ran: no output requires grad, ...".
+    """
+    record, trace = prediction.record, prediction.trace
+    if trace is not None and trace.no_backward is not None:
+        return f" {trace.no_backward[0].upper()}{trace.no_backward[1:]}."
     return f" Backward from {record.backward_from}." if record.backward_from not in (None, "the output") else ""
 
 
@@ -175,15 +186,14 @@ def largest_words(word: str, size: int, step: int, at: Prediction | None, beyond
     if at is None:
         if beyond is None:
             return f"No {word} was tried."
-        why = f"it {claim(beyond, needed)}{start_words(beyond.record)}" if needed else f"{beyond.record.reason}."
+        why = f"it {claim(beyond, needed)}{start_words(beyond)}" if needed else f"{beyond.record.reason}."
         return f"Not even {after} fits {beyond.device.name}: {why}"
     past = "The search ended there: more may fit."
     if beyond is not None:
         past = f"{after.capitalize()} needs {needed}. {place_of_peak(beyond)}" if needed else f"{after} does not fit."
     need = need_of(at)
-    step_words = STEPS[at.record.mode or "train"]
-    claimed = f": {step_words} {claim(at, need)}" if need else "."
-    return f"The largest {word} that fits {at.device.name} is {size:,}{claimed} {past}{start_words(at.record)}"
+    claimed = f": {step_words(at)} {claim(at, need)}" if need else "."
+    return f"The largest {word} that fits {at.device.name} is {size:,}{claimed} {past}{start_words(at)}"
 
 
 def alive_words(sizes: Iterable[tuple[str, int]], most: int = 6) -> str:

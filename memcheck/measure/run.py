@@ -18,7 +18,7 @@ from memcheck.core.checkpointing import arranged
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.devices import Device
 from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizers_in
-from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs
+from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import (
@@ -159,7 +159,7 @@ class MeasuredRun:
             self._older = set(map(StorageWeakRef, _storages_alive(self.call.device)))
             if self._before() and self._attempt("forward", self._forward):
                 if not self.returned.roots:
-                    self.record.doubts += _why_no_backward(self.call, self.returned.named)
+                    self.record.doubts += self._why_no_backward()
                 elif self._attempt("backward", self._backward) and self.call.optimizer_step is not None:
                     self._attempt("optimizer", self._optimizer)
         attributes.clear()
@@ -265,6 +265,11 @@ class MeasuredRun:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
 
+    def _why_no_backward(self) -> tuple[str, ...]:
+        """A doubt with the reason, if a backward was asked for."""
+        leaf = next((name for name, _ in self.call.named_leaves), None)
+        return (why_no_backward(self.returned.named, leaf),) if self.call.step.backward else ()
+
     def _backward(self) -> None:
         record, memory, roots = self.record, self.memory, self.returned.roots
         memory.reset_peak()
@@ -314,18 +319,6 @@ NO_STATE = (
     "optimizer_step is not the step of a torch.optim.Optimizer, and made no state when it first ran: state that it had "
     "before counts only where parameters names it, or its optimizer"
 )
-
-
-def _why_no_backward(call: MeasuredCall, outputs: NamedTensors) -> tuple[str, ...]:
-    """A doubt with the reason, if a backward was asked for."""
-    if not call.step.backward:
-        return ()
-    if not outputs:
-        return ("no backward ran: fn returned no tensor",)
-    if not call.leaves:
-        return ("no backward ran: no input or parameter requires grad",)
-    name, _ = call.named_leaves[0]
-    return (f"no backward ran: no output requires grad, though {name} does",)
 
 
 def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor]:

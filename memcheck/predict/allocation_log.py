@@ -101,6 +101,7 @@ class Trace:
     guessed: phases in which even sizes of results are unknown.
     freed_late: phases whose allocations another thread may free after their end.
     backward_from: that of the record.
+    no_backward: why no backward ran, although the step has one.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
 
@@ -127,6 +128,7 @@ class Trace:
     beyond: str | None = None
     passes: list[int] = field(default_factory=list)  # The events before each pass.
     backward_from: str | None = None
+    no_backward: str | None = None
 
     def begin_with(self, allocations: list[Allocation]) -> None:
         """Adds allocations that were there before all others."""

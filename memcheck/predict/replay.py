@@ -335,7 +335,8 @@ class Replay:
         exact = to_the_byte and not unknown
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, basis
         self.record.bounds = tuple(sorted(bounds))
-        self.record.doubts = (*unknown, *self._doubtful_verdict())
+        no_backward = filter(None, [self.trace.no_backward])
+        self.record.doubts = (*unknown, *no_backward, *self._doubtful_verdict())
         found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, basis)
         return Prediction(*found, self.trace, self.refused)
 

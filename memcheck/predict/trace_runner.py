@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.core.outputs import Left
+from memcheck.core.outputs import Left, why_no_backward
 from memcheck.core.tensors import gradients_for, tensors_in
 from memcheck.core.torch_versions import untried
 from memcheck.core.workload import Workload
@@ -150,6 +150,13 @@ class TraceRunner:
             if workload.optimizer_step is not None:
                 workload.optimizer_step()
                 self._end("optimizer")
+        elif workload.backward:
+            named = [
+                *((f"input {name}", leaf) for name, leaf in given),
+                *((f"parameter {name}", leaf) for name, leaf in owned),
+            ]
+            leaf = next((name for name, leaf in named if leaf.requires_grad), None)
+            self.result.no_backward = why_no_backward(returned.named, leaf)
 
     def _copy_step(self, first: FirstStep, workload: Workload, leaves: list[tuple[str, Tensor]]) -> None:
         """Copies the measured forward and backward from the first step, and runs the optimizer's."""
@@ -251,6 +258,8 @@ class TraceRunner:
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the pass ends.
         if noted is not None:
             noted.note_forward(self._with_allocations(returned.named), returned.words)
+        if workload.backward and not returned.roots:  # A measurement makes no step of the optimizer either.
+            optimizer_step = None
         if returned.roots and workload.backward:
             self.mode.phase = "backward"
             incoming = gradients_for(returned.roots, self.dense_grad)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import memcheck
 from memcheck.measure.measurement import measure_memory
@@ -279,3 +280,32 @@ def test_a_product_of_a_sparse_matrix_is_predicted_exactly(layout: torch.layout)
 
     a = torch.randn(20, 30).relu().to_sparse(layout=layout)
     compare(Product(), a, torch.randn(30, 8), backward=False)
+
+
+def detached(y: torch.Tensor) -> torch.Tensor:
+    return y.detach().square().mean()
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(37, 53)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("optimizer", [None, "adamw"])
+@pytest.mark.parametrize(("make", "loss"), [(mlp, detached), (Reentrant, None)])
+def test_no_step_is_claimed_where_no_backward_runs(make: Any, loss: Any, optimizer: str | None) -> None:
+    how: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    compare(make(), torch.ones(11, 37), **how)
+    measured = measure_memory(make(), torch.ones(11, 37), **how)
+    for device in ("cpu", "RTX-4090"):
+        prediction = memcheck.predict_memory(make(), torch.ones(11, 37), device=device, **how)
+        assert measured.doubts == prediction.record.doubts[-1:]
+        assert measured.doubts[0].startswith("no backward ran: no output requires grad, though parameter ")
+        assert "a training step" not in repr(prediction)
+        assert f"N{measured.doubts[0][1:]}." in repr(prediction).replace("\n", " ")
+    assert "a training step" not in repr(memcheck.largest(lambda n: torch.ones(n, 37), make(), "RTX-4090", **how))
