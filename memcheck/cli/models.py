@@ -271,17 +271,19 @@ class ModelPredictor:
     def predict(self, setting: Setting | None = None) -> Prediction:
         """The prediction for the setting; by default for the predictor's own."""
         setting = setting or self.setting
+        optimizer = load_function("optimizer", setting.optimizer) if ":" in setting.optimizer else setting.optimizer
         built, ranks = self._build(setting), self.place.ranks
         if ranks is not None and ranks.kind == "tp" and not getattr(built.model, "tp_plan", None):
             rule = "it takes a model with a tp_plan, as those of transformers have"
             python = f"memcheck.Ranks(tp={ranks.over}, split_by=...) in Python takes any"
             raise UsageError(f"{named('tp')}: {rule}, got {type(built.model).__name__}; {python}")
         training = setting.mode == "train"
-        options = {**self.options, "optimizer": setting.optimizer, "autocast": setting.autocast, "backward": training}
+        options = {**self.options, "optimizer": optimizer, "autocast": setting.autocast, "backward": training}
         options |= {"checkpointing": setting.checkpointing, "training": built.training(training)}
         step = Step(built.model, built.inputs, built.kwargs, **options)
         try:
-            found = predict_memory(step, self.place, probe=self.probe)
+            with redirect_stdout(sys.stderr):  # Output of the model's code is no part of the answer.
+                found = predict_memory(step, self.place, probe=self.probe)
         except MemcheckError:
             raise
         except Exception as error:  # The model's own code fails.

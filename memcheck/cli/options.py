@@ -234,10 +234,12 @@ class ModelStep(Request):
     )
     optimizer: str | None = of_step(
         "optimizer",
-        help=f"{', '.join(OPTIMIZERS)}; default: adamw, whose step follows the backward",
-        choices=tuple(OPTIMIZERS),
+        help=f"{', '.join(OPTIMIZERS)}, or a function that makes one, which gets the model if its first parameter is "
+        "named model or annotated as a Module, else the model's parameters; default: adamw, whose step follows the "
+        "backward",
+        convert=converters.optimizer_name,
         group=MODELS,
-        metavar="NAME",
+        metavar="NAME|FILE.py:NAME",
     )
     autocast: str | None = of_step(
         "autocast",
@@ -290,7 +292,7 @@ class ModelStep(Request):
         return Ranks(**over, rank=self.rank or 0) if over else None
 
     def check(self) -> None:
-        for name in ("model", "loss"):
+        for name in ("model", "loss", "optimizer"):
             file = (getattr(self, name) or "").rpartition(":")[0]
             if file.endswith(".py") and not Path(file).is_file():
                 raise UsageError(f"{named(name)}: there is no file {file}")

@@ -204,6 +204,14 @@ def optimizer(value: Any) -> str | Callable[..., Any]:
     return cast(str | Callable[..., Any], value)
 
 
+def optimizer_name(text: str) -> str:
+    """The name of an optimizer, or the reference of a function that makes one."""
+    if ":" not in text:
+        optimizer(text)
+        return text
+    return reference(text)
+
+
 def function(value: Any) -> Callable[..., Any]:
     if not callable(value):
         raise ValueError(f"must be callable, got {value!r}")

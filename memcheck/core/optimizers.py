@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -24,6 +25,31 @@ def optimizer_factory(value: Any, **options: Any) -> Callable[[Any], Any] | None
         return None
     kind, own = found
     return functools.partial(getattr(torch.optim, kind), **{**own, **options})
+
+
+def takes_model(makes: Callable[..., Any]) -> bool:
+    """Whether the function makes an optimizer of a model: its first parameter is named model, or annotated as a Module.
+
+    Every other function gets the model's parameters.
+    """
+    try:
+        signature = inspect.signature(makes, eval_str=True)
+    except (NameError, TypeError, ValueError):  # An annotation without a meaning here, or a function of C.
+        with suppress(TypeError, ValueError):
+            return next(iter(inspect.signature(makes).parameters), "") == "model"
+        return False
+    first = next(iter(signature.parameters.values()), None)
+    if first is None:
+        return False
+    is_module = isinstance(first.annotation, type) and issubclass(first.annotation, torch.nn.Module)
+    return first.name == "model" or is_module
+
+
+def optimizer_made(makes: Callable[..., Any], module: torch.nn.Module | None) -> Any:
+    """What the function makes of the module or, unless it takes a model, of the list of its parameters."""
+    if takes_model(makes):
+        return makes(module)
+    return makes(list(module.parameters()) if module is not None else [])
 
 
 def clipped_step(optimizer: Any, clip_grad_norm: float | None) -> Callable[[], Any]:

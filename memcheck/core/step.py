@@ -42,7 +42,8 @@ class Step:
     optimizer: str | Callable[..., Any] | None = option(
         None,
         "makes the optimizer of the module's parameters, whose step follows the backward: a name such as adamw, a "
-        "class, or a function; it may return another object with a step(), such as one that steps by a GradScaler",
+        "class, or a function; a function whose first parameter is named model, or annotated as a Module, gets the "
+        "module in their place; it may return another object with a step(), such as one that steps by a GradScaler",
         converters.optimizer,
     )
     steps: int | None = option(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memcheck.core.checkpointing import arranged
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.devices import Device
-from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizers_in
+from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizer_made, optimizers_in
 from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Record
 from memcheck.core.step import Step
@@ -55,7 +55,7 @@ class MeasuredCall:
         if isinstance(self.parameters, Iterator):
             self.parameters = list(self.parameters)
         if (makes := optimizer_factory(step.optimizer)) is not None:
-            made = makes(parameters_of(fn))
+            made = optimizer_made(makes, module_of(fn))
             self.parameters = (owner_of(fn), optimizers_in(made), self.parameters)
             self.optimizer_step = clipped_step(made, step.clip_grad_norm)
         stepped = getattr(self.optimizer_step, "__self__", None)
@@ -387,12 +387,11 @@ def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
             leaf.grad = gradient
 
 
-def parameters_of(model: Any) -> list[torch.nn.Parameter]:
-    """The parameters of a module, or of the one whose method it is."""
-    owner = module_called(model)
-    if owner is None:
+def module_of(model: Any) -> torch.nn.Module:
+    """The module, or the one whose method it is. ValueError: it is none."""
+    if (owner := module_called(model)) is None:
         raise ValueError(f"optimizer needs a module with parameters, got {model!r}")
-    return list(owner.parameters())
+    return owner
 
 
 def name_here(device: Device | torch.device | str | None) -> torch.device | str | None:

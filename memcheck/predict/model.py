@@ -15,7 +15,14 @@ from torch.utils._pytree import tree_map
 from memcheck.core.checkpointing import arrange
 from memcheck.core.errors import UsageError
 from memcheck.core.failures import failed_line, frames_of
-from memcheck.core.optimizers import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizer_factory, optimizers_in
+from memcheck.core.optimizers import (
+    INSTEAD_OF_A_CLOSURE,
+    clipped_step,
+    needs_closure,
+    optimizer_factory,
+    optimizer_made,
+    optimizers_in,
+)
 from memcheck.core.options import named
 from memcheck.core.outputs import ForwardOptions
 from memcheck.core.place import Place
@@ -128,10 +135,8 @@ def workload_of(
     # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
     one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
     makes = optimizer_factory(maker.optimizer, **one_by_one)
-    # A method is copied with its object, which may be that of the loss.
-    method = makes if inspect.ismethod(makes) else None
     given = [(step.inputs, step.kwargs, step.loss) for step in program.steps]
-    model, given, method = mode.copies.copy((maker.model, given, method))
+    model, given, makes = mode.copies.copy((maker.model, given, makes))
     for words in mode.copies.doubts:
         mode.note_unknown(Unlisted(words), "backward")
     # It is a copy, so nothing is undone.
@@ -146,14 +151,16 @@ def workload_of(
         for words in (OF_NCCL, of_kind) if target.kind == "cuda" else ():
             mode.note_unknown(words, "inputs")
     module = module_called(model)
-    parameters = list(module.parameters()) if module is not None else []
     if ranks is None:
         mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = None
     if makes is not None:
         with AllocationMode(AllocationLog(), target, mode.contents) as aside, DeviceFunctions(aside):
             aside.copies = mode.copies
-            optimizer = (method or makes)(parameters)
+            optimizer = optimizer_made(makes, module)
+        if not all(map(is_meta, stepped_by(optimizer))):  # It found the model where no copy replaces it.
+            mode.copies.memo |= {id(tensor): tensor for tensor in stepped_by(optimizer) if is_meta(tensor)}
+            (optimizer,) = mode.copies.copy((optimizer,))
         mode.storages.set_aside(aside.storages)
         if needs_closure(optimizer):
             raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
@@ -193,6 +200,12 @@ def workload_of(
 
     *earlier, last = (work(step, *parts) for step, parts in zip(program.steps, given, strict=True))
     return dataclasses.replace(last, earlier=tuple(earlier))
+
+
+def stepped_by(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of the optimizers that an object holds."""
+    groups = (group for found in optimizers_in(optimizer) for group in found.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def move_settings(optimizers: list[torch.optim.Optimizer], mode: AllocationMode) -> None:

@@ -95,6 +95,24 @@ def square(output):
     return output.square().mean()
 
 
+class Configured(nn.Linear):
+    def configure_optimizers(self):
+        print("the optimizer speaks")
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def configured():
+    return Configured(8, 8), torch.randn(2, 8)
+
+
+def of_model(model):
+    return model.configure_optimizers()
+
+
+def of_parameters(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
 def wrong():
     return 3
 
@@ -187,6 +205,18 @@ def test_flags_change_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert states[0] is None
     assert 0 < states[1] < states[2]
     assert states[3] == 0  # Before the very first step there is none.
+
+
+@pytest.mark.parametrize("device", ["cpu", "RTX-4090"])
+def test_a_function_makes_the_optimizer(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:configured", "--device", device, "--optimizer"]
+    expected = predicted(capsys, *flags, "sgd-momentum")
+    assert expected["optimizer_bytes"] == 4 * (8 * 8 + 8)
+    for name in ("of_model", "of_parameters"):
+        found = predicted(capsys, *flags, f"net.py:{name}")
+        assert [found[figure] for figure in FIGURES] == [expected[figure] for figure in FIGURES]
+    assert main(["predict", "--no-changes", *flags, "net.py:of_model"]) == 0
+    assert "train, optimizer net.py:of_model." in capsys.readouterr().out
 
 
 @pytest.mark.extension
@@ -313,6 +343,8 @@ WRONG = {
     "predict --model net.py:make --mode decode": "--mode decode is for operators",
     "predict --model net.py:make --mode inference --optimizer adamw": "--optimizer needs a backward",
     "predict --model net.py:make --optimizer adamv": "; did you mean adam",
+    "predict --model net.py:make --optimizer nothing.py:make": "--optimizer: there is no file nothing.py",
+    "predict --model net.py:make --optimizer net.py:of_mode": "net.py has no of_mode; did you mean of_model?",
     "predict --model net.py:make --dtype int8": "--dtype int8 is unknown",
     "predict --model net.py:make --attention eager": "--attention needs --hf-config",
     "predict --model net.py:make --hf-config net.py": "not allowed with argument --model",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +122,65 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_of_an_optimizer_is_predicted_exactly(name: str, how: dict[str, Any]) -> None:
     compare(mlp(), torch.randn(5, 37), optimizer=OPTIMIZERS[name], **how)
+
+
+class Configured(nn.Sequential):
+    """Makes its optimizer itself, as nanoGPT's model does."""
+
+    def configure_optimizers(self, **how: Any) -> optim.Optimizer:
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        matrices, others = ([x for x in parameters if (x.dim() > 1) is many] for many in (True, False))
+        return optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], **how)
+
+
+MODEL = Configured(nn.Linear(37, 53), nn.GELU(), nn.Linear(53, 19))
+ELSEWHERE = types.ModuleType("elsewhere")
+ELSEWHERE.model = MODEL
+
+
+def of_the_global(parameters: Any, **how: Any) -> optim.Optimizer:
+    return MODEL.configure_optimizers(**how)
+
+
+def of_another_file(parameters: Any, **how: Any) -> optim.Optimizer:
+    return ELSEWHERE.model.configure_optimizers(**how)
+
+
+def of_the_named(model: Any, **how: Any) -> optim.Optimizer:
+    return model.configure_optimizers(**how)
+
+
+def of_the_annotated(network: Configured, **how: Any) -> optim.Optimizer:
+    return network.configure_optimizers(**how)
+
+
+def of_the_closure(model: Configured) -> Callable[[Any], optim.Optimizer]:
+    return lambda parameters, **how: optim.AdamW(model.parameters(), **how)
+
+
+MAKERS = [of_the_global, of_another_file, of_the_named, of_the_annotated, of_the_closure(MODEL)]
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("makes", MAKERS, ids=["global", "another file", "named", "annotated", "closure"])
+def test_an_optimizer_of_the_model_itself_is_predicted(makes: Any, how: dict[str, Any]) -> None:
+    x, optimizer = torch.randn(5, 37), functools.partial(makes, **how)
+    compare(MODEL, x, optimizer=optimizer)
+    found = memcheck.predict_memory(MODEL, x, optimizer=optimizer, device="RTX-4090").record
+    numbers = sum(parameter.numel() for parameter in MODEL.parameters())
+    assert (found.status, found.reason) == ("ok", None)
+    assert found.optimizer_bytes == 8 * numbers + (16 if "fused" in how else 0)  # A fused step counts on the GPU.
+    assert not any(parameter.is_meta for parameter in MODEL.parameters())
+
+
+def test_an_optimizer_that_is_there_is_not_changed() -> None:
+    ELSEWHERE.ready = ready = optim.AdamW(MODEL.parameters())
+    for device in ("cpu", "RTX-4090"):
+        for makes in (lambda _: ready, lambda _: ELSEWHERE.ready):
+            prediction = memcheck.predict_memory(MODEL, torch.randn(5, 37), optimizer=makes, device=device)
+            assert prediction.record.optimizer_bytes >= 8 * sum(x.numel() for x in MODEL.parameters())
+    assert not ready.state
+    assert [id(x) for x in ready.param_groups[0]["params"]] == [id(x) for x in MODEL.parameters()]
 
 
 def test_gradients_of_an_optimizer_in_another_object_are_clipped() -> None:
