@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from memcheck.core.converters import OPTIMIZERS
+from memcheck.core.tensors import hooks_of
 
 
 def optimizer_factory(value: Any, **options: Any) -> Callable[[Any], Any] | None:
@@ -97,6 +98,11 @@ def optimizers_in(thing: Any, depth: int = DEEPEST) -> list[torch.optim.Optimize
         return [thing]
     found = (inner for part in _held_by(thing) for inner in optimizers_in(part, depth - 1)) if depth else ()
     return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def optimizers_in_hooks(module: torch.nn.Module | None) -> list[torch.optim.Optimizer]:
+    """The optimizers that hooks of the module's parameters hold, which step while the backward runs."""
+    return optimizers_in([hooks_of(parameter) for parameter in module.parameters()]) if module is not None else []
 
 
 def _held_by(thing: Any) -> list[Any]:

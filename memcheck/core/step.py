@@ -49,7 +49,7 @@ class Step:
     steps: int | None = option(
         None,
         "1: the very first step, in which the optimizer makes its state; 2 and more: a step in the steady state; "
-        "default: 2",
+        "default: 2 with an optimizer, else 1; a model whose hooks step optimizers in the backward needs a 2",
         converters.count,
     )
     accumulate: int = option(
@@ -125,10 +125,8 @@ class Step:
         if self.optimizer is None and (self.clip_grad_norm is not None or not self.set_to_none):
             name = "set_to_none=False" if self.clip_grad_norm is None else "clip_grad_norm"
             raise UsageError(f"{named(name)} needs an optimizer")
-        if self.steps is not None and self.steps > 1 and not self.has_optimizer:
-            raise UsageError(
-                f"{named('steps')} {self.steps} needs an optimizer: without one, a later step is like the first"
-            )
+        if self.steps is not None and self.steps > 1 and not self.backward:
+            raise UsageError(f"{named('steps')} {self.steps} needs a backward, got {named('backward=False')}")
 
     def check_inference_mode(self) -> None:
         """UsageError: it has a backward, and torch.inference_mode() is on."""
@@ -148,8 +146,8 @@ class Step:
 
     @property
     def warms_up(self) -> bool:
-        """Whether a step comes before it, in which the optimizer makes its state."""
-        return self.has_optimizer and self.steps != 1
+        """Whether a step comes before it, in which optimizers make their state."""
+        return self.steps != 1 if self.has_optimizer else (self.steps or 1) > 1
 
     @property
     def mode(self) -> str:

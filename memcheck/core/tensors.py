@@ -36,6 +36,15 @@ _SPARSE_PARTS = {
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
 LEAVES = {bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
+# Attributes of a tensor: dicts of hooks, which its class reads and writes in C++.
+HOOKS: tuple[Any, ...] = tuple(
+    vars(torch._C.TensorBase)[name] for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+)
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """The functions that run when the tensor gets a gradient."""
+    return [hook for hooks in HOOKS for hook in (hooks.__get__(tensor) or {}).values()]
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:

@@ -28,7 +28,8 @@ class Workload:
     state: Any = None  # In decode mode: the state, which is also the last input.
     optimizer_step: Callable[[], Any] | None = None  # Called after the backward.
     optimizers: tuple[Any, ...] = ()  # Those of which that is the step, as far as they are found.
-    warm_up: bool = False  # A step runs before, in which the optimizer makes its state.
+    warm_up: bool = False  # A step runs before, in which optimizers make their state.
+    may_warm_up: bool = False  # Nobody decided whether a step runs before, or that this is the first one.
     accumulate: int = 1  # Backwards of a step.
     retain_graph: bool = False  # As in Tensor.backward.
     set_to_none: bool = True  # As in Optimizer.zero_grad.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memcheck.core.checkpointing import arranged
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.devices import Device
-from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizer_made, optimizers_in
+from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizer_made, optimizers_in, optimizers_in_hooks
 from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Record
 from memcheck.core.step import Step
@@ -61,9 +61,12 @@ class MeasuredCall:
         stepped = getattr(self.optimizer_step, "__self__", None)
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
+        known = set(map(id, self.optimizers))
+        hooked = [one for one in optimizers_in_hooks(module_called(fn)) if id(one) not in known]
+        self.optimizers += hooked
         self.named_given = list(with_data(_titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))))
-        # Parameters of a module, of a bound method's module, those that the caller names, and the optimizer's.
-        self.owners = (owner_of(fn), self.parameters, self.stepped)
+        # Parameters of a module, of a bound method's module, those that the caller names, and those of optimizers.
+        self.owners = (owner_of(fn), self.parameters, self.stepped, hooked)
         self.named_owned = self.named_owned_now()
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
@@ -301,7 +304,7 @@ class MeasuredRun:
         state = storages_of(call.state, call.device)
         if call.optimizers:
             record.optimizer_bytes = sum(state.values())
-        elif call.optimizer_step is not None:
+        elif call.optimizer_step is not None or call.step.warms_up:
             record.optimizer_bytes = call.unseen_bytes
         parameters = storages_of(call.owned, call.device)
         for other in (*state, *storages_of(call.given, call.device)):

@@ -115,7 +115,7 @@ class Trace:
     # What earlier passes left behind, as far as the forward keeps it, and buffers that it made in place of others.
     carried_over: list[Allocation] = field(default_factory=list)
     optimizer: list[Allocation] = field(default_factory=list)  # The optimizer's state, which is part of it.
-    has_optimizer: bool = False
+    has_optimizer: bool = False  # Or hooks that may step some.
     outputs: list[Allocation] = field(default_factory=list)
     saved: list[Allocation] = field(default_factory=list)
     incoming: list[Allocation] = field(default_factory=list)

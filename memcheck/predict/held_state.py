@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from memcheck.core.tensors import hooks_of
 from memcheck.predict.python_functions import EMPTY, contents_of, names_in
-from memcheck.predict.reached import LIBRARIES, hooks_of
+from memcheck.predict.reached import LIBRARIES
 
 # Objects that are looked at, nearest first; parts of a container that are; entries up to which it is copied.
 MOST_OBJECTS = 5_000

@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from memcheck.core.tensors import tensors_in
+from memcheck.core.tensors import HOOKS, tensors_in
 from memcheck.predict.known_contents import KnownContents, flagged_as, is_meta, may_be_known
 from memcheck.predict.python_functions import compiled_words
-from memcheck.predict.reached import HOOKS, Reaching, has_hooks_of_accumulator
+from memcheck.predict.reached import Reaching, has_hooks_of_accumulator
 from memcheck.predict.sparse import is_sparse, parts_of, with_parts
 
 Thing = TypeVar("Thing")

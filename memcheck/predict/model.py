@@ -22,6 +22,7 @@ from memcheck.core.optimizers import (
     optimizer_factory,
     optimizer_made,
     optimizers_in,
+    optimizers_in_hooks,
 )
 from memcheck.core.options import named
 from memcheck.core.outputs import ForwardOptions
@@ -57,8 +58,13 @@ def predict_step(step: Step, place: Place, probe: Probe | None = None) -> Predic
 def predict_program(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
     """The prediction of the first step that does not fit, else of that with the highest peak; it has those of all."""
     steps: list[Prediction] = []
-    for number in range(1, len(program.steps) + 1):
-        steps.append(predict_last(dataclasses.replace(program, steps=program.steps[:number]), place, probe))
+    listed = program.steps
+    if len(listed) > 1:  # They are all that run. Only an optimizer's step has another one before it by default.
+        listed = tuple(
+            each if each.has_optimizer or each.steps else dataclasses.replace(each, steps=1) for each in listed
+        )
+    for number in range(1, len(listed) + 1):
+        steps.append(predict_last(dataclasses.replace(program, steps=listed[:number]), place, probe))
         if not steps[-1].fits:
             return dataclasses.replace(steps[-1], steps=tuple(steps))
     return dataclasses.replace(max(steps, key=highest_bytes), steps=tuple(steps))
@@ -167,6 +173,8 @@ def workload_of(
         if target.kind == "cpu":
             move_settings(optimizers_in(optimizer), mode)
 
+    stepped = optimizers_in([optimizer, optimizers_in_hooks(module)])
+
     # Set before each forward if a step asks for a mode. Else they are those that the forwards themselves leave.
     asked = any(step.training is not None for step in program.steps)
     modes = {part: part.training for part in module.modules()} if module is not None and asked else {}
@@ -187,8 +195,9 @@ def workload_of(
             ((), owner_of(model)),
             (*argument_names(model, len(inputs)), ""),
             optimizer_step=clipped_step(optimizer, step.clip_grad_norm) if stepping else None,
-            optimizers=tuple(optimizers_in(optimizer)),
-            warm_up=step is maker and step.warms_up,
+            optimizers=tuple(stepped),
+            warm_up=step.warms_up and (step is maker or not step.has_optimizer),
+            may_warm_up=step.backward and not step.has_optimizer and step.steps is None,
             accumulate=step.accumulate,
             retain_graph=step.retain_graph,
             set_to_none=step.set_to_none,

@@ -176,6 +176,8 @@ def call_to_check(func: Any, args: Any, kwargs: Any, contents: KnownContents) ->
         return None
     if name in PLAIN and are_usual(args, kwargs):
         return None
+    if name.startswith(("_foreach_", "_fused_")):  # Optimizers in hooks call them. Tests compare those optimizers.
+        return None
     if kwargs.get("out") is not None:
         return None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from memcheck.core.tensors import HOOKS
 from memcheck.predict.python_functions import EMPTY, contents_of, names_in
 
 # Packages whose functions reach no module of the user by themselves.
@@ -18,10 +19,6 @@ LIBRARIES = frozenset(["torch", "numpy", "builtins", "functools", "memcheck", "c
 DEEPEST = 6
 MOST_ITEMS = 10_000
 PARTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
-# Attributes of a tensor: dicts of hooks, which its class reads and writes in C++.
-HOOKS: tuple[Any, ...] = tuple(
-    vars(torch._C.TensorBase)[name] for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-)
 
 
 class Reaching:
@@ -134,11 +131,6 @@ def parts_of(thing: Any) -> Iterator[Any]:
         yield from thing
     elif is_plain_object(thing):
         yield from list(vars(thing).values())
-
-
-def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """The functions that run when the tensor gets a gradient."""
-    return [hook for hooks in HOOKS for hook in (hooks.__get__(tensor) or {}).values()]
 
 
 def is_accumulator(thing: Any) -> bool:

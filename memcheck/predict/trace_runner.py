@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memcheck.core.options import named
 from memcheck.core.outputs import Left, why_no_backward
 from memcheck.core.tensors import gradients_for, tensors_in
 from memcheck.core.torch_versions import untried
+from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
@@ -78,6 +80,8 @@ class TraceRunner:
         ):
             try:
                 self._run(workload)
+                if workload.may_warm_up:
+                    self._note_state_of_hooks(workload)
             except RuntimeError as error:
                 if "overflow" not in str(error):
                     raise
@@ -93,6 +97,16 @@ class TraceRunner:
         self.result.guessed = frozenset(self.mode.guessed)
         self.result.freed_late = frozenset(self.mode.freed_late)
         return self.result
+
+    def _note_state_of_hooks(self, workload: Workload) -> None:
+        """Names the state that optimizers made in the backward, of which a later step has more than the first."""
+        state = self._allocations(tensor for _, tensor in workload.named_state())
+        if size := sum(allocation.bytes for allocation in state if allocation not in self.result.optimizer):
+            words = (
+                f"a later step, which begins with {format_bytes(size)} of state that optimizers made in this backward"
+            )
+            for phase in ("forward", "backward"):
+                self.mode.note_unknown(f"{words}: predict it with {named('steps')} 2", phase)
 
     def _check_calls(self) -> None:
         """Names the functions that take something else than predicted when they run alone."""
@@ -120,7 +134,7 @@ class TraceRunner:
             self.mode.storages.note(tensor, name)
         if not self.is_split:
             self.mode.storages.note_copies(self.mode.copies.storages())
-        self.result.has_optimizer = workload.optimizer_step is not None
+        self.result.has_optimizer = bool(workload.optimizer_step or workload.optimizers or workload.warm_up)
         self.result.carried_over = self.result.optimizer = self._named(workload.named_state(), owned=True)
         left = Left()
         if workload.warm_up or workload.accumulate > 1 or workload.earlier:
@@ -169,9 +183,9 @@ class TraceRunner:
         self.result.incoming = self._titled([(self._incoming_name, first.incoming)])
         self.result.gradients = self._gradients(leaves)
         self._end("backward", next_phase="optimizer")
-        assert workload.optimizer_step is not None
-        workload.optimizer_step()
-        self._end("optimizer")
+        if workload.optimizer_step is not None:
+            workload.optimizer_step()
+            self._end("optimizer")
         first.end()
 
     def _before(

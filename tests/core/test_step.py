@@ -54,7 +54,7 @@ def decoder() -> nn.Module:
         ({"clip_grad_norm": -1, "optimizer": "sgd"}, "clip_grad_norm must be a number that is not negative, got -1"),
         ({"clip_grad_norm": 1.0}, "clip_grad_norm needs an optimizer"),
         ({"set_to_none": False}, "set_to_none=False needs an optimizer"),
-        ({"steps": 2}, "steps 2 needs an optimizer"),
+        ({"steps": 2, "backward": False}, "steps 2 needs a backward, got backward=False"),
         ({"backward": False, "optimizer": "sgd"}, "optimizer needs a backward, got backward=False"),
         ({"backward": False, "keep_outputs": False}, "keep_outputs=False needs a backward, got backward=False"),
         ({"backward": False, "checkpointing": True}, "checkpointing needs a backward, got backward=False"),

@@ -207,12 +207,92 @@ def test_an_optimizer_that_needs_a_closure_is_named() -> None:
         measure_memory(model, x, optimizer=lambda p: optim.LBFGS(p))
 
 
-def test_steps_need_an_optimizer() -> None:
+def test_steps_need_a_backward() -> None:
     model, x = mlp(), torch.randn(5, 37)
     for call in (memcheck.predict_memory, measure_memory):
-        with pytest.raises(ValueError, match="steps 2 needs an optimizer"):
-            call(model, x, steps=2)
+        with pytest.raises(ValueError, match="steps 2 needs a backward, got backward=False"):
+            call(model, x, steps=2, backward=False)
         call(model, x, steps=1)
+
+
+def stepping(**how: Any) -> nn.Module:
+    """A model whose hooks step an optimizer of each parameter in the backward."""
+    model = mlp()
+    optimizers = {parameter: optim.AdamW([parameter], **how) for parameter in model.parameters()}
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    return model
+
+
+def mean(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def peaks_of_a_loop() -> list[int]:
+    """The peaks of the backwards of two steps, with all that is made from an empty start."""
+    peaks = []
+    with memcheck.track(saved=False) as tracked:
+        model, x = stepping(), torch.randn(5, 37)
+        for _ in range(2):
+            y = model(x)
+            loss = mean(y)
+            tracked.reset_peak()
+            loss.backward()
+            peaks.append(tracked.peak_bytes)
+            del y, loss
+    return peaks
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"steps": 1}, {"steps": 2}, {"steps": 2, "accumulate": 2}, {"accumulate": 2}, {"optimizer": "sgd"}],
+    ids=str,
+)
+def test_hooks_that_step_optimizers_are_predicted_exactly(how: dict[str, Any]) -> None:
+    compare(stepping(), torch.randn(5, 37), loss=mean, **how)
+
+
+def test_a_later_step_has_the_state_that_hooks_made() -> None:
+    x = torch.randn(5, 37)
+    first, later = (memcheck.predict_memory(stepping(), x, loss=mean, device="cpu", steps=steps) for steps in (1, 2))
+    assert [one.record.backward_peak_bytes for one in (first, later)] == peaks_of_a_loop()
+    state = 8 * sum(parameter.numel() for parameter in mlp().parameters()) + 4 * 4
+    assert (first.record.optimizer_bytes, later.record.optimizer_bytes) == (0, state)
+    step = memcheck.Step(stepping(), x, loss=mean)
+    program = memcheck.predict_memory(memcheck.Program([step, step]), device="cpu")
+    assert [one.record.backward_peak_bytes for one in program.steps] == peaks_of_a_loop()
+    assert all(one.exact for one in (first, later, *program.steps))
+
+
+def test_a_step_in_which_hooks_make_state_is_not_claimed_to_be_exact() -> None:
+    model, x = stepping(), torch.randn(5, 37)
+    prediction = memcheck.predict_memory(model, x, loss=mean, device="cpu")
+    (doubt,) = prediction.record.doubts
+    assert doubt.endswith("of state that optimizers made in this backward: predict it with steps 2")
+    assert "a training step needs at least " in repr(prediction)
+    assert {"forward_peak_bytes", "backward_peak_bytes"} <= prediction.bounds
+    mean(model(x)).backward()
+    compare(model, x, loss=mean)  # The state is there.
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"lr": rate()}], ids=str)
+def test_hooks_step_optimizers_of_any_kind(how: dict[str, Any]) -> None:
+    x = torch.randn(5, 37)
+    compare(stepping(**how), x, loss=mean, steps=2)
+    later = memcheck.predict_memory(stepping(**how), x, loss=mean, steps=2, device="RTX-4090")
+    assert later.record.optimizer_bytes >= 8 * sum(parameter.numel() for parameter in mlp().parameters())
+
+
+def test_a_second_step_without_an_optimizer_is_like_the_first() -> None:
+    model, x = mlp(), torch.randn(5, 37)
+    compare(model, x, loss=mean, steps=2)
+    first, later = (memcheck.predict_memory(model, x, loss=mean, steps=steps).record for steps in (None, 2))
+    assert [getattr(first, name) for name in FIGURES[2:]] == [getattr(later, name) for name in FIGURES[2:]]
 
 
 def with_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
