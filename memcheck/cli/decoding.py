@@ -12,7 +12,6 @@ from typing import Any
 from memcheck.bench.catalog import make_case
 from memcheck.bench.kv_cache import CachedModel
 from memcheck.cli.models import SIZES, Setting
-from memcheck.cli.next_steps import after_decoding
 from memcheck.cli.options import ModelStep
 from memcheck.cli.requests import Predict
 from memcheck.core.case import Case
@@ -131,8 +130,6 @@ def predict_decoding(request: Predict, model: CachedModel) -> Prediction:
         table.title = f"One layer's step. {table.title}"
         tables = [states_table(model, figures), *([table] if table.rows else [])]
         print(f"\n{render(tables, 'table', sys.stdout)}")
-        if whole.fits is not None:
-            print(f"\n{after_decoding(request, model.most_sequences(place))}")
     return whole
 
 

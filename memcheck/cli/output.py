@@ -47,9 +47,9 @@ def print_doubts(records: list[R], in_detail: bool, screen: Screen, out: TextIO)
 
 
 def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
-    """Prints the sentences that end a command. The lines of a next step are kept as they are."""
-    *answers, step = sentences
-    print("", *map(screen.fill, answers), step, sep="\n", file=out)
+    """Prints the sentences that end a command."""
+    if sentences:
+        print("", *map(screen.fill, sentences), sep="\n", file=out)
 
 
 def make_room(name: str, path: Path) -> None:

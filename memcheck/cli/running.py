@@ -30,7 +30,7 @@ from memcheck.report.plots.pictures import plot_memory
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.predictions import unknown_words
 from memcheck.report.rows import PREDICTED, LiveRows, explanation
-from memcheck.report.summary import answer, next_step
+from memcheck.report.summary import answer
 from memcheck.report.tables import Screen
 
 R = TypeVar("R", bound=Record)
@@ -80,7 +80,7 @@ def run_cases(cases: list[Case], request: Cases, *, title: str, note: str = "") 
     for case, record in zip(cases, records, strict=True):
         written += inspect_case(case, record, request, out, single=len(cases) == 1)
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
-    print_answer([*answer(records), next_step(records, request.memory_limit)], rows.screen, out)
+    print_answer(answer(records), rows.screen, out)
     if request.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in [*records, *predictions]) + "]")
     return exit_code(records)

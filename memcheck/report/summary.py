@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record, sequence_words
-from memcheck.core.units import exact_bytes, format_bytes
+from memcheck.core.units import format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
     OWN_SIZES,
@@ -35,7 +35,6 @@ from memcheck.report.cases import (
     varying,
 )
 from memcheck.report.predictions import agreement
-from memcheck.report.rows import short_dtype
 
 OPERATORS_OWN = ("operator", *OWN_SIZES, "compiled")  # Cases that differ in nothing else are comparable.
 STATUS_WORDS = {
@@ -316,84 +315,6 @@ def doubt_details(records: Sequence[Record]) -> list[str]:
     """Every doubt, with its case."""
     fields = [field for field in CASE_FIELDS if field in ("operator", "query_len", "kv_len", *varying(records))]
     return [f"{describe(record, fields)}: {doubt}" for record in records for doubt in record.doubts]
-
-
-def next_step(records: Sequence[Record], limit_bytes: int | None = None) -> str:
-    """A command that answers the next question: what fits, or what takes the memory. limit_bytes: of the run."""
-    failed = [record for record in records if record.status == "oom" and not record.compiled]
-    if failed:
-        first = min(failed, key=size_of)
-        where = "--device cpu" if first.device == "cpu" else f"--device-from-this-gpu {first.device_index or 0}"
-        command = f"memcheck fit {flags_of(first, lengths=False)} {where}{limit_flag(limit_bytes)}"
-        return f"Next: {command}\n  finds the largest size that fits."
-    known = [record for record in records if need(record) is not None and not is_predicted(record)]
-    if not known:
-        return "Next: memcheck info\n  shows what this installation can run."
-    most = max(known, key=lambda record: (size_of(record), need_or_0(record)))
-    command = f"memcheck profile-{'combinator' if most.kv_len is None else 'attention'} {flags_of(most)}"
-    if most.alive_at_peak:
-        return f"Next: {command} --timeline memory.png\n  draws when those tensors are alive."
-    return f"Next: {command} --explain\n  names the tensors in {most.operator}'s {format_bytes(need_or_0(most))}."
-
-
-def next_model_step(records: Sequence[ModelRecord], limit_bytes: int | None = None) -> str:
-    """A command that predicts one change: activation checkpoints, or half the context. limit_bytes: of the run."""
-    failed = [record for record in records if record.status == "oom"]
-    record = failed[0] if failed else max(records, key=need_or_0)
-    halved = record.checkpointing
-    words = "half the context" if halved else "activation checkpoints"
-    flags = {
-        "size": record.size,
-        "attention-type": record.operator,
-        "context": max((record.query_len or 2) // 2, 1) if halved else record.query_len,
-        "bsz": record.bsz,
-        "mode": unless("train", record.mode),
-        "dtype": short_dtype(unless("float32", record.dtype)),
-        "autocast": short_dtype(record.autocast or None),
-        "feed-forward": unless("swiglu", record.feed_forward),
-        "factor": record.factor or None,
-        "window": record.window or None,
-        "checkpointing": "",
-    }
-    if record.source == "predicted" and record.device == "cuda":
-        flags["device"] = record.device_name
-    elif record.device == "cpu":
-        flags["device"] = "cpu"
-    command = f"memcheck profile-model {flag_words(flags)}{limit_flag(limit_bytes)} --predict"
-    return f"Next: {command}\n  predicts the same with {words}."
-
-
-def unless(default: str, value: str | None) -> str | None:
-    return None if value == default else value
-
-
-def flag_words(flags: Mapping[str, object]) -> str:
-    """The flags as a command line; None leaves a flag out, and "" leaves its value out."""
-    return " ".join(f"--{name} {value}".rstrip() for name, value in flags.items() if value is not None)
-
-
-def limit_flag(limit_bytes: int | None) -> str:
-    """ " --memory-limit 100MiB", or "" without a limit."""
-    return f" --memory-limit {exact_bytes(limit_bytes)}" if limit_bytes else ""
-
-
-def flags_of(record: Record, lengths: bool = True) -> str:
-    """The flags of profile-attention or profile-combinator for the record's case; without lengths, those of fit."""
-    kind = "combinator" if record.kv_len is None and lengths else "attention"
-    flags: dict[str, object] = {f"{kind}-type": record.operator, "bsz": record.bsz}
-    if record.lengths is not None:
-        flags |= {"bsz": None, "lengths": ",".join(map(str, record.lengths))}
-    elif lengths and record.mode == "decode" and record.kv_len:
-        flags["kv-len"] = record.kv_len
-    elif lengths and record.kv_len == record.query_len:
-        flags["seq-len"] = record.query_len
-    elif lengths:
-        flags |= {"query-len": record.query_len, "kv-len": record.kv_len}
-    flags |= {"dim": record.dim, "heads": record.heads, "factor": record.factor, "window": record.window}
-    flags["core-dim"] = None if record.core_dim == record.dim else record.core_dim
-    flags |= {"dtype": short_dtype(unless("float32", record.dtype)), "mode": unless("train", record.mode)}
-    bare = {str(record.layout): "lengths" in flags, "compile": record.compiled, "no-causal": record.causal is False}
-    return flag_words({**flags, **{name: "" for name, given in bare.items() if given}})
 
 
 def environment_facts(records: Sequence[Record]) -> dict[str, str]:

@@ -64,23 +64,13 @@ def test_a_case_that_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("flags", "step"),
-    [
-        (["--device", "RTX-4090"], "fit --dim 16 --heads 2 --device RTX-4090"),
-        (["--device", "cpu"], "predict --dim 16 --heads 2 --seq-len 32 --device RTX-4090"),
-        (["--device", "cpu", "--memory-limit", "30KiB"], "predict --dim 16 --heads 2 --device cpu"),
-    ],
+    "flags", [["--device", "RTX-4090"], ["--device", "cpu"], ["--device", "cpu", "--memory-limit", "30KiB"]], ids=str
 )
-def test_the_answer_is_short_and_ends_with_the_next_step(
-    capsys: pytest.CaptureFixture[str], flags: list[str], step: str
-) -> None:
+def test_the_answer_is_short(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
     assert main(["predict", *SMALL, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
     assert lines[0].startswith("naive ")
-    assert lines[-2].startswith(f"Next: memcheck {step}")
-    command = lines[-2].removeprefix("Next: memcheck ").split()
-    assert main([*command, *(["--fail-on-oom"] if command[0] == "predict" else ["--up-to", "64"])]) == 0
 
 
 def test_a_gpu_needs_tensors_segments_and_context(capsys: pytest.CaptureFixture[str]) -> None:

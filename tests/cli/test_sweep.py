@@ -125,9 +125,7 @@ def test_rows_tables_and_plots(tmp_path, capsys) -> None:
     assert "[1/4] naive" in printed.out
     assert "B1 S16 T16 E16 H2 float32: ok, peak" in printed.out
     assert "4 cases: 4 ok\n\nWrote " in printed.out
-    answer, _, step = printed.out.rpartition("\n\n")[2].partition("\nNext: ")
-    assert answer.startswith("At S = T = 16, ")
-    assert step.startswith(f"memcheck report {folder} --html page.html\n")
+    assert printed.out.rpartition("\n\n")[2].startswith("At S = T = 16, ")
     records = read_records(folder)
     assert [record.status for record in records] == ["ok"] * 4
     written = [path for path in folder.rglob("*") if path.is_file()]

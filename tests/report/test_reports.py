@@ -34,7 +34,7 @@ from memcheck.report.records import (
 )
 from memcheck.report.rows import LiveRows
 from memcheck.report.scaling import factors_per_doubling, fit_exponent, scaling_table
-from memcheck.report.summary import answer, doubt_details, doubt_lines, next_step, padded_against_packed, summary
+from memcheck.report.summary import answer, doubt_details, doubt_lines, padded_against_packed, summary
 from memcheck.report.tables import BOLD, RED, Screen, Table, data_rows, render, to_text
 
 MIB = 2**20
@@ -484,46 +484,6 @@ def test_padded_against_packed_is_of_one_size() -> None:
     ]
     (words,) = padded_against_packed(rows)
     assert words == "Padded against packed, sequences of 60, 4, dim 64: naive 64 MiB against 64."
-
-
-@pytest.mark.extension
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "profile-attention --attention-type naive --seq-len 32 --dim 16 --heads 2",
-        "profile-attention --attention-type softplus --query-len 8 --kv-len 32 --dim 16 --core-dim 8 --no-causal",
-        "profile-attention --attention-type compressed --seq-len 32 --dim 16 --heads 2 --factor 4 --dtype bf16",
-        "profile-attention --attention-type naive --kv-len 32 --dim 16 --heads 2 --mode decode --bsz 3",
-        "profile-combinator --query-len 8 --bsz 2 --dim 16 --combinator-type combinator-low-memory",
-    ],
-)
-def test_the_next_step_is_a_command_of_the_same_case(flags: str, tmp_path: Path, capsys) -> None:
-    common = ["--no-time", "--device", "cpu", "--output", str(tmp_path)]
-    assert main([*flags.split(), *common]) == 0
-    first = read_records(tmp_path)
-    (step,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Next: memcheck ")]
-    words = step.removeprefix("Next: memcheck ").split()
-    assert words[-1] == "--explain"
-    assert main([*words, *common]) == 0
-    assert "alive at the peak of" in capsys.readouterr().out
-    assert len(read_records(tmp_path)) == len(first) == 1
-
-
-@pytest.mark.extension
-def test_the_next_step_after_running_out_is_what_fits(tmp_path: Path, capsys) -> None:
-    flags = ["--attention-type", "naive", "--seq-len", "64", "--dim", "16", "--heads", "1", "--no-time"]
-    limit = ["--memory-limit", "40KiB", "--device", "cpu", "--output", str(tmp_path)]
-    assert main(["profile-attention", *flags, *limit]) == 0
-    out = capsys.readouterr().out
-    assert "in use; the case needs " in out
-    (step,) = [line for line in out.splitlines() if line.startswith("Next: memcheck fit ")]
-    assert step.endswith("--device cpu --memory-limit 40KiB")
-    assert main(step.removeprefix("Next: memcheck ").split()) == 0
-    assert "The largest sequence length that fits cpu" in capsys.readouterr().out
-    (step,) = [next_step([record(status="oom", lengths=(64, 9), bsz=1, device="cpu")]).splitlines()[0]]
-    assert " --lengths 64,9 " in step
-    assert " --packed --device cpu" in step
-    assert next_step([record(status="error")]).startswith("Next: memcheck info")
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0, 1.5])

@@ -9,7 +9,6 @@ import torch
 
 from memcheck.bench.probe import CpuProbe, Table, environment
 from memcheck.cli.models import ModelPredictor
-from memcheck.cli.next_steps import after_calibrate
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Calibrate
 from memcheck.core.errors import UsageError
@@ -39,5 +38,4 @@ def run(request: Calibrate) -> int:
     is_needed = operators + functions > 0
     wrote = f"Wrote {request.output}: {counts} ({', '.join(environment())})."
     print(wrote if is_needed else "No table was written: every operator of the model has a rule.")
-    print(after_calibrate(request, str(request.output) if is_needed else None))
     return 0

@@ -6,7 +6,6 @@ import sys
 from typing import TextIO
 
 from memcheck.bench.sweep.store import read_results
-from memcheck.cli.next_steps import after_compare
 from memcheck.cli.requests import Compare
 from memcheck.cli.runs import check_only, runs_in
 from memcheck.core.errors import UsageError
@@ -43,8 +42,6 @@ def run(request: Compare) -> int:
     )
     if request.fail_on_growth is not None:
         return verdict(comparison, request, request.fail_on_growth, out)
-    if request.format == "table":
-        print(f"\n{after_compare(request)}")
     return 0
 
 

@@ -16,7 +16,6 @@ from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.cases import attention_fields_of, batches_of, check_takes_window, make_any_case
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
-from memcheck.cli.next_steps import after_fit
 from memcheck.cli.options import DEFAULT_TYPES
 from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress_bar
 from memcheck.cli.requests import Fit
@@ -79,9 +78,6 @@ def run(request: Fit) -> int:
         print(json.dumps(found, indent=1))
     else:
         print(render([capacity_table(capacities, request.memory_limit)], "table", sys.stdout))
-        most = max(capacities, key=lambda capacity: capacity.largest)
-        step = after_fit(request, most.case.operator, most.largest or most.step, most.at is not None)
-        print(f"\n{step}")
     if along and request.plot:
         draw(curves, capacities, along, request, request.plot)
         print(f"\nWrote {request.plot}", file=sys.stderr if request.format == "json" else sys.stdout)
@@ -110,7 +106,6 @@ def fit_model(request: Fit) -> int:
             if request.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
         print(f"\n{render([edges_table(edges, axis, step)], 'table', sys.stdout)}")
-        print(f"\n{after_fit(request, None, edges[0].size or step, edges[0].at is not None)}")
     return DOES_NOT_FIT if request.fail_on_oom and edges[0].at is None else 0
 
 

@@ -18,7 +18,6 @@ from memcheck.cli.cases import (
 )
 from memcheck.cli.decoding import of_case, of_configuration, predict_decoding
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
-from memcheck.cli.next_steps import after_predict
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.requests import Predict
@@ -67,16 +66,7 @@ def predict_model(request: Predict) -> Prediction:
     tables += [changes_table(prediction, changes)] if changes else []
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
-    print_next(request, prediction, changes)
     return prediction
-
-
-def print_next(request: Predict, prediction: Prediction, changes: list[SettingChange]) -> None:
-    """Prints the command that answers the next question, if the prediction has an answer."""
-    if prediction.fits is None:
-        return
-    fixes = [] if prediction.fits else [change.flags for change in changes if change.prediction.fits]
-    print(f"\n{after_predict(request, prediction.fits, fixes)}")
 
 
 def model_object(prediction: Prediction, changes: list[SettingChange]) -> dict[str, Any]:
@@ -152,7 +142,6 @@ def print_case(request: Predict, prediction: Prediction) -> None:
         print(screen.fill(f"{case_words(prediction.record)}."))
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
-    print_next(request, prediction, changes)
 
 
 def make_cases(request: Predict) -> list[Case]:

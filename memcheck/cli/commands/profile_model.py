@@ -29,7 +29,7 @@ from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report.cases import case_and_place
 from memcheck.report.models import LETTERS, ModelRows, model_title, parts_table
 from memcheck.report.plots.models import plot_models
-from memcheck.report.summary import model_answer, next_model_step
+from memcheck.report.summary import model_answer
 from memcheck.report.tables import Screen, to_text
 
 
@@ -66,7 +66,7 @@ def run(request: ProfileModel) -> int:
         print(line, file=out)
     written = [store.path, picture, *inspect(cases[0], records[0], request, out)]
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
-    print_answer([*model_answer(records), next_model_step(records, request.memory_limit)], rows.screen, out)
+    print_answer(list(model_answer(records)), rows.screen, out)
     if request.format == "json":
         print(json.dumps([dataclasses.asdict(record) for record in records]))
     return exit_code(list(records))

@@ -11,7 +11,6 @@ from typing import Any
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
 from memcheck.cli.commands import snapshot
-from memcheck.cli.next_steps import after_report
 from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Report, Snapshot
 from memcheck.cli.runs import check_only, runs_in
@@ -56,8 +55,6 @@ def run(request: Report) -> int:
         print("", *doubt_details(records), sep="\n", file=sys.stdout if request.format == "table" else sys.stderr)
     if written:
         print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
-    if request.format == "table" and not request.html:
-        print(f"\n{after_report(request)}")
     return 0
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from memcheck.cli.next_steps import after_run
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.cli.streams import patient_streams
@@ -65,8 +64,6 @@ def run(request: Run) -> int:
     with patient_streams():  # On stderr, because stdout is the script's.
         print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
         print(f"\n{files_sentence(request.output, written, failure)}", file=sys.stderr)
-        if len(written) == len(FILES):
-            print(f"\n{after_run(request)}", file=sys.stderr)
     return record.exit_code or (0 if failure is None else 130 if isinstance(failure, KeyboardInterrupt) else 1)
 
 

@@ -11,7 +11,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from memcheck.cli.next_steps import after_snapshot
 from memcheck.cli.output import check_picture, make_room, progress_bar
 from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
@@ -48,8 +47,6 @@ def run(request: Request) -> int:
         print(json.dumps(objects[0] if len(objects) == 1 else objects, indent=1))
     else:
         show(snapshots, request.format)
-    if request.format == "table":
-        print(f"\n{after_snapshot(request.device)}")
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0

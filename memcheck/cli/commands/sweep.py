@@ -71,8 +71,7 @@ def run(request: Sweep) -> int:
         raise StoreError(f"{error}; {resume_words(planned)}") from None
     print(f"\n{counted_words(records)}", file=out, flush=True)
     print(f"\nWrote {write_files(options, planned.output)}", file=out)
-    step = f"Next: memcheck report {options.output} --html page.html\n  writes all tables and plots as one page."
-    print_answer([*summary(records)[1:], step], Screen.of(out), out)
+    print_answer(summary(records)[1:], Screen.of(out), out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
