@@ -49,12 +49,15 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     from memcheck.measure.script_watch import ScriptWatch
     from memcheck.report.script_tables import limit_report
 
+    wrong = ""
     with ExitStack() as stack:
         try:
             limit_bytes, device, named = parse_limit(marker.args, marker.kwargs)
             watch = stack.enter_context(ScriptWatch(device))
         except (ImportError, TypeError, ValueError, RuntimeError) as error:
-            pytest.fail(f"{item.nodeid}: memcheck_limit: {error}", pytrace=False)
+            wrong = str(error)
+        if wrong:  # Outside of the except block, so that the error is not shown a second time.
+            pytest.fail(f"{item.nodeid}: memcheck_limit: {wrong}", pytrace=False)
         result = yield
     record = watch.record([item.nodeid], 0, None)
     peaks = {record.device: record.peak.bytes, **({} if named else record.other_peaks)}

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck._extension import MISSING
 from memcheck.bench.case_predictions import predict_case
@@ -19,8 +20,8 @@ from memcheck.core.arguments import argument, place_of, renamed, takes_step
 from memcheck.core.case import Case
 from memcheck.core.converters import count
 from memcheck.core.devices import Device
-from memcheck.core.errors import UsageError
-from memcheck.core.options import options_of
+from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.step import MEASURED_ONLY, Program, Step
@@ -147,26 +148,58 @@ class Largest:
         return cls(size, search.step, found.get(size), found.get(size + search.step), len(found))
 
 
+# Sizes that `largest` finds by the inputs of a model: the dimension of a tensor.
+DIMENSIONS = {"bsz": 0, "seq_len": 1}
+
+
+def resized_inputs(inputs: Any, find: str) -> Callable[[int], Any]:
+    """A function that returns the inputs with another size, on meta.
+
+    Every tensor changes whose dimension is as large as that of the first tensor that has it.
+
+    UsageError: no tensor has the dimension.
+    """
+    at = DIMENSIONS[find]
+
+    def sizes() -> Iterator[int]:
+        return (part.shape[at] for part in tree_leaves(inputs) if isinstance(part, torch.Tensor) and part.dim() > at)
+
+    if (given := next(sizes(), None)) is None:
+        raise UsageError(f"{named('find')} {find} needs an input with dimension {at}, got none")
+
+    def resized(part: Any, size: int) -> Any:
+        if not isinstance(part, torch.Tensor) or part.dim() <= at or part.shape[at] != given:
+            return part
+        shape = [*part.shape[:at], size, *part.shape[at + 1 :]]
+        return torch.empty(shape, dtype=part.dtype, device="meta", requires_grad=part.requires_grad)
+
+    return lambda size: tree_map(functools.partial(resized, size=size), inputs)
+
+
 def largest(
-    make: Callable[[int], Any],
-    model: Callable[..., Any] | None = None,
+    make: Callable[..., Any],
+    model: Any = None,
     device: Place | Device | torch.device | str | None = None,
     *,
+    find: str | None = None,
     step: int = 1,
     up_to: int = 2**30,
     start: int = 256,
     **options: Any,
 ) -> Largest:
-    """The largest size n that fits the device: of make(n), a Step, or of model(*make(n)).
+    """The largest size n that fits the device: of make(n), a Step, of model(*make(n)), or of a model and its inputs.
 
     Examples:
         >>> memcheck.largest(lambda n: Step(model, torch.empty(n, 512), optimizer="adamw"), device="A100-40GB")
         >>> memcheck.largest(lambda n: torch.empty(n, 512), model, "A100-40GB", optimizer="adamw")
+        >>> memcheck.largest(model, x, "A100-40GB", find="bsz", optimizer="adamw")
 
     Args:
         make: returns the step of a size, or its inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
             It is called with meta as the default device, so that factories allocate nothing.
         model, options: as of predict_memory.
+        find: "bsz" or "seq_len". Then the first argument is the model and the second one its inputs. The size is the
+            first or the second dimension of the first tensor that has it, and of each other one that is as large there.
         device: also a Place, alone or as place=.
         step: sizes are its multiples.
         up_to: the largest size that is tried.
@@ -180,6 +213,12 @@ def largest(
     up_to = options.pop("up_to", up_to)
     step, start = argument("step", step, count), argument("start", start, count)
     most = argument("up_to", up_to, functools.partial(count, least=step))
+    if find is not None:
+        if (found := find.replace("-", "_")) not in DIMENSIONS:
+            raise unknown_name(named("find"), find, DIMENSIONS)
+        make, model = resized_inputs(model, found), make
+    elif isinstance(make, torch.nn.Module):
+        raise TypeError("largest takes a function of the size first; for a model and its inputs say find='bsz'")
     if isinstance(model, Case):
         raise TypeError("largest takes a model; memcheck.bench.capacity.find_capacity and memcheck fit take a case")
     of_place = {name: options.pop(name) for name in (*options_of(Place), "place") if name in options}

@@ -76,6 +76,8 @@ def paragraphs(record: ScriptRecord) -> list[str]:
     phases = [f"{phase} {format_bytes(size)}" for phase, size in record.phase_peaks.items() if size]
     if len(phases) > 1:
         lines.append(f"Highest after an allocation in each phase: {', '.join(phases)}.")
+    if record.steps and not record.phase_peaks.get("backward"):
+        lines.append(f"{counted(record.steps, 'optimizer step')} ran, and no backward did.")
     lines += [f"The peak of {device} was {format_bytes(size)}." for device, size in record.other_peaks.items()]
     lines.append(thinning(record))
     if record.snapshot is not None:

@@ -52,6 +52,8 @@ class Snapshot:
     """
 
     def __init__(self, records: Sequence[SnapshotRecord]) -> None:
+        if isinstance(records, str | Path):
+            raise TypeError(f"a Snapshot is made of records; memcheck.Snapshot.load({str(records)!r}) reads a file")
         self.records = sorted(records, key=lambda record: -record.peak_reserved_bytes)
 
     @classmethod

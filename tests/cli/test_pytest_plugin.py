@@ -136,6 +136,13 @@ def run_pytest(pytester: pytest.Pytester, *words: str) -> pytest.RunResult:
     return pytest.RunResult(done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), duration=0)
 
 
+def test_a_wrong_limit_is_one_error(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_memory=TESTS)
+    done = run_pytest(pytester, "-k", "test_of_")
+    done.stdout.no_fnmatch_line("*During handling of the above exception*")
+    assert done.parseoutcomes()["failed"] == 6
+
+
 def test_limits_and_the_fixture(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_memory=TESTS)
     result = run_pytest(pytester)

@@ -87,6 +87,22 @@ def test_the_report_names_the_peak_and_its_line(run):
     assert "http" not in re.sub(r'xmlns[:\w]*="[^"]*"|http://www.w3.org/\S*', "", page)
 
 
+STEPS = """
+import torch
+weight = torch.nn.Parameter(torch.ones(1000))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    loss = weight.square().sum()
+    {}
+    optimizer.step()
+"""
+
+
+def test_steps_without_a_backward_are_named(run):
+    assert "3 optimizer steps ran, and no backward did." in run(STEPS.format("loss.detach()"))[2]
+    assert "no backward did" not in run(STEPS.format("loss.backward()"))[2]
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "error"),
     [

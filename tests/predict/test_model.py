@@ -248,6 +248,27 @@ def test_the_largest_size_that_fits() -> None:
         memcheck.largest(lambda n: torch.zeros(n, 100), model, "cpu")
 
 
+def test_the_largest_size_of_inputs_is_found_by_their_dimension() -> None:
+    how: dict[str, Any] = {"memory_limit": 1_000_000, "backward": False}
+    made = memcheck.largest(lambda n: torch.zeros(n, 100), nn.Linear(100, 100), "cpu", **how)
+    found = memcheck.largest(nn.Linear(100, 100), torch.zeros(7, 100), "cpu", find="bsz", **how)
+    assert (found.size, found.at.record) == (made.size, made.at.record)
+
+    def both(x: Tensor, *, times: Tensor) -> Tensor:
+        return x * times
+
+    of_two = memcheck.largest(
+        both, {"x": torch.zeros(2, 5, 3), "times": torch.zeros(2, 5, 1)}, "cpu", find="seq-len", **how
+    )
+    assert of_two.at.record.input_bytes == 4 * 2 * of_two.size * (3 + 1)
+    with pytest.raises(UsageError, match="find seq_len needs an input with dimension 1, got none"):
+        memcheck.largest(torch.exp, torch.zeros(3), "cpu", find="seq_len", **how)
+    with pytest.raises(UsageError, match="find bzs is unknown; known: bsz, seq_len; did you mean bsz"):
+        memcheck.largest(torch.exp, torch.zeros(3), "cpu", find="bzs", **how)
+    with pytest.raises(TypeError, match="for a model and its inputs say find='bsz'"):
+        memcheck.largest(nn.Linear(100, 100), torch.zeros(7, 100), "cpu", **how)
+
+
 class Asking(nn.Module):
     """A module whose control flow depends on question(x)."""
 

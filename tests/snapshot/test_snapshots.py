@@ -422,3 +422,8 @@ def test_a_notebook_shows_the_answer_the_picture_and_the_tables(write: Callable[
     with pytest.raises(UsageError, match="table: line is unknown"):
         snapshot.table("line")
     assert len(snapshot.plot().axes) == 2  # The events, and the bar of the peak.
+
+
+def test_a_snapshot_is_not_made_of_a_path() -> None:
+    with pytest.raises(TypeError, match=r"memcheck\.Snapshot\.load\('snapshot\.pickle'\) reads a file"):
+        Snapshot("snapshot.pickle")
