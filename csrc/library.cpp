@@ -90,11 +90,17 @@ static py::list point_list(const memcheck::PeakLedger& ledger) {
   return rows;
 }
 
+// Two int64 for each site, packed, because Python keeps many of these.
+static py::bytes packed(const std::vector<memcheck::PeakLedger::Count>& counts) {
+  static_assert(sizeof(memcheck::PeakLedger::Count) == 2 * sizeof(int64_t));
+  return {reinterpret_cast<const char*>(counts.data()), counts.size() * sizeof(memcheck::PeakLedger::Count)};
+}
+
 // Python reads a ledger once the timeline that fills it is closed, or fills it itself under its own lock.
 static void bind_ledger(py::module_& m) {
   using memcheck::Kind, memcheck::PeakLedger;
   py::class_<PeakLedger, std::shared_ptr<PeakLedger>>(m, "PeakLedger")
-      .def(py::init<>())
+      .def(py::init<int64_t>(), py::arg("least_bytes") = 0)
       .def(
           "allocate",
           [](PeakLedger& ledger, uintptr_t address, int64_t bytes, int path, int line, int module, int phase,
@@ -121,6 +127,17 @@ static void bind_ledger(py::module_& m) {
       .def(
           "alive_at_peak", [](const PeakLedger& ledger) { return alive_list(ledger.alive_at_peak()); },
           "(site, bytes, blocks) of each site")
+      .def(
+          "counts", [](const PeakLedger& ledger) { return packed(ledger.counts()); },
+          "bytes and blocks alive now at each site, as packed int64")
+      .def(
+          "sites",
+          [](const PeakLedger& ledger) {
+            py::list sites;
+            for (const auto& site : ledger.sites()) sites.append(site_tuple(site));
+            return sites;
+          },
+          "the sites of counts()")
       .def_property_readonly("refusals", &PeakLedger::refusals)
       .def(
           "last_refusal",
@@ -154,6 +171,8 @@ static void bind_timeline(py::module_& m) {
       .def("events", &events,
            "(address, bytes, path, (shape, dtype) or None) of each, in their order; of a free, bytes "
            "are negative")
+      .def(
+          "counts", [](const AllocationTimeline& timeline) { return packed(timeline.counts()); }, "of its ledger, now")
       .def("paths", &paths, "(the path around it, its innermost operator) of each; path 0 is outside of all operators");
 }
 

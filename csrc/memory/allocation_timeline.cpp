@@ -264,13 +264,20 @@ void leave(const at::RecordFunction& function, at::ObserverContext* context) {
   lead(recording, position);
 }
 
-// What a gradient's accumulation is given becomes the gradient, or is added to it and freed.
+// What a gradient's accumulation is given becomes the gradient, or is added to it and freed. A gradient that shares its
+// memory, and any under create_graph, is copied: the copy has the line and the module of what was given.
 std::unique_ptr<at::ObserverContext> note_gradients(const at::RecordFunction& function) {
   if (std::strcmp(function.name(), kAccumulateGrad) != 0) return nullptr;
   const TimelineGuard timeline;
   if (!timeline.is_open() || timeline.recording().ledger == nullptr) return nullptr;
+  PeakLedger& ledger = *timeline.recording().ledger;
   for (const c10::IValue& input : function.inputs()) {
-    if (input.isTensor()) timeline.recording().ledger->set_kind(block_of(input.toTensor()), Kind::Gradient, {});
+    if (!input.isTensor()) continue;
+    const uintptr_t block = block_of(input.toTensor());
+    ledger.set_kind(block, Kind::Gradient, {});
+    if (const auto site = ledger.site_of(block)) {
+      position_in(timeline.recording()).where.origin = {site->line, site->module};
+    }
   }
   return nullptr;
 }
@@ -339,6 +346,11 @@ std::vector<AllocationEvent> AllocationTimeline::events() const {
 std::vector<OperatorPath> AllocationTimeline::paths() const {
   const TimelineGuard guard;
   return recording_->paths;
+}
+
+std::vector<PeakLedger::Count> AllocationTimeline::counts() const {
+  const TimelineGuard guard;
+  return recording_->ledger != nullptr ? recording_->ledger->counts() : std::vector<PeakLedger::Count>{};
 }
 
 bool AllocationTimeline::is_held_by(const TimelineGuard& guard) const {

@@ -63,13 +63,21 @@ void PeakLedger::allocate(uintptr_t address, int64_t bytes, const Site& site) {
   begin_event();
   const int account = account_of(site);
   change(account, bytes, 1);
-  blocks_[address] = {bytes, account};
+  Block& block = blocks_[address];
+  large_.erase(block.event);  // of a block whose release was not seen
+  block = {bytes, account, events_};
+  if (bytes >= least_bytes_) large_[events_] = {steps_, address};
   level_ += bytes;
   int64_t& phase_peak = phase_peaks_[static_cast<int>(site.phase)];
   phase_peak = std::max(phase_peak, level_);
   if (level_ > peak_.bytes) {
     ++peaks_;
     peak_ = {level_, events_, seconds(), steps_, site};
+    if (!large_.empty()) {
+      const Large& latest = large_.rbegin()->second;
+      peak_.step = latest.step;
+      peak_.site = accounts_[blocks_.at(latest.address).account].site;
+    }
   }
   end_event();
 }
@@ -81,6 +89,7 @@ void PeakLedger::release(uintptr_t address, int64_t bytes) {
     change(account_of({}), -bytes, 0);
   } else {
     change(block->second.account, -bytes, -1);
+    large_.erase(block->second.event);
     blocks_.erase(block);
   }
   level_ -= bytes;
@@ -113,6 +122,24 @@ void PeakLedger::refuse(int64_t bytes, const Site& site) {
       last_refusal_.alive.push_back({account.site, account.now.bytes, account.now.blocks});
     }
   }
+}
+
+std::vector<PeakLedger::Count> PeakLedger::counts() const {
+  std::vector<Count> counts;
+  for (const Account& account : accounts_) counts.push_back(account.now);
+  return counts;
+}
+
+std::vector<Site> PeakLedger::sites() const {
+  std::vector<Site> sites;
+  for (const Account& account : accounts_) sites.push_back(account.site);
+  return sites;
+}
+
+std::optional<Site> PeakLedger::site_of(uintptr_t address) const {
+  const auto block = blocks_.find(address);
+  if (block == blocks_.end()) return std::nullopt;
+  return accounts_[block->second.account].site;
 }
 
 void PeakLedger::end_step() {

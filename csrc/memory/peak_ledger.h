@@ -30,18 +30,23 @@ using Layers = std::array<int64_t, kLayers>;
 
 class PeakLedger {
  public:
-  // The sum that was alive after an event, and the event's site.
+  // The sum that was alive after an event, and the site that names it: of a peak, that of the latest block of
+  // least_bytes or more that was alive; without such a block, and of a refusal, that of the event.
   struct Moment {
     int64_t bytes = 0;
     int64_t event = 0;  // counted from 1; 0 is the beginning
     double seconds = 0;
-    int64_t step = 0;  // optimizer steps that had ended
+    int64_t step = 0;  // optimizer steps that had ended when the site allocated
     Site site;
   };
   struct Alive {
     Site site;
     int64_t bytes;
     int64_t blocks;
+  };
+  struct Count {
+    int64_t bytes = 0;
+    int64_t blocks = 0;
   };
   struct Refusal {
     Moment moment;
@@ -55,6 +60,8 @@ class PeakLedger {
     int64_t bytes;
     Layers layers;
   };
+
+  explicit PeakLedger(int64_t least_bytes = 0) : least_bytes_(least_bytes) {}
 
   void allocate(uintptr_t address, int64_t bytes, const Site& site);
   // A block that is not known was there before; its bytes become negative ones of Site{}.
@@ -72,6 +79,11 @@ class PeakLedger {
   const Moment& peak() const { return peak_; }
   const std::array<int64_t, 4>& phase_peaks() const { return phase_peaks_; }
   std::vector<Alive> alive_at_peak() const;
+  // What is alive now at every site so far. A site keeps its place; new ones come last.
+  std::vector<Count> counts() const;
+  std::vector<Site> sites() const;
+  // Of the block at an address.
+  std::optional<Site> site_of(uintptr_t address) const;
   int64_t refusals() const { return refusals_; }
   const Refusal& last_refusal() const { return last_refusal_; }
   const std::vector<Point>& points() const { return points_; }
@@ -81,10 +93,6 @@ class PeakLedger {
   void set_seconds(double seconds) { given_seconds_ = seconds; }
 
  private:
-  struct Count {
-    int64_t bytes = 0;
-    int64_t blocks = 0;
-  };
   struct Account {
     Site site;
     Count now;
@@ -92,8 +100,13 @@ class PeakLedger {
     int64_t settled = 0;
   };
   struct Block {
-    int64_t bytes;
-    int account;
+    int64_t bytes = 0;
+    int account = 0;
+    int64_t event = 0;
+  };
+  struct Large {
+    int64_t step;
+    uintptr_t address;
   };
 
   int account_of(const Site& site);
@@ -101,11 +114,13 @@ class PeakLedger {
   void begin_event();
   void end_event();
 
+  int64_t least_bytes_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::optional<double> given_seconds_;
   std::vector<Account> accounts_;
   std::map<std::tuple<int, int, int, Phase, Kind>, int> known_;
   std::unordered_map<uintptr_t, Block> blocks_;
+  std::map<int64_t, Large> large_;  // blocks of least_bytes_ or more, by the event of their allocation
   int64_t events_ = 0;
   int64_t steps_ = 0;
   int64_t level_ = 0;

@@ -64,7 +64,7 @@ class CpuRecorder:
         skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", "<", *inductor_folders()]
         self._extension = extension(WATCHING)
         self._extension.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
-        self.ledger = self._extension.PeakLedger()
+        self.ledger = self._extension.PeakLedger(LEAST_BYTES)
         self._timeline = self._extension.AllocationTimeline(self.ledger, LEAST_BYTES)
         self.set_module = self._timeline.set_module
         self.begin_step = self._timeline.begin_step
@@ -136,7 +136,7 @@ class CudaRecorder:
     MOST_MODULES = 10_000
 
     def __init__(self, device: int, *, keep_history: bool = False) -> None:
-        self.ledger = extension(WATCHING).PeakLedger()
+        self.ledger = extension(WATCHING).PeakLedger(LEAST_BYTES)
         self.snapshot: dict[str, Any] | None = None
         self._device = device
         self._kept: dict[int, list[dict[str, Any]]] | None = defaultdict(list) if keep_history else None

@@ -184,6 +184,60 @@ def test_a_backward_has_the_lines_and_modules_of_its_forward():
     assert sum(gradients.values()) == sum(tensor.nbytes for tensor in [kept[0], *kept[1]])
 
 
+def test_gradients_that_are_copies_belong_to_their_modules():
+    """The engine copies gradients under create_graph, and those that share memory with another."""
+    model, x = Net(), torch.randn(ROWS, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of the cycle between a parameter and its gradient.
+        record = recorded(lambda: (model(x).square().mean().backward(create_graph=True), torch.ones(2**22))[1])
+    sums = summed(record.alive, lambda place: (place.kind, place.module))
+    assert sums["gradients", "Net.up"] == (128 * 64 + 128) * 4
+    assert sums["gradients", "Net.down"] == (64 * 128 + 64) * 4
+    assert ("gradients", None) not in sums
+    del model.up.weight.grad, model.up.bias.grad, model.down.weight.grad, model.down.bias.grad
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = (nn.Parameter(torch.ones(ROWS, 64)) for _ in range(2))
+
+        def forward(self, x):
+            return x * (self.left + self.right)
+
+    both = nn.Sequential(Sum())
+    record = recorded(lambda: (both(x).sum().backward(), torch.ones(2**22))[1])
+    assert summed(record.alive, lambda place: (place.kind, place.module))["gradients", "Sequential.0"] == 2 * x.nbytes
+
+
+def test_the_peak_is_named_by_a_block_that_has_a_line():
+    """A scalar is often the last block at the peak, such as a loss, and has no line."""
+
+    def loss():
+        kept = torch.ones(1000, 1000)  # large
+        freed = torch.ones(1024)
+        del freed
+        return kept, torch.empty(1000, dtype=torch.uint8), torch.ones(1000), torch.empty(())
+
+    record = recorded(loss)
+    assert record.peak.bytes == 4_000_000 + 1000 + 4000 + 4
+    assert (record.peak.place.operator, record.peak.place.line.number) == ("aten::ones", line_of("large"))
+    assert recorded(lambda: torch.ones(7)).peak.place.operator == "aten::ones"
+
+    ledger = _C.PeakLedger(100)
+    ledger.allocate(1, 100, 1)
+    ledger.end_step()
+    ledger.allocate(1, 200, 2)  # Its release was not seen.
+    ledger.allocate(2, 10, 3)
+    assert ledger.peak()[0] == 310
+    assert ledger.peak()[3:] == (1, (2, 0, 0, 0, 0))
+    ledger.release(1, 200)
+    ledger.allocate(3, 500, 4)
+    ledger.release(3, 500)
+    for address in range(4, 100):
+        ledger.allocate(address, 10, 5)
+    assert ledger.peak()[3:] == (1, (5, 0, 0, 0, 0))
+
+
 def test_a_checkpoint_that_runs_again_has_the_lines_of_its_forward():
     x = torch.randn(ROWS, 64, requires_grad=True)
 
