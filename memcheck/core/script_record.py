@@ -99,6 +99,35 @@ class Level:
     layers: tuple[int, ...]  # In the order of LAYERS; they add up to bytes.
 
 
+@dataclass(frozen=True)
+class Growth:
+    """A line whose bytes grow from step to step."""
+
+    place: Origin
+    bytes_per_step: int
+    blocks_per_step: float
+    bytes: int  # At the last step's end.
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What is alive on the device at the end of a step, and the memory of the process."""
+
+    step: int  # From 1.
+    bytes: int
+    process_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """The resident memory of the process: its tensors on the CPU and all else. None where it cannot be read."""
+
+    begin_bytes: int | None = None  # When the script began.
+    peak_bytes: int | None = None
+    end_bytes: int | None = None
+    growth_per_step: int = 0  # Beside the tensors on the CPU; 0 if it does not grow.
+
+
 @dataclass
 class ScriptRecord:
     command: list[str]  # SCRIPT ARGS or -m MODULE ARGS.
@@ -123,6 +152,10 @@ class ScriptRecord:
     doubts: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     snapshot: str | None = None  # The file with torch's memory snapshot.
+    growing: list[Growth] = field(default_factory=list)  # Largest first.
+    process: Process = Process()
+    step_name: str = "step"  # What growth is compared by: "step" of the optimizer, or "call of GPT".
+    step_ends: list[StepEnd] = field(default_factory=list)  # Some of them, evenly spaced.
 
     @classmethod
     def read(cls, path: Path) -> ScriptRecord:
@@ -132,6 +165,10 @@ class ScriptRecord:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"{path} is no report of memcheck run that this version reads: {why}") from None
+
+    @property
+    def growth_per_step(self) -> int:
+        return sum(growth.bytes_per_step for growth in self.growing)
 
     @property
     def alive_then(self) -> list[Alive]:

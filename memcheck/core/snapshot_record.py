@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memcheck.core.script_record import Alive, Origin
+from memcheck.core.script_record import Alive, Growth, Origin
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,6 @@ class OutOfMemory:
     requested_bytes: int
     free_bytes: int
     moment: Moment
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A line whose bytes grow from step to step."""
-
-    place: Origin
-    bytes_per_step: int
-    blocks_per_step: float
-    bytes: int  # At the last step's end.
 
 
 @dataclass(frozen=True)

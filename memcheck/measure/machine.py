@@ -27,12 +27,12 @@ class Machine:
     """This machine, for measurements on its CPU. Figures that only a GPU has are None."""
 
     def facts(self) -> dict[str, Any]:
-        available = _proc_field("/proc/meminfo", "MemAvailable")  # "16000000 kB"
+        available = proc_field("/proc/meminfo", "MemAvailable")  # "16000000 kB"
         free = int(available.split()[0]) * 1024 if available else memory_bytes("SC_AVPHYS_PAGES")
         return {
             **_software(),
             "device": "cpu",
-            "device_name": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+            "device_name": proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
             "device_total_bytes": memory_bytes("SC_PHYS_PAGES"),
             "device_free_bytes": free,
             "allocator": "memcheck tracking allocator",
@@ -125,7 +125,7 @@ def _software() -> dict[str, Any]:
     }
 
 
-def _proc_field(path: str, name: str) -> str | None:
+def proc_field(path: str, name: str) -> str | None:
     """The value of a `name : value` line of a file in /proc, if there is one."""
     if not Path(path).exists():
         return None

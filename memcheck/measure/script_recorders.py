@@ -52,6 +52,7 @@ class Recorder(Protocol):
     def mark(self, marks: Iterable[Mark]) -> None: ...
     def stacks(self) -> Sequence[tuple[str, ...]]: ...  # Operators of each path.
     def lines(self) -> Sequence[Line | None]: ...
+    def counts(self) -> bytes: ...  # See PeakLedger.counts().
     def close(self) -> None: ...
 
 
@@ -69,6 +70,7 @@ class CpuRecorder:
         self.set_module = self._timeline.set_module
         self.begin_step = self._timeline.begin_step
         self.end_step = self._timeline.end_step
+        self.counts = self._timeline.counts
 
     def mark(self, marks: Iterable[Mark]) -> None:
         for mark in marks:
@@ -182,6 +184,11 @@ class CudaRecorder:
 
     def lines(self) -> Sequence[Line | None]:
         return self._lines.things
+
+    def counts(self) -> bytes:
+        self.fold()
+        counts: bytes = self.ledger.counts()
+        return counts
 
     def close(self) -> None:
         cuda_refusal_listeners.remove(self._note_refusal)

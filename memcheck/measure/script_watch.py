@@ -24,12 +24,24 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Line, Moment, Origin, Refusal, ScriptRecord
+from memcheck.core.script_record import (
+    KINDS,
+    PHASES,
+    Alive,
+    Level,
+    Line,
+    Moment,
+    Origin,
+    Process,
+    Refusal,
+    ScriptRecord,
+)
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
 from memcheck.measure.allocation_events import (
     allocated_by,
 )
+from memcheck.measure.script_growth import StepSamples, resident_bytes
 from memcheck.measure.script_recorders import (
     BUFFER,
     LEAST_BYTES,
@@ -64,14 +76,25 @@ class ByIdentity:
 
 
 class ModuleWatch:
-    """Tells a recorder which module's forward runs, which optimizer steps, and what parameters and states are."""
+    """Tells a recorder which module's forward runs, which optimizer steps, and what parameters and states are.
 
-    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+    A step of the script is one of the optimizer that steps most often, as there may be one for each network or
+    parameter; in a script that makes hardly any, it is a call of the outermost module with the most parameters.
+    """
+
+    def __init__(self, recorder: Recorder, device: torch.device, cpu_bytes: Callable[[], int]) -> None:
         self.names = Interner(None)
+        self._sampled = lambda warm_up: StepSamples(recorder, cpu_bytes, warm_up)
+        self._steps, self._calls = self._sampled(1), self._sampled(2)
+        self._stepping: Any = nothing  # References.
+        self._stepped: Any = nothing
+        self._called: Any = nothing
+        self._name_of_called = ""
         self._recorder = recorder
         self._device = device
         self._numbers = ByIdentity()  # Module -> number of its name.
         self._named = ByIdentity()  # Outermost module -> address of its first parameter when it was named.
+        self._weights = ByIdentity()  # Outermost module -> number of its parameters.
         self._states = ByIdentity()  # Optimizer -> size of its state when it was marked.
         self._own = threading.local()
         self._hooks = ExitStack()
@@ -108,6 +131,7 @@ class ModuleWatch:
         outer = self._own.__dict__.setdefault("modules", [])
         if not outer:
             self._name_modules(module)
+            self._begin_call(module)
         number = self._numbers.get(module)
         if number is None:
             number = self.names.of(type(module).__name__)
@@ -121,11 +145,12 @@ class ModuleWatch:
     def _name_modules(self, root: torch.nn.Module) -> None:
         """Names the modules of the outermost one, and its parameters and buffers; again if they have moved."""
         held = inside(root)
-        parameters = (each for _, module in modules_in(held) for each in module._parameters.values())
+        parameters = [each for _, module in modules_in(held) for each in module._parameters.values()]
         first = next((address for each in parameters for address in self._addresses(each)), 0)
         if self._named.get(root) == first:
             return
         self._named.set(root, first)
+        self._weights.set(root, len(parameters))
         marks: list[Mark] = []
         for path, module in modules_in(held, type(held).__name__):
             number = self.names.of(path)
@@ -158,12 +183,51 @@ class ModuleWatch:
                 for address in self._addresses(tensor)
             )
 
+        self._count_step(optimizer)
+
+    @property
+    def samples(self) -> tuple[StepSamples, str]:
+        """The samples at the ends of steps, and what a step is."""
+        if self._steps.are_enough or not self._name_of_called:
+            return self._steps, "step"
+        return self._calls, f"call of {self._name_of_called}"
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        counted = self._stepping()
+        if optimizer is not counted:
+            again, self._stepped = self._stepped() is optimizer, weakref.ref(optimizer)
+            if counted is not None and not again:
+                return
+            self._stepping = self._stepped
+            if counted is not None:
+                self._steps = self._sampled(1)
+        self._stepped = self._stepping
+        self._steps.end_step()
+
+    def _begin_call(self, root: torch.nn.Module) -> None:
+        """A call begins where the one before has ended, with what the script keeps of it."""
+        if self._steps.are_enough:
+            return
+        counted = self._called()
+        if root is not counted:
+            weight = self._weights.get(root) or 0
+            if counted is not None and weight <= (self._weights.get(counted) or 0):
+                return
+            self._called, self._name_of_called = weakref.ref(root), type(inside(root)).__name__
+            if counted is not None:
+                self._calls = self._sampled(2)
+        self._calls.end_step()
+
     def _addresses(self, tensor: Any) -> Iterator[int]:
         """The addresses of the tensor's storages on the device."""
         with suppress(RuntimeError, ValueError, NotImplementedError):  # Without data, as on meta.
             for storage in storages_in(tensor) if isinstance(tensor, torch.Tensor) else ():
                 if storage.device.type == self._device.type and storage.data_ptr():
                     yield storage.data_ptr()
+
+
+def nothing() -> None:
+    """A reference to an object that is gone."""
 
 
 def forget_filter(entry: Any) -> None:
@@ -211,14 +275,18 @@ class ScriptWatch:
             if self.device.type == "cuda"
             else CpuRecorder()
         )
-        self._modules = ModuleWatch(self._recorder, self.device)
+        self._modules = ModuleWatch(self._recorder, self.device, lambda: self.tracker.by_device["cpu"].current_bytes)
         self._modules.open()
+        self._process_bytes = resident_bytes()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._modules.close()
+        samples = self._modules.samples[0]
+        memory = (self._process_bytes, resident_bytes("VmHWM"), resident_bytes())
+        self._process = Process(*memory, samples.process_growth())
         self._recorder.close()
         self._seconds = self._recorder.ledger.seconds
         self._left_bytes = self._recorder.ledger.level
@@ -234,6 +302,7 @@ class ScriptWatch:
     def record(self, command: Sequence[str], exit_code: int, error: BaseException | None) -> ScriptRecord:
         ledger, naming = self._recorder.ledger, _Naming(self._recorder, self._modules.names.things)
         peak = naming.moment(ledger.peak())
+        samples, step_name = self._modules.samples
         doubts = []
         if peak.bytes != self.tracker.peak_bytes:
             doubts = [f"the recorder's peak is {peak.bytes:,} bytes and the tracker's {self.tracker.peak_bytes:,}"]
@@ -250,6 +319,10 @@ class ScriptWatch:
             events_per_level=ledger.events_per_point,
             events=ledger.events,
             steps=ledger.steps,
+            growing=samples.growing(peak.bytes, [naming.place(*site) for site in ledger.sites()]),
+            process=self._process,
+            step_name=step_name,
+            step_ends=samples.ends(),
             seconds=self._seconds,
             refusals=ledger.refusals,
             refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,

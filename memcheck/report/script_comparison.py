@@ -25,7 +25,7 @@ MATCHES: tuple[Callable[[Line], Any], ...] = (
 
 def figures_of(record: ScriptRecord) -> dict[str, int]:
     """The figures that --fail-on-growth compares."""
-    return {"peak": record.peak.bytes, "growth per step": getattr(record, "growth_per_step", 0)}
+    return {"peak": record.peak.bytes, "growth per step": record.growth_per_step}
 
 
 def run_sentences(before: ScriptRecord, now: ScriptRecord) -> list[str]:

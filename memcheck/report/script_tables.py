@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
-from memcheck.core.script_record import LAYERS, Alive, Moment, Origin, ScriptRecord
+from memcheck.core.script_record import LAYERS, Alive, Growth, Moment, Origin, ScriptRecord
 from memcheck.core.units import UNITS, counted, format_bytes
 from memcheck.report.page import render_page
 from memcheck.report.tables import Cell, Column, Screen, Table, to_text
@@ -71,14 +71,15 @@ def script_title(record: ScriptRecord) -> str:
 
 
 def paragraphs(record: ScriptRecord) -> list[str]:
-    """How the script ended, its peak, and what was left out."""
-    lines = [ending(record), *out_of_memory(record), peak_sentence(record)]
+    """How the script ended, what grew, its peak, and what was left out."""
+    lines = [ending(record), *out_of_memory(record), *growth_sentences(record), peak_sentence(record)]
     phases = [f"{phase} {format_bytes(size)}" for phase, size in record.phase_peaks.items() if size]
     if len(phases) > 1:
         lines.append(f"Highest after an allocation in each phase: {', '.join(phases)}.")
     if record.steps and not record.phase_peaks.get("backward"):
         lines.append(f"{counted(record.steps, 'optimizer step')} ran, and no backward did.")
     lines += [f"The peak of {device} was {format_bytes(size)}." for device, size in record.other_peaks.items()]
+    lines += process_sentence(record)
     lines.append(thinning(record))
     if record.snapshot is not None:
         lines.append(f"What would have fitted says: memcheck snapshot {shlex.quote(record.snapshot)}")
@@ -106,6 +107,29 @@ def out_of_memory(record: ScriptRecord) -> list[str]:
     if record.ran_out:
         return [f"Memory ran out: {asked}."]
     return [f"{counted(record.refusals, 'allocation')} failed, and the script went on. The last one: {asked}."]
+
+
+def growth_sentences(record: ScriptRecord) -> Iterator[str]:
+    if record.growing:
+        first, *others = record.growing
+        part = f"{format_bytes(first.bytes_per_step)} of it " if others else ""
+        module = f", in {first.place.module}" if first.place.module else ""
+        whole = format_bytes(record.growth_per_step)
+        yield f"Grows {whole} a {record.step_name}, {part}from {first.place.where}{module}."
+    if record.process.growth_per_step:
+        more = format_bytes(record.process.growth_per_step)
+        yield (
+            f"The process grows {more} a {record.step_name} beside its tensors: NumPy arrays, Python objects or a C "
+            "library hold it."
+        )
+
+
+def process_sentence(record: ScriptRecord) -> Iterator[str]:
+    process = record.process
+    known = [size for size in (process.begin_bytes, process.peak_bytes, process.end_bytes) if size is not None]
+    if len(known) == 3:
+        begin, peak, end = map(format_bytes, known)
+        yield f"The process (RSS) had {begin} when the script began, at most {peak}, and {end} at the end."
 
 
 def peak_sentence(record: ScriptRecord) -> str:
@@ -142,9 +166,11 @@ def thinning(record: ScriptRecord) -> str:
 def tables(record: ScriptRecord, most: int) -> list[Table]:
     moment = "when memory ran out" if record.ran_out and record.refusal else "at the peak"
     alive, unit = record.alive_then, unit_of(size_of(record.alive_then))
+    growing = [growth_table(record.growing, record.step_name)] if record.growing else []
     if not alive:
-        return []
+        return growing
     return [
+        *growing,
         module_table(alive, f"Alive {moment}, by module, {unit}", unit, most),
         group_table(alive, "operators", f"Alive {moment}, by operator", "operator", attrgetter("operator"), unit, most),
         group_table(alive, "lines", f"Alive {moment}, by line of Python", "line", line_of, unit, most),
@@ -212,6 +238,18 @@ def group_table(
         Column("blocks", "blocks", "", ",", read=lambda group: sum(each.blocks for each in group[1])),
     ]
     return Table.of(name, title, columns, ordered)
+
+
+def growth_table(growing: Sequence[Growth], step_name: str = "step") -> Table:
+    unit, one = "MiB", step_name.partition(" ")[0]
+    columns = [
+        Column("line", "line", read=lambda growth: growth.place.where),
+        Column("per_step", f"per {one}", unit, FORMAT, read=lambda growth: in_unit(growth.bytes_per_step, unit)),
+        Column("blocks", f"blocks per {one}", "", ".3g", read=lambda growth: growth.blocks_per_step),
+        Column("alive", "alive", unit, FORMAT, read=lambda growth: in_unit(growth.bytes, unit)),
+    ]
+    title = f"Alive more and more, by line of Python, and at the last {step_name}"
+    return Table.of("growing", title, columns, growing[:MOST_ROWS])
 
 
 def size_of(alive: Iterable[Alive]) -> int:

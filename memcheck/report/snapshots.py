@@ -18,6 +18,7 @@ from memcheck.report.script_tables import (
     MOST_ROWS,
     MOST_ROWS_OF_PAGE,
     group_table,
+    growth_table,
     in_unit,
     module_table,
     unit_of,
@@ -224,7 +225,7 @@ def snapshot_tables(record: SnapshotRecord, most: int) -> list[Table]:
     tables.append(size_table(moment, f"Alive {words}, by size of block, {unit}", unit))
     tables.append(holes_table(moment.holes, f"Reserved {words}, by pool, {unit_of(moment.reserved_bytes)}"))
     if record.growing:
-        tables.append(growth_table(record))
+        tables.append(growth_table(record.growing))
     return tables
 
 
@@ -270,17 +271,6 @@ def holes_table(holes: Iterable[Holes], title: str) -> Table:
         Column("holes", "holes", "", ","),
     ]
     return Table.of("pools", title, columns, holes)
-
-
-def growth_table(record: SnapshotRecord) -> Table:
-    unit = "MiB"
-    columns = [
-        Column("line", "line", read=lambda growth: growth.place.where),
-        Column("per_step", "per step", unit, FORMAT, read=lambda growth: in_unit(growth.bytes_per_step, unit)),
-        Column("blocks", "blocks per step", "", ".3g", read=lambda growth: growth.blocks_per_step),
-        Column("alive", "alive at the last step", unit, FORMAT, read=lambda growth: in_unit(growth.bytes, unit)),
-    ]
-    return Table.of("growing", "Alive more and more from step to step", columns, record.growing[:MOST_ROWS])
 
 
 def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[str], Table]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from memcheck.core.script_record import PHASES, Alive, Origin
 from memcheck.core.snapshot_record import Growth, Holes, Levels, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
+from memcheck.measure.script_growth import growing_places
 from memcheck.predict.allocator.caching import CachingAllocator, Event
 from memcheck.predict.allocator.history import History, Segment
 from memcheck.predict.allocator.replay import Replayed, replay_history
@@ -31,8 +32,7 @@ GROWS, SHRINKS = ("segment_alloc", "segment_map"), ("segment_free", "segment_unm
 STEP_PHASES = ("backward", "optimizer step")
 SIZES = (0, 2**20, 10 * 2**20, 100 * 2**20, 2**30)  # The least bytes of each group of blocks.
 MOST_LAYERS, MOST_POINTS = 9, 1500
-# Steps whose ends are compared, and the share of them that must have more than the one before.
-MOST_ENDS, LEAST_ENDS, GROWING_SHARE = 12, 4, 0.75
+MOST_ENDS = 12  # Steps whose ends are compared.
 # What a replay of a history that contradicts itself raises.
 CONTRADICTIONS = (ValueError, KeyError, IndexError, AttributeError, AssertionError, TypeError)
 
@@ -206,7 +206,7 @@ def steps_of(recording: Recording) -> Ints:
 def growing(recording: Recording, blocks: Blocks, ends: Ints) -> list[Growth]:
     """Places whose bytes grow from step to step after the first two; largest first."""
     ends = ends[2:]
-    if len(ends) < LEAST_ENDS:
+    if not len(ends):
         return []
     chosen = np.unique(np.linspace(0, len(ends) - 1, min(MOST_ENDS, len(ends))).astype(int))
     count = len(recording.places) + 1
@@ -215,8 +215,7 @@ def growing(recording: Recording, blocks: Blocks, ends: Ints) -> list[Growth]:
         alive = blocks.alive_at(int(end), blocks.freed)
         sizes.append(np.bincount(blocks.places[alive], blocks.sizes[alive], count))
         numbers.append(np.bincount(blocks.places[alive], minlength=count))
-    change = np.diff(np.array(sizes), axis=0)
-    grows = (change >= 0).all(axis=0) & ((change > 0).mean(axis=0) >= GROWING_SHARE)
+    grows = growing_places(np.array(sizes), np.array(numbers))
     steps = int(chosen[-1] - chosen[0])
     found = [
         Growth(

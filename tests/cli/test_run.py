@@ -103,6 +103,35 @@ def test_steps_without_a_backward_are_named(run):
     assert "no backward did" not in run(STEPS.format("loss.backward()"))[2]
 
 
+GROWS = """
+import numpy, torch
+net, kept, arrays = torch.nn.Linear(64, 5000), [], []
+for step in range(10):
+    kept.append(net(torch.ones(100, 64)))
+    arrays.append(numpy.ones(500_000))
+"""
+
+
+@pytest.mark.isolated  # The process reuses memory that was freed before, and grows later.
+def test_growth_is_the_second_line_and_the_process_has_its_own(run):
+    _, _, err, record = run(GROWS)
+    lines = err.strip().splitlines()
+    assert lines[1] == "Grows 1.93 MiB a call of Linear, from script.py:5 (<module>), in Linear."
+    assert re.search(
+        r"Alive more and more, by line of Python, and at the last call of Linear.*script.py:5 ", err, re.DOTALL
+    )
+    assert [growth["bytes_per_step"] for growth in record["growing"]] == [2_025_600]
+    assert [end["step"] for end in record["step_ends"]] == list(range(3, 11))
+    assert lines[1] in Path("out/run.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
+    process = record["process"]
+    if process["peak_bytes"] is not None:
+        assert process["begin_bytes"] < process["end_bytes"] <= process["peak_bytes"]
+        assert process["growth_per_step"] == pytest.approx(4_000_000, rel=0.5)
+        more = [line for line in lines if line.startswith("The process grows ")]
+        assert lines.index(*more) == 2
+        assert "The process (RSS) had " in err
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "error"),
     [

@@ -372,6 +372,37 @@ def test_a_script_on_cuda(cuda):
     assert (record.left_bytes, record.doubts, kept > 0) == (10, [], True)
 
 
+def test_a_script_that_grows_on_cuda(cuda):
+    addmm = "at::_ops::addmm::call(at::Tensor const&)"
+    cuda.python = [{"name": "train", "filename": "/home/me/train.py", "line": 12}]
+
+    class Model(torch.nn.Module):
+        def forward(self):
+            return cuda.allocate_traced(100_000, addmm)
+
+    def grown(train):
+        """What grows if every second activation is kept, and the longest history."""
+        model, lengths = Model(), []
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+        with ScriptWatch(torch.device("cuda:0")) as watch:
+            for step in range(18):
+                activation = model()
+                if step % 2:
+                    cuda.free_traced(activation, 100_000)
+                if train:
+                    optimizer.step()
+                lengths.append(len(cuda.trace))
+        record = watch.record(["train.py"], 0, None)
+        (growth,) = record.growing
+        assert growth.place.module == "Model"
+        assert growth.place.line == Line("/home/me/train.py", 12, "train")
+        return record.step_name, growth.bytes_per_step, max(lengths)
+
+    # The ends of steps 2 to 18, and the beginnings of calls 3 to 18: 8 of each, the first and the last among them.
+    assert grown(True) == ("step", 8 * 100_000 // 16, 0)
+    assert grown(False) == ("call of Model", 8 * 100_000 // 15, 4)
+
+
 SCRIPT = """
 import torch
 

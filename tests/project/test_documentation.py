@@ -423,28 +423,46 @@ def test_the_cost_of_memcheck_run_is_that_of_the_results():
         assert f"| {row['model']}, {sizes} | +{100 * (row['ratio'] - 1):.0f} % |\n" in documentation()
 
 
-@pytest.mark.isolated
-def test_the_report_of_the_example_script_is_what_memcheck_run_says(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def report_of(tmp_path, capsys, monkeypatch):
+    """What memcheck run says of an example script, and docs/run.md, both without what differs from run to run."""
     from memcheck.__main__ import main
 
     def steady(text):
-        """Without seconds, and without the number of events: torch makes some on its first use of a module."""
-        return re.sub(r"after [\d.e+-]+ s\b|[\d,]+ allocations", "some", text)
+        """Without seconds, without the number of events, as torch makes some on its first use of a module, and without
+        the memory of the process.
+        """
+        process = r"The process grows [\d.]+ MiB|The process \(RSS\) had .*"
+        return re.sub(rf"after [\d.e+-]+ s\b|[\d,]+ allocations|{process}", "some", text)
 
-    def report(*flags):
-        code = main(["run", "--device", "cpu", "--output", str(tmp_path), *flags, "docs/examples/train.py"])
+    def report(script, *flags):
+        code = main(["run", "--device", "cpu", "--output", str(tmp_path), *flags, f"docs/examples/{script}"])
         assert code == bool(flags)
-        return steady(capsys.readouterr().err)
+        return steady(capsys.readouterr().err).partition("\n\nWrote")[0].strip()
 
     monkeypatch.chdir(ROOT)
-    page = steady((ROOT / "docs/run.md").read_text())
-    whole = report().partition("\n\nWrote")[0].strip()
+    return report, steady((ROOT / "docs/run.md").read_text())
+
+
+@pytest.mark.isolated
+def test_the_report_of_the_example_script_is_what_memcheck_run_says(report_of):
+    report, page = report_of
+    whole = report("train.py")
     if torch.__version__.startswith("2.13."):  # Others have other names and numbers of small blocks.
         assert whole in page
     peak = re.compile(r"The peak was [\d.]+ MiB")
     assert peak.findall(whole) == peak.findall(page)[:1]
-    refused = re.search(r"^Memory ran out.*$", report("--memory-limit", "64MiB"), re.MULTILINE)
+    refused = re.search(r"^Memory ran out.*$", report("train.py", "--memory-limit", "64MiB"), re.MULTILINE)
     assert refused[0].partition(" in use")[0] in page
+
+
+@pytest.mark.isolated  # The process reuses memory that was freed before, and grows later.
+def test_the_report_of_the_leaking_script_is_what_memcheck_run_says(report_of):
+    report, page = report_of
+    sentences, _, rest = report("leak.py").partition("The peak was")
+    assert sentences.count("\n") == 3
+    assert sentences in page
+    assert rest[rest.index("Alive more and more") :].partition("\n\nAlive at")[0] in page
 
 
 def outputs(name):

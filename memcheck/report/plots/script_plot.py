@@ -23,6 +23,10 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
     # The limit is shown unless it is so far above the peak that it would flatten the picture.
     limit = record.limit_bytes or 0
     limit = limit if limit < 3 * record.peak.bytes else 0
+    if record.growing:
+        subtitle += f"; grows {format_bytes(record.growth_per_step)} a {record.step_name}"
+    if record.process.growth_per_step:
+        subtitle += f"; the process grows {format_bytes(record.process.growth_per_step)} more"
     figure, ax = stack_figure(layers_over_time(record), title, subtitle, top=max(record.peak.bytes, limit))
     ax.set_xlim(0, record.events + 1)
     show_seconds(ax, record)
