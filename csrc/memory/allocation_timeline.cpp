@@ -350,7 +350,8 @@ std::vector<OperatorPath> AllocationTimeline::paths() const {
 
 std::vector<PeakLedger::Count> AllocationTimeline::counts() const {
   const TimelineGuard guard;
-  return recording_->ledger != nullptr ? recording_->ledger->counts() : std::vector<PeakLedger::Count>{};
+  if (!guard.is_open() || recording_->ledger == nullptr) return {};
+  return recording_->ledger->counts();
 }
 
 bool AllocationTimeline::is_held_by(const TimelineGuard& guard) const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -150,5 +151,7 @@ def rise(levels: Ints) -> float:
 
 def resident_bytes(field: str = "VmRSS") -> int | None:
     """The memory of the process that is in RAM, as Linux tells it: of tensors and all else. "VmHWM": its highest."""
-    value = proc_field("/proc/self/status", field)  # "16000 kB"
+    value = None
+    with suppress(OSError):  # A script may have all the files open that it can.
+        value = proc_field("/proc/self/status", field)  # "16000 kB"
     return int(value.split()[0]) * 1024 if value else None

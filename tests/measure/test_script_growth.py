@@ -12,6 +12,7 @@ from torch import nn
 from memcheck.measure import script_growth
 from memcheck.measure.script_growth import StepSamples, growing_places
 from memcheck.measure.script_watch import ScriptWatch
+from memcheck.report.script_tables import paragraphs
 
 pytestmark = pytest.mark.extension
 
@@ -187,3 +188,21 @@ def test_without_an_optimizer_a_step_is_a_call_of_the_largest_module():
             script()
 
     assert recorded(without_gradients).growing == []
+
+
+def test_a_closed_recording_counts_nothing():
+    """In a forked child the recording is closed, and what it counts may be half written."""
+    with ScriptWatch(torch.device("cpu")) as watch:
+        kept = torch.ones(2000)
+        assert len(watch._recorder.counts()) >= 16
+    assert (watch._recorder.counts(), kept.nbytes) == (b"", 8000)
+
+
+def test_a_process_without_figures_has_no_sentence(monkeypatch):
+    def refuse(*_):
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(script_growth, "proc_field", refuse)
+    record = recorded(train)
+    assert (record.process.begin_bytes, record.process.growth_per_step) == (None, 0)
+    assert "RSS" not in "".join(paragraphs(record))
