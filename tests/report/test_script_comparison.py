@@ -12,7 +12,7 @@ from json_lines import write_json_lines
 from memcheck.__main__ import main
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.core.script_record import Alive, Line, Moment, Origin, Refusal, ScriptRecord
+from memcheck.core.script_record import Alive, Growth, Line, Moment, Origin, Refusal, ScriptRecord
 from memcheck.report.script_comparison import by_line, matched, run_sentences, run_tables
 from memcheck.report.tables import data_rows
 
@@ -35,8 +35,7 @@ def run_of(*places: tuple[Line | None, str | None, int], **more: object) -> Scri
         "least_bytes": 4096, "exit_code": 0, "error": None, "ran_out": False, "environment": {"torch": "2.13.0"},
         **more,
     }  # fmt: skip
-    known = {each.name for each in dataclasses.fields(ScriptRecord)}
-    return ScriptRecord(**{name: value for name, value in fields.items() if name in known})  # type: ignore[arg-type]
+    return ScriptRecord(**fields)  # type: ignore[arg-type]
 
 
 BEFORE = run_of(
@@ -154,9 +153,8 @@ def test_a_failure_that_is_new_is_growth(folders: None, capsys) -> None:
     assert main(["compare", "now", "now", "--fail-on-growth"]) == 0
 
 
-def test_growth_from_step_to_step_is_compared(folders: None, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptRecord, "growth_per_step", property(lambda record: record.left_bytes), raising=False)
-    leaking = dataclasses.replace(BEFORE, left_bytes=3 * MIB)
+def test_growth_from_step_to_step_is_compared(folders: None, capsys) -> None:
+    leaking = dataclasses.replace(BEFORE, growing=[Growth(BEFORE.alive[0].place, 3 * MIB, 1.0, 9 * MIB)])
     Path("now/run.json").write_text(json.dumps(dataclasses.asdict(leaking)))
     assert main(["compare", "before", "now", "--fail-on-growth", "5%"]) == 1
     out = capsys.readouterr().out
