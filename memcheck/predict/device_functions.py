@@ -272,7 +272,7 @@ def answers_about_the_gpu(mode: AllocationMode) -> dict[str, Any]:
         try:
             return original(name)(*args, **kwargs)
         except (AssertionError, RuntimeError) as error:
-            raise NotImplementedError(f"{asked} needs a GPU on this machine") from error
+            raise NotImplementedError(f"{asked} has no answer on this machine: {error}") from error
 
     answers: dict[str, Any] = {name: functools.partial(of_this_machine, name) for name in OF_THIS_MACHINE}
     answers["torch.cuda.get_device_capability"] = lambda *_: capability_of(mode.target)
