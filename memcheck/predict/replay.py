@@ -432,10 +432,15 @@ class Replay:
         """Sums of blocks. This peak is the highest so far; it is not reset between phases."""
         names = ("forward", "backward")[: 1 if phase == "forward" else 2]
         fullest = max((self.allocated[name] for name in names), key=lambda moment: moment.bytes)
-        alive = self.trace.log.alive(fullest.event)
-        self._note_terms(
-            f"{phase}_max_allocated_bytes", numbered((allocation.name, self.sizes[allocation]) for allocation in alive)
-        )
+        blocks = ((self._block_name(one), self.sizes[one]) for one in self.trace.log.alive(fullest.event))
+        self._note_terms(f"{phase}_max_allocated_bytes", numbered(blocks))
+
+    def _block_name(self, allocation: Allocation) -> str:
+        """The allocation's name, with the reason if its block is larger than the rounded size."""
+        assert isinstance(self.allocator, CachingAllocator)
+        if self.sizes[allocation] <= self.allocator.settings.rounded(allocation.bytes):
+            return allocation.name
+        return f"{allocation.name} of {format_bytes(allocation.bytes)}, for which a larger block was taken whole"
 
     def _note_sum(self, field: str, allocations: Iterable[Allocation]) -> None:
         self._note_terms(field, numbered((allocation.name, allocation.bytes) for allocation in allocations))

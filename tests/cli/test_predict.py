@@ -94,6 +94,17 @@ def test_explain_shows_terms_and_their_sum(capsys: pytest.CaptureFixture[str]) -
     assert sum(sizes) == int(peak.split()[-1].replace(",", ""))
 
 
+def test_a_block_that_is_larger_than_its_tensor_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--bsz", "2", "--seq-len", "1024", "--dim", "1024"]
+    flags = ["--attention-type", "memcheck-pyt/softmax", *sizes, "--device", "A100-40GB"]
+    terms = predicted(capsys, *flags)["terms"]["backward_max_allocated_bytes"]
+    assert terms["dv of 8 MiB, for which a larger block was taken whole"] == 8_519_680  # That of a cuBLAS workspace.
+    assert sum("taken whole" in name for name in terms) == 1
+    assert all(size % 512 == 0 for size in terms.values())
+    assert main(["predict", *flags, "--explain"]) == 0
+    assert "dv of 8 MiB, for which a larger block was taken whole " in capsys.readouterr().out
+
+
 def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *SMALL, "--attention-type", "flex", "--device", "T4"]) == 0
     said = capsys.readouterr().out
