@@ -56,12 +56,12 @@ ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs light  ## Run what make test leaves out:
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci --junitxml=$(DURATIONS)/ci.xml
 	PYTHONPATH=$(NEWER_TRANSFORMERS) $(PYTEST) tests/integrations/test_transformers.py
-	$(WITHOUT_AVX512) $(PYTEST) -m "not slow and not ci" $(DEPEND_ON_PROCESSOR) --junitxml=$(DURATIONS)/ci-avx2.xml
+	$(WITHOUT_AVX512) $(PYTEST) -m "not slow and not ci" $(MEASURING) --junitxml=$(DURATIONS)/ci-avx2.xml
 	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/ci-host-cuda.xml
 
-# What matrix products take on the CPU depends on its instructions, and these tests on that. They run again as on a
-# processor without AVX-512.
-DEPEND_ON_PROCESSOR := tests/predict tests/cli/test_models.py tests/measure/test_measurement.py
+# What matrix products take on the CPU depends on its instructions. These tests measure it, and run again as on a processor
+# without AVX-512.
+MEASURING = $(shell grep -l measure_memory tests/predict/*.py) tests/cli/test_models.py tests/measure/test_measurement.py
 WITHOUT_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MEMCHECK_CPU=avx2
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests, under three minutes
