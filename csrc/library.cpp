@@ -236,10 +236,12 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
 static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
                                                             int64_t D, int64_t Dv, bool causal,
                                                             const std::string& dtype, int64_t threads,
-                                                            const std::string& device, bool decayed, bool continued,
-                                                            bool normalize, const Lengths& lengths, bool packed) {
+                                                            const std::string& device, bool decayed, bool decays_learn,
+                                                            bool continued, bool normalize, const Lengths& lengths,
+                                                            bool packed) {
   memcheck::LinearAttentionShape shape{B, H, Hkv, S, T, D, Dv, causal, memcheck::FeatureMap::EluPlusOne};
   shape.decayed = decayed;
+  shape.decays_learn = decays_learn;
   shape.continued = continued;
   shape.normalize = normalize;
   const PlannedSequences sequences(lengths, packed);
@@ -342,8 +344,9 @@ static void bind_plans(py::module_& m) {
         "backward_scratch. sequences: (queries, keys) of each");
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
-        py::arg("threads"), py::arg("device") = "cpu", py::arg("decayed") = false, py::arg("continued") = false,
-        py::arg("normalize") = true, py::arg("sequences") = py::none(), py::arg("packed") = false,
+        py::arg("threads"), py::arg("device") = "cpu", py::arg("decayed") = false, py::arg("decays_learn") = false,
+        py::arg("continued") = false, py::arg("normalize") = true, py::arg("sequences") = py::none(),
+        py::arg("packed") = false,
         "bytes: forward_scratch, of which forward_states are allocated first; backward_scratch, of which backward_rows "
         "are allocated first and then backward_states; those of CUDA are the same for any number of threads. "
         "sequences: (queries, keys) of each");

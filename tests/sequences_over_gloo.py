@@ -69,7 +69,11 @@ class Sequences:
             shapes = [(B, heads, total, D) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
             of_state = [(rows, KEY_HEADS, D, D), (rows, KEY_HEADS, D)]
         given = [torch.randn(shape, dtype=self.dtype) for shape in shapes]
-        given += [torch.rand(B, KEY_HEADS, total, dtype=wide) / 2 + 0.5] if self.decay else []
+        # Logarithms, some of which reset the state.
+        decay = (
+            torch.rand(B, KEY_HEADS, total, dtype=wide).log().index_fill(2, torch.tensor([4, total - 2]), -torch.inf)
+        )
+        given += [decay] if self.decay else []
         states = [torch.rand(shape, dtype=wide) for shape in (*of_state, *of_state)]
         gradients = [torch.randn(shapes[0], dtype=self.dtype), *(states[2:] if self.state else [])]
         return given + (states[:2] if self.state else []), gradients
@@ -84,7 +88,7 @@ class Sequences:
         leaves = [x.detach().clone().requires_grad_() for x in given]
         named = dict(how)
         if self.decay:
-            named["decay"] = leaves[3]
+            named["log_decay"] = leaves[3]
         if self.state:
             named |= {"initial_state": tuple(leaves[-2:]), "return_state": True}
         found = function(*leaves[:3], **named)

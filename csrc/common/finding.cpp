@@ -7,7 +7,7 @@ namespace memcheck {
 std::string message_of(const Finding& x) {
   std::ostringstream text;
   // A kernel has no names of its own: its strings lie where only the GPU can read them.
-  text << (x.rule == Rule::DecayInRange ? "linear_attention" : x.op) << ": ";
+  text << (x.op == nullptr ? "linear_attention" : x.op) << ": ";
   switch (x.rule) {
     case Rule::BeginsWithZero:
       text << x.argument << " must begin with 0, got " << x.got;
@@ -27,6 +27,9 @@ std::string message_of(const Finding& x) {
       break;
     case Rule::DecayInRange:
       text << "decay must be in (0, 1], got " << x.value;
+      break;
+    case Rule::LogDecayInRange:
+      text << "log_decay must be at most 0, got " << x.value;
       break;
     case Rule::None:
       break;

@@ -13,7 +13,16 @@
 
 namespace memcheck {
 
-enum class Rule : int32_t { None, BeginsWithZero, Ascends, EndsWithLength, CausalQueries, LengthInRange, DecayInRange };
+enum class Rule : int32_t {
+  None,
+  BeginsWithZero,
+  Ascends,
+  EndsWithLength,
+  CausalQueries,
+  LengthInRange,
+  DecayInRange,
+  LogDecayInRange
+};
 
 struct Finding {
   Rule rule = Rule::None;
@@ -48,6 +57,11 @@ MEMCHECK_INLINE Finding check_ends(const char* op, const SequenceSource& x) {
   if (x.key_value(x.count) != x.T)
     return {Rule::EndsWithLength, op, x.names[1], 'T', x.count, x.key_value(x.count), x.T};
   return {};
+}
+
+// Of a value that is no decay, or no logarithm of one.
+MEMCHECK_INLINE Finding decay_finding(bool logarithms, int64_t index, double value) {
+  return {logarithms ? Rule::LogDecayInRange : Rule::DecayInRange, nullptr, nullptr, ' ', index, 0, 0, value};
 }
 
 // The sentence of an error.

@@ -31,11 +31,12 @@ struct Sizes {
   c10::SymInt B, H, Hkv, S, T, D, Dv;
   bool causal;
   FeatureMap feature_map;
-  bool normalize = true, decayed = false, continued = false;
+  bool normalize = true, decayed = false, decays_learn = false, continued = false;
 
   LinearAttentionShape shape() const {
-    return {B.expect_int(),  H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(), D.expect_int(),
-            Dv.expect_int(), causal,         feature_map,      normalize,      decayed,        continued};
+    return {B.expect_int(), H.expect_int(),  Hkv.expect_int(), S.expect_int(), T.expect_int(),
+            D.expect_int(), Dv.expect_int(), causal,           feature_map,    normalize,
+            decayed,        decays_learn,    continued};
   }
 };
 
@@ -45,7 +46,9 @@ struct Call {
   Sizes n;
   SequenceArguments sequences;
   at::Tensor decay, initial_m, initial_z;
+  bool log_decay;
 
+  const char* decay_name() const { return log_decay ? "log_decay" : "decay"; }
   c10::SymInt N() const { return sequences.count(n.B); }
 };
 
@@ -99,13 +102,13 @@ void check_state(const Call& x, const char* m_name, const at::Tensor& m, const c
 }
 
 void check_decay(const Call& x, const at::Tensor& q) {
-  check_causal_for(x.op, "decay", x.n.causal);
+  check_causal_for(x.op, x.decay_name(), x.n.causal);
   if (x.decay.dim() == 1) {
-    check_shape(x.op, "decay", x.decay, "(Hkv,)", {x.n.Hkv}, "k");
+    check_shape(x.op, x.decay_name(), x.decay, "(Hkv,)", {x.n.Hkv}, "k");
   } else {
-    check_shape(x.op, "decay", x.decay, "(Hkv,) or (B,Hkv,T)", {x.n.B, x.n.Hkv, x.n.T}, "k");
+    check_shape(x.op, x.decay_name(), x.decay, "(Hkv,) or (B,Hkv,T)", {x.n.B, x.n.Hkv, x.n.T}, "k");
   }
-  check_acc(x.op, "decay", x.decay, q);
+  check_acc(x.op, x.decay_name(), x.decay, q);
 }
 
 // Arguments of the forward or the backward.
@@ -117,7 +120,8 @@ Call check_call(const char* op, const Arguments& in, const at::Tensor& v, const 
          check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, n.B),
          tensor_or_none(in.decay),
          tensor_or_none(in.initial_m),
-         tensor_or_none(in.initial_z)};
+         tensor_or_none(in.initial_z),
+         in.log_decay};
   x.n.normalize = in.normalize;
   x.n.decayed = x.decay.defined();
   x.n.continued = x.initial_m.defined();
@@ -133,10 +137,11 @@ Call check_call(const char* op, const Arguments& in, const at::Tensor& v, const 
 
 // ---- what kernels get
 
-Strided<3> reads_decay(const at::Tensor& x) {
-  if (!x.defined() || x.dim() == 3) return reads<3>(x);
+LinearAttentionDecay reads_decay(const Call& call) {
+  const at::Tensor& x = call.decay;
+  if (!x.defined() || x.dim() == 3) return {reads<3>(x), call.log_decay};
   const Strided<1> heads = reads<1>(x);
-  return {heads.data, {0, heads.stride[0], 0}};
+  return {{heads.data, {0, heads.stride[0], 0}}, call.log_decay};
 }
 
 LinearAttentionState reads_state(const at::Tensor& m, const at::Tensor& z) {
@@ -199,7 +204,7 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
   const Scratch scratch(plan.forward_scratch_bytes, q);
   LinearAttentionForward p{shape,        in.eps,        reads<4>(q),    reads<4>(in.k), reads<4>(in.v),
                            writes<4>(y), states.data(), scratch.data(), device.threads};
-  p.decay = reads_decay(call.decay);
+  p.decay = reads_decay(call);
   p.initial = reads_state(call.initial_m, call.initial_z);
   if (in.return_state) p.last = writes_state(m, z);
   run_forward(kernels, p, q, device);
@@ -230,6 +235,7 @@ Call check_backward(const BackwardOp::Arguments& in) {
                       ": the gradient of decay needs m and z of the last state");
     check_state(x, "m", *in.m, "z", tensor_or_none(in.z), in.q);
   }
+  x.n.decays_learn = wanted[3] && x.n.decayed;
   x.n.continued |= has_state_gradient(in);
   return x;
 }
@@ -289,7 +295,7 @@ Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Argu
                             states.data(),
                             scratch.data(),
                             device.threads};
-  p.decay = reads_decay(call.decay);
+  p.decay = reads_decay(call);
   p.initial = reads_state(call.initial_m, call.initial_z);
   if (grad_decay.defined() && has_state) p.last = reads_state(*in.m, in.normalize ? *in.z : none);
   p.grad_last = reads_state(of_m, of_z);

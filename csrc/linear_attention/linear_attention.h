@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -38,7 +39,8 @@ struct LinearAttentionShape {
   bool causal;
   FeatureMap feature_map;
   bool normalize = true;
-  bool decayed = false;          // causal only, as the next
+  bool decayed = false;          // causal only, as the next two
+  bool decays_learn = false;     // backward: the gradient of the decays is wanted
   bool continued = false;        // it begins with a state, or the state that it ends with is wanted
   SequenceTable sequences = {};  // of a batch that is packed or padded
 
@@ -55,17 +57,31 @@ struct LinearAttentionState {
   MEMCHECK_INLINE explicit operator bool() const { return m || z; }
 };
 
+// Decays, or null if nothing decays.
+struct LinearAttentionDecay {
+  Strided<3> given;  // (B,Hkv,T) in the accumulation type: decays in (0, 1], or their logarithms, at most 0
+  bool logarithms = false;
+
+  MEMCHECK_INLINE explicit operator bool() const { return static_cast<bool>(given); }
+  MEMCHECK_INLINE bool allows(double value) const { return logarithms ? value <= 0 : value > 0 && value <= 1; }
+  template <typename acc_t>
+  MEMCHECK_INLINE double at(int64_t row, int64_t head, int64_t t) const {
+    const double value = *given.template at<const acc_t>(row, head, t);
+    return logarithms ? std::exp(value) : value;
+  }
+};
+
 struct LinearAttentionForward {
   LinearAttentionShape shape;
   double eps;
-  Strided<4> q;                       // (B,H,S,D)
-  Strided<4> k;                       // (B,Hkv,T,D)
-  Strided<4> v;                       // (B,Hkv,T,Dv)
-  Strided<4> y;                       // (B,H,S,Dv)
-  void* states;                       // the plan's forward_states_bytes; null in a step
-  void* scratch;                      // the plan's forward_scratch_bytes
-  int64_t threads;                    // of the plan
-  Strided<3> decay = {};              // (B,Hkv,T) in (0, 1] in the accumulation type, null if not decayed
+  Strided<4> q;     // (B,H,S,D)
+  Strided<4> k;     // (B,Hkv,T,D)
+  Strided<4> v;     // (B,Hkv,T,Dv)
+  Strided<4> y;     // (B,H,S,Dv)
+  void* states;     // the plan's forward_states_bytes; null in a step
+  void* scratch;    // the plan's forward_scratch_bytes
+  int64_t threads;  // of the plan
+  LinearAttentionDecay decay = {};
   LinearAttentionState initial = {};  // before the first key
   LinearAttentionState last = {};     // behind the last key, written if it is wanted
 
@@ -87,12 +103,12 @@ struct LinearAttentionBackward {
   // then grad_y.y; behind them, if it decays, phi(k).(grad phi(k)) of each key (parts,B,Hkv,T), and sums of the
   // gradients of decays.
   void* rows;
-  void* states;           // the plan's backward_states_bytes
-  void* scratch;          // the plan's backward_scratch_bytes
-  int64_t threads;        // of the plan
-  Strided<3> decay = {};  // as in the forward
+  void* states;     // the plan's backward_states_bytes
+  void* scratch;    // the plan's backward_scratch_bytes
+  int64_t threads;  // of the plan
+  LinearAttentionDecay decay = {};
   LinearAttentionState initial = {};
-  LinearAttentionState last = {};          // read for grad_decay if there is grad_last
+  LinearAttentionState last = {};          // CUDA: read for grad_decay if there is grad_last
   LinearAttentionState grad_last = {};     // null if the last state has no gradient
   LinearAttentionState grad_initial = {};  // null if not wanted, as the next
   Strided<3> grad_decay = {};              // (B,Hkv,T)

@@ -11,7 +11,7 @@ struct LinearAttention : Differentiable<LinearAttention, Op> {
   static variable_list run(AutogradContext* ctx, const Arguments& in) {
     const auto [y, m, z] = call_below<Op>(in);
     // The inputs: the states are formed again; phi(q), phi(k) and y are not kept. grad_v needs v only for its strides.
-    // The gradient of a decay also needs the last state, if that has a gradient.
+    // On CUDA the gradient of a decay also needs the last state, if that has a gradient.
     const bool reads_v = in.q.requires_grad() || in.k.requires_grad() || requires_gradient(in.decay) ||
                          requires_gradient(in.initial_m) || requires_gradient(in.initial_z) || in.return_state ||
                          !in.v.is_contiguous();
@@ -26,10 +26,13 @@ struct LinearAttention : Differentiable<LinearAttention, Op> {
     const auto grad = [&grads](size_t i) { return i < grads.size() ? if_defined(grads[i]) : std::nullopt; };
     const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
     const Arguments& of = saved.options;
-    return list_of(call<BackwardOp>({grad(0),   grad(1),        grad(2),      saved.tensors[0], saved.tensors[1],
-                                     given(2),  given(3),       given(4),     given(5),         given(6),
-                                     given(7),  given(8),       given(9),     given(10),        of.left_padded,
-                                     of.causal, of.feature_map, of.normalize, of.eps,           saved.wanted_of<6>()}));
+    return list_of(call<BackwardOp>({grad(0),          grad(1),          grad(2),
+                                     saved.tensors[0], saved.tensors[1], given(2),
+                                     given(3),         given(4),         given(5),
+                                     given(6),         given(7),         given(8),
+                                     given(9),         given(10),        of.left_padded,
+                                     of.causal,        of.feature_map,   of.normalize,
+                                     of.log_decay,     of.eps,           saved.wanted_of<6>()}));
   }
 };
 

@@ -65,7 +65,7 @@ Head head_at(const LinearAttentionShape& n, int64_t index) {
 LinearAttentionForward part_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype) {
   LinearAttentionForward p = batch;
   p.shape = head.shape;
-  HeadStart(head, dtype).move({&p.q, &p.y}, {&p.k, &p.v}, {&p.decay}, {&p.initial, &p.last});
+  HeadStart(head, dtype).move({&p.q, &p.y}, {&p.k, &p.v}, {&p.decay.given}, {&p.initial, &p.last});
   return p;
 }
 
@@ -73,7 +73,7 @@ LinearAttentionBackward part_of(const LinearAttentionBackward& batch, const Head
   LinearAttentionBackward p = batch;
   p.shape = head.shape;
   HeadStart(head, dtype)
-      .move({&p.grad_y, &p.q, &p.grad_q}, {&p.k, &p.v, &p.grad_k, &p.grad_v}, {&p.decay, &p.grad_decay},
+      .move({&p.grad_y, &p.q, &p.grad_q}, {&p.k, &p.v, &p.grad_k, &p.grad_v}, {&p.decay.given, &p.grad_decay},
             {&p.initial, &p.last, &p.grad_last, &p.grad_initial});
   return p;
 }
@@ -142,7 +142,7 @@ bool Deal::is_cut(const LinearAttentionShape& head) const {
 
 int64_t Deal::tasks(Phase phase) const {
   const int64_t cut_heads = static_cast<int64_t>(cut.size());
-  if (phase == Phase::Whole) return cut_heads == heads ? 0 : heads;
+  if (phase == Phase::Whole) return all_cut() ? 0 : heads;
   return cut_heads * pieces[static_cast<int>(phase)];
 }
 
@@ -158,7 +158,7 @@ double Deal::work_of(Phase phase, int64_t task) const {
 
 int64_t Deal::state_bytes(Dtype dtype, bool backward) const {
   const int64_t keys = pieces[static_cast<int>(Phase::KeySums)], queries = pieces[static_cast<int>(Phase::QuerySums)];
-  const int64_t slots = keys + (backward && !n.causal ? queries : 0);
+  const int64_t slots = keys + (backward && !sums_share_slots(n) ? queries : 0);
   return slots * state_shape(n, backward).slot_size() * acc_bytes(dtype);
 }
 
@@ -183,12 +183,11 @@ using linear_cpu::Phase;
 template <typename acc_t>
 Finding check_decays_of_head(const LinearAttentionForward& batch, Dtype dtype, int64_t index) {
   const linear_cpu::Head head = linear_cpu::head_at(batch.shape, index);
-  const Strided<3> decay = linear_cpu::part_of(batch, head, dtype).decay;
+  const LinearAttentionDecay decay = linear_cpu::part_of(batch, head, dtype).decay;
   for (int64_t t = 0; t < head.place.keys; ++t) {
-    const double value = *decay.at<const acc_t>(0, 0, t);
-    if (!(value > 0 && value <= 1))
-      return {Rule::DecayInRange, nullptr, nullptr, ' ', head.place.first_key + t, 0, 0, value};
-    if (decay.stride[2] == 0) break;
+    const double value = *decay.given.at<const acc_t>(0, 0, t);
+    if (!decay.allows(value)) return decay_finding(decay.logarithms, head.place.first_key + t, value);
+    if (decay.given.stride[2] == 0) break;
   }
   return {};
 }
@@ -215,7 +214,7 @@ LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape,
   const int64_t cut = static_cast<int64_t>(deal.cut.size());
   return {cut * deal.state_bytes(dtype, false), linear_cpu::forward_scratch_bytes(deal.longest, dtype) * deal.workers(),
           deal.heads_with_rows() * deal.row_bytes(dtype), cut * deal.state_bytes(dtype, true),
-          linear_cpu::backward_scratch_bytes(deal.longest, dtype) * deal.workers()};
+          linear_cpu::backward_scratch_bytes(deal.longest, dtype, deal.all_cut()) * deal.workers()};
 }
 
 std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads) {

@@ -133,6 +133,7 @@ struct Deal {
   Deal(const LinearAttentionShape& shape, int64_t available_threads);
   void keep_whole();
   bool is_cut(const LinearAttentionShape& head) const;
+  bool all_cut() const { return static_cast<int64_t>(cut.size()) == heads; }
   int64_t tasks(Phase phase) const;
   int64_t workers() const;  // that need scratch, the most of any pass
   double work_of(Phase phase, int64_t task) const;
@@ -250,6 +251,10 @@ struct State {
   Matrix<acc_t> before;    // the sum over the segments before
   Matrix<acc_t> seen;      // what is read: the sum of both, or if it is read when all is added, `before`
   double kept = 1;         // what decays have left of `before` since the segment began
+
+  // One part, in memory.
+  State(const StateShape& of, acc_t* data)
+      : shape(of), segment_length(0), segment(data, padded_columns(of.columns)), before(segment), seen(segment) {}
 
   State(const StateShape& of, int64_t length, Reading reading, Arena& arena)
       : shape(of),
@@ -401,13 +406,18 @@ inline int64_t scan_parts(const StateShape& state) {
 template <typename acc_t>
 void scan_slots(const Slots<acc_t>& slots, bool reversed, int64_t part);
 
-// Slots of keys, or backward of queries, which are behind those of keys; causal in their place, because the sums of
-// keys have been read when those of queries are written.
+// Whether the sums of queries take the place of the sums of keys. Causal, those of keys have been read when those of
+// queries are written, but the gradient of decays needs both.
+inline bool sums_share_slots(const LinearAttentionShape& n) {
+  return n.causal && !n.decays_learn;
+}
+
+// Slots of keys, or backward of queries, which are behind those of keys or in their place.
 template <typename acc_t, typename Params>
 MEMCHECK_INLINE Slots<acc_t> slots_of(const Params& p, bool of_queries) {
   const LinearAttentionShape& n = p.shape;
   const StateShape state = state_shape(n, std::is_same_v<Params, LinearAttentionBackward>);
-  const int64_t first = of_queries && !n.causal ? key_slots(n) : 0;
+  const int64_t first = of_queries && !sums_share_slots(n) ? key_slots(n) : 0;
   return {static_cast<acc_t*>(p.states) + first * state.slot_size(), of_queries ? query_slots(n) : key_slots(n), state};
 }
 
@@ -431,13 +441,13 @@ struct ChunkDecays {
         all(1) {}
 
   // Of `count` keys from t on. Nothing if decay is null.
-  MEMCHECK_INLINE void load(const Strided<3>& decay, int64_t t, int64_t count) {
+  MEMCHECK_INLINE void load(const LinearAttentionDecay& decay, int64_t t, int64_t count) {
     if (!decay) return;
     alignas(64) double line[kChunk] = {};
     all = 1;
     for (int64_t row = 0; row < count; ++row) {
-      at[row] = *decay.template at<const acc_t>(0, 0, t + row);
-      const double a = at[row];
+      const double a = decay.at<acc_t>(0, 0, t + row);
+      at[row] = static_cast<acc_t>(a);
       for (int64_t i = 0; i < kChunk; ++i) line[i] *= a;
       line[row] = 1;
       for (int64_t i = 0; i < kChunk; ++i) between.row(row)[i] = static_cast<acc_t>(line[i]);
@@ -573,8 +583,9 @@ MEMCHECK_INLINE void sum_keys(OfHead& x, State<acc_t>& state, Range keys, int64_
   }
 }
 
-int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);   // of one worker
-int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);  // of one worker
+int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);  // of one worker
+// Of one worker, for heads of which none may be cut.
+int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool all_cut);
 void forward(const LinearAttentionForward& p, Dtype dtype);
 void backward(const LinearAttentionBackward& p, Dtype dtype);
 

@@ -1,8 +1,5 @@
-#include <limits>
-
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
-#include "common/parallel.h"
 #include "linear_attention/linear_attention_cpu.h"
 
 // Backward. With h = g / den, delta = (g.y) / den, N_j = sum over the queries i that see j of phi(q_i) h_i^T and n_j =
@@ -14,16 +11,23 @@
 // delta for the way back with N and n. Not normalized: h = g and delta = 0.
 //
 // With decays, N_j = a_(j+1) N_(j+1) + phi(q_j) h_j^T. A score of query i and key j has the weight a_(j+1) ... a_i, so
-// the gradient of log(a_i) is the sum over t >= i of
+// the gradient of log(a_t) is a sum over the pairs i >= t > j: of the score times its gradient,
 //
-//     phi(q_t).(grad phi(q_t)) - phi(k_t).(grad phi(k_t))
+//     a_(j+1) ... a_i phi(q_i).phi(k_j) (h_i.v_j - delta_i)
 //
-// and of <grad M, M> + <grad z, z> of the last state. The first of these is delta_t eps where y is normalized.
+// Every term has a_t as a factor, so the gradient is as accurate for strong decays as for weak ones. (It is also the
+// sum over i >= t of phi(q_i).(grad phi(q_i)) - phi(k_i).(grad phi(k_i)), which cancels where a_t is small.) Over a
+// chunk, the pairs are those of the chunk's queries and keys, of its queries and M before it, of N behind it and its
+// keys, and of N and M: <M, N> - z.n. M and z before each chunk are formed again on the way back, a block of chunks at
+// a time.
 
 namespace memcheck::linear_cpu {
 namespace {
 
 using BackwardTask = Task<LinearAttentionBackward>;
+
+// Positions of a segment whose states are formed again at the same time.
+constexpr int64_t kBlock = 8 * kChunk;
 
 // A task, and the matrices of a chunk, with a row for each position.
 template <typename acc_t>
@@ -40,6 +44,11 @@ struct BackwardHead {
   Matrix<acc_t> scores, products;            // phi(q) phi(k)^T, g v^T (kChunk,kChunk)
   Matrix<acc_t> partial;                     // sums along rows before their lanes are added (kChunk,kTileLanes)
   ChunkDecays<acc_t> decays;
+  // M^T and z before each segment but the first, which lie in slots if the head is cut. For the gradient of decays, as
+  // the next three.
+  Slots<acc_t> of_segments;
+  acc_t *of_blocks, *of_chunks;  // M^T and z before each block of a segment, and before each chunk of a block
+  acc_t* crossing;               // (kChunk): the gradients of logarithms of decays, but for queries and M
 
   BackwardHead(Arena& arena, const BackwardTask& task)
       : p(task.p),
@@ -61,7 +70,16 @@ struct BackwardHead {
         scores(arena, kChunk, kChunk),
         products(arena, kChunk, kChunk),
         partial(arena, kChunk, kTileLanes),
-        decays(arena, n) {}
+        decays(arena, n),
+        of_segments(slots_of<acc_t>(p, false)),
+        of_blocks(states(n.decays_learn ? ceil_div(segment_end(0), kBlock) : 0, arena)),
+        of_chunks(states(n.decays_learn ? kBlock / kChunk : 0, arena)),
+        crossing(arena.take<acc_t>(n.decays_learn ? kChunk : 0)) {
+    if (n.decays_learn && task.phase == Phase::Whole)
+      of_segments.data = arena.take<acc_t>(of_segments.count * of_segments.state.slot_size());
+  }
+
+  acc_t* states(int64_t count, Arena& arena) const { return arena.take<acc_t>(count * keys.shape.size()); }
 
   // ---- loads
 
@@ -99,12 +117,13 @@ struct BackwardHead {
   // ---- states
 
   // M^T += v^T phi(k) and z += phi(k), after what decays leave of both. Leaves phi(k) scaled.
-  MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only) {
+  MEMCHECK_INLINE void add_keys_to(State<acc_t>& state, int64_t count, bool sums_only) const {
     if (n.decayed) scale_rows(k, {0, count}, decays.out);
-    keys.fade(decays.all);
-    keys.add_chunk(count, v.factor(0), k, nullptr, k.data, sums_only);
-    if (!sums_only) keys.refresh();
+    state.fade(decays.all);
+    state.add_chunk(count, v.factor(0), k, nullptr, k.data, sums_only);
+    if (!sums_only) state.refresh();
   }
+  MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only) { add_keys_to(keys, count, sums_only); }
 
   // N^T += h^T phi(q) and n += delta phi(q). Leaves phi(q) scaled where there are decays.
   MEMCHECK_INLINE void add_queries(const ChunkQueries& at, bool sums_only) {
@@ -120,6 +139,98 @@ struct BackwardHead {
     for (int64_t row = 0; row < n.Dv; row += kTileRows)
       transpose_rows(seen.row(row), seen.stride, std::min<int64_t>(kTileRows, n.Dv - row), seen.stride,
                      later.data + row, later.stride);
+  }
+
+  // ---- states of keys on the way back
+
+  // The end of the segment that begins at a position.
+  MEMCHECK_INLINE int64_t segment_end(int64_t begin) const {
+    return keys.segment_length == 0 ? n.T : std::min(n.T, begin + keys.segment_length);
+  }
+
+  // The states before every `step` positions of a range, from that before its first one. Null: as the sequence begins.
+  MEMCHECK_INLINE void form_states(const acc_t* first, Range range, int64_t step, acc_t* to) {
+    State<acc_t> state(keys.shape, to);
+    state.start_from(first);
+    if (first == nullptr && p.initial) state.load(p.initial, 1);
+    for (int64_t t = range.begin; t + kChunk < range.end; t += kChunk) {
+      if ((t - range.begin) % step == 0) {
+        const acc_t* before = to;
+        state = State<acc_t>(keys.shape, to += keys.shape.size());
+        state.start_from(before);
+      }
+      load_keys(t, kChunk);
+      add_keys_to(state, kChunk, true);
+    }
+  }
+
+  // The state before the chunk at t. It is asked for chunk by chunk, from the last one of each segment to its first.
+  MEMCHECK_INLINE const acc_t* keys_before(int64_t t, int64_t count) {
+    const int64_t segment = keys.segment_length == 0 ? 0 : t / keys.segment_length;
+    const int64_t begin = segment * keys.segment_length, block = (t - begin) / kBlock, first = begin + block * kBlock;
+    const bool ends = t + count == segment_end(begin);
+    if (ends) form_states(of_segments.at(segment - 1), {begin, first + kChunk}, kBlock, of_blocks);
+    if (ends || t + count == first + kBlock)
+      form_states(of_blocks + block * keys.shape.size(), {first, t + count}, kChunk, of_chunks);
+    return of_chunks + (t - first) / kChunk * keys.shape.size();
+  }
+
+  // ---- the gradient of decays
+
+  // Adds what queries give with the state before their chunk, of_state = phi(q).(M h) and of_z = phi(q).z: to every
+  // position the sum over the queries from it on.
+  MEMCHECK_INLINE void add_queries_of_state(const ChunkQueries& at, const acc_t* of_state, const acc_t* of_z) const {
+    const acc_t* const delta = deltas(at);
+    acc_t sum = 0;
+    for (int64_t row = at.rows.end - 1; row >= 0; --row) {
+      if (row >= at.rows.begin)
+        sum += of_state[row] - (n.normalize ? delta[row] * decays.into[row] * of_z[row] : acc_t(0));
+      *p.grad_decay.template at<acc_t>(0, 0, at.position + row + n.T - n.S) += sum;
+    }
+  }
+
+  // What the state behind a chunk gives with that before it and with the chunk's keys, whose gradients are those of
+  // the state: to every position the sum over the keys before it.
+  MEMCHECK_INLINE void start_crossing(const acc_t* before, int64_t count) const {
+    alignas(64) double lanes[kTileLanes] = {};
+    const acc_t* const behind = queries.seen.data;
+    const int64_t matrix = queries.shape.matrix_size(), size = decays.all == 0 ? 0 : queries.shape.size();
+    for (int64_t i = 0; i < size; i += kTileLanes)
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        const double product = double{before[i + lane]} * behind[i + lane];
+        lanes[lane] += i < matrix ? product : -product;
+      }
+    double sum = 0;
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) sum += lanes[lane];
+    sum *= decays.all;
+    alignas(64) acc_t of_keys[kChunk];
+    dots(k, grad_k, {0, count}, of_keys);
+    for (int64_t row = 0; row < count; ++row) {
+      crossing[row] = static_cast<acc_t>(sum);
+      sum += of_keys[row];
+    }
+  }
+
+  // Adds what queries and keys of the chunk give, from scores and their weighed gradients in `products`: to every
+  // position the sum over the queries from it on and the keys before it.
+  MEMCHECK_INLINE void add_pairs(Range rows) const {
+    alignas(64) acc_t sums[kChunk] = {}, of_pairs[kChunk];  // of each key, over the queries from a row on
+    for (int64_t row = rows.end - 1; row >= 0; --row) {
+      for (int64_t i = 0; i < kChunk && row >= rows.begin; ++i)
+        sums[i] += i < row ? products.row(row)[i] * scores.row(row)[i] : acc_t(0);
+      for (int64_t i = 0; i < kChunk; ++i) partial.row(row)[i] = i < row ? sums[i] : acc_t(0);
+    }
+    sum_lanes(rows.end, partial, of_pairs);
+    for (int64_t row = 0; row < rows.end; ++row) crossing[row] += of_pairs[row];
+  }
+
+  // The gradients of the chunk's decays, or of their logarithms, from all parts.
+  MEMCHECK_INLINE void store_grad_decay(int64_t t, int64_t count) const {
+    for (int64_t row = 0; row < count; ++row) {
+      acc_t* const grad = p.grad_decay.template at<acc_t>(0, 0, t + row);
+      const double sum = double{*grad} + crossing[row];
+      *grad = static_cast<acc_t>(p.decay.logarithms ? sum : sum / p.decay.template at<acc_t>(0, 0, t + row));
+    }
   }
 
   // ---- gradients of queries
@@ -159,8 +270,9 @@ struct BackwardHead {
     if (n.decayed) scale_scores(weights, rows, decays.between);
   }
 
-  // grad_q = M h, from the state and, causal, from the keys of the chunk. Leaves h scaled where there are decays.
-  MEMCHECK_INLINE void multiply_by_key_sums(Range rows) const {
+  // grad_q = M h, from the state and, causal, from the keys of the chunk. Leaves h scaled where there are decays, and
+  // of_state = phi(q).(M h) of the state alone if the gradient of decays is wanted.
+  MEMCHECK_INLINE void multiply_by_key_sums(Range rows, acc_t* of_state) const {
     const int64_t first = rows.begin;
     TileTerm<acc_t> seen{};
     if (n.causal) {
@@ -169,8 +281,12 @@ struct BackwardHead {
       seen = term(first, products.factor(first), k);
     }
     if (n.decayed) scale_rows(g, rows, decays.into);
-    tile_rows<acc_t>(rows.count(), grad_q.stride, term(n.Dv, g.factor(first), keys.seen), seen, nullptr,
-                     grad_q.result(first));
+    const auto before = term(n.Dv, g.factor(first), keys.seen);
+    if (p.grad_decay) {
+      tile_product(TileProduct::Set, rows.count(), grad_q.stride, before, grad_q.result(first));
+      dots(q, grad_q, rows, of_state);
+    }
+    tile_rows<acc_t>(rows.count(), grad_q.stride, before, seen, nullptr, grad_q.result(first));
   }
 
   // phi(q) and h of rows of a chunk, grad_q if it is wanted, and what rows give to grad_decay. Leaves 1 / den and
@@ -187,8 +303,8 @@ struct BackwardHead {
     for (int64_t row = rows.begin; row < rows.end; ++row)
       inverse[row] = n.normalize ? acc_t(1) / (inverse[row] + eps) : acc_t(1);
     scale_rows(g, rows, inverse);
-    multiply_by_key_sums(rows);
-    alignas(64) acc_t g_dot_y[kChunk];
+    alignas(64) acc_t g_dot_y[kChunk], of_state[kChunk], of_z[kChunk];
+    multiply_by_key_sums(rows, of_state);
     dots(q, grad_q, rows, g_dot_y);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const acc_t delta = n.normalize ? g_dot_y[row] * inverse[row] : acc_t(0);
@@ -197,9 +313,10 @@ struct BackwardHead {
         grad[i] = (grad[i] - delta * z.row(row)[i]) * feature_derivative(n.feature_map, q.row(row)[i]);
       kept_inverse[row] = inverse[row];
       kept_delta[row] = delta;
-      if (p.grad_decay)
-        *p.grad_decay.template at<acc_t>(0, 0, at.position + row + n.T - n.S) +=
-            n.normalize ? delta * eps : g_dot_y[row];
+    }
+    if (p.grad_decay) {
+      dots(q, {keys.vector_of(keys.seen), 0}, rows, of_z);
+      add_queries_of_state(at, of_state, of_z);
     }
     if (p.grad_q)
       store_rows(dtype, at.place(dtype, p.grad_q), rows.count(), n.D, grad_q.row(rows.begin), grad_q.stride);
@@ -209,7 +326,11 @@ struct BackwardHead {
   MEMCHECK_INLINE void differentiate_along(Range range) {
     for (int64_t t = range.begin; t < range.end; t += kChunk) {
       const int64_t count = std::min(kChunk, range.end - t);
-      if (t > range.begin && keys.begins_at(t)) keys.end_segment();
+      if (t > range.begin && keys.begins_at(t)) {
+        keys.end_segment();
+        if (p.grad_decay)
+          State<acc_t>(keys.shape, of_segments.at(t / keys.segment_length - 1)).start_from(keys.before.data);
+      }
       load_keys(t, count);
       for (int64_t row = 0; row < count && p.grad_decay; ++row)
         *p.grad_decay.template at<acc_t>(0, 0, t + row) = acc_t(0);
@@ -261,17 +382,14 @@ struct BackwardHead {
     tile_product(TileProduct::Add, count, grad_k.stride,
                  term(rows.count(), products.factor(first).transposed(), q.rows_from(first)), grad_k.result(0));
     multiply_visible(q, rows, n.D, k_transposed, scores);
+    if (p.grad_decay) add_pairs(rows);
     weigh(scores, rows);
     tile_product(TileProduct::Add, count, grad_v.stride,
                  term(rows.count(), scores.factor(first).transposed(), g.rows_from(first)), grad_v.result(0));
   }
 
   MEMCHECK_INLINE void store_key_gradients(int64_t t, int64_t count) const {
-    if (p.grad_decay) {
-      alignas(64) acc_t weights[kChunk];
-      dots(k, grad_k, {0, count}, weights);
-      for (int64_t row = 0; row < count; ++row) *p.grad_decay.template at<acc_t>(0, 0, t + row) -= weights[row];
-    }
+    if (p.grad_decay) store_grad_decay(t, count);
     for (int64_t i = 0; i < count * k.stride; ++i) grad_k.data[i] *= feature_derivative(n.feature_map, k.data[i]);
     if (p.grad_k) store_rows(dtype, rows_at(dtype, p.grad_k, 0, 0, t), count, n.D, grad_k.data, grad_k.stride);
     if (p.grad_v) store_rows(dtype, rows_at(dtype, p.grad_v, 0, 0, t), count, n.Dv, grad_v.data, grad_v.stride);
@@ -284,11 +402,13 @@ struct BackwardHead {
     for (int64_t t = range.begin + (range.end - 1 - range.begin) / kChunk * kChunk; t >= range.begin; t -= kChunk) {
       const int64_t count = std::min(kChunk, range.end - t);
       if (!sums_only) {
+        const acc_t* const before = p.grad_decay ? keys_before(t, count) : nullptr;
         load_keys(t, count, -kChunk);
         transpose_rows(k.data, k.stride, count, k.stride, k_transposed.data, kChunk);
         transpose_rows(v.data, v.stride, count, v.stride, v_transposed.data, kChunk);
         transpose_query_state();
         key_gradients_of_state(count);
+        if (p.grad_decay) start_crossing(before, count);
       } else {
         decays.load(p.decay, t, count);
       }
@@ -392,45 +512,17 @@ void run_backward(const BackwardTask& task, Arena arena) {
   if (whole ? wants_keys(task.p) : task.phase == Phase::QuerySums || task.phase == Phase::Keys) key_part(task, x);
 }
 
-// ---- decays
-
-// The sum of x y over one head, of matrices (rows,columns).
-template <typename acc_t>
-double product_sum(const Strided<4>& x, const Strided<4>& y, int64_t rows, int64_t columns) {
-  double sum = 0;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < columns; ++i)
-      sum += double{*x.template at<const acc_t>(0, 0, row, i)} * *y.template at<const acc_t>(0, 0, row, i);
-  return sum;
-}
-
-// grad_decay of one head from what each position gives to it. The sum of a decay below the precision of acc_t is
-// smaller than its rounding errors, and divided by the decay it would be anything: its gradient is 0.
-template <typename acc_t>
-void finish_grad_decay(const LinearAttentionBackward& p) {
-  const LinearAttentionShape& n = p.shape;
-  double sum = 0;
-  if (p.grad_last.m) sum += product_sum<acc_t>(p.grad_last.m, p.last.m, n.D, n.Dv);
-  if (p.grad_last.z) sum += product_sum<acc_t>(p.grad_last.z, p.last.z, 1, n.D);
-  for (int64_t t = n.T - 1; t >= 0; --t) {
-    acc_t* const grad = p.grad_decay.template at<acc_t>(0, 0, t);
-    const double decay = *p.decay.template at<const acc_t>(0, 0, t);
-    sum += *grad;
-    *grad = decay < std::numeric_limits<acc_t>::epsilon() ? acc_t(0) : static_cast<acc_t>(sum / decay);
-  }
-}
-
 }  // namespace
 
-int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
-  BackwardTask task{{}, dtype, Phase::Whole, 0};
+int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool all_cut) {
+  BackwardTask task{{}, dtype, all_cut ? Phase::Keys : Phase::Whole, 0};
   task.p.shape = n;
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<BackwardHead<decltype(acc)>>(task); });
 }
 
 void backward(const LinearAttentionBackward& p, Dtype dtype) {
   const Deal deal(p.shape, p.threads);
-  const int64_t bytes = backward_scratch_bytes(deal.longest, dtype);
+  const int64_t bytes = backward_scratch_bytes(deal.longest, dtype, deal.all_cut());
   const auto run = [&](Phase phase) {
     run_pass(p, dtype, deal, phase, [&](const BackwardTask& task, int worker) {
       with_acc_type(dtype, [&](auto acc) { run_backward<decltype(acc)>(task, arena_of(p.scratch, bytes, worker)); });
@@ -440,13 +532,6 @@ void backward(const LinearAttentionBackward& p, Dtype dtype) {
   if (!wants_keys(p)) return;
   if (p.shape.causal) run(Phase::QuerySums);
   for (const Phase phase : {Phase::QueryScan, Phase::Keys}) run(phase);
-  if (!p.grad_decay) return;
-  parallel_tasks(deal.heads, deal.threads, [&](int64_t begin, int64_t end, int) {
-    for (int64_t index = begin; index < end; ++index) {
-      const LinearAttentionBackward head = part_of(p, head_at(p.shape, index), dtype);
-      with_acc_type(dtype, [&](auto acc) { finish_grad_decay<decltype(acc)>(head); });
-    }
-  });
 }
 
 }  // namespace memcheck::linear_cpu

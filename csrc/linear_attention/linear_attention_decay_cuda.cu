@@ -4,7 +4,9 @@
 #include "common/finding.cuh"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
-// The gradient of decays on CUDA, from what queries and keys give to each position. Sums are in float64.
+// The gradient of decays on CUDA, from what queries and keys give to each position. Sums are in float64. The terms do
+// not have the decay as a factor, as they do on the CPU: they cancel where it is small, and the gradient is no more
+// accurate than they are.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -109,8 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) products.sums[blockIdx.x] = total;
 }
 
-// The sum of a decay below the precision of acc_t is smaller than its rounding errors, and divided by the decay it
-// would be anything: its gradient is 0.
+// The sum of a decay below the precision of acc_t is smaller than its rounding errors: its gradient is 0.
 template <typename acc_t>
 __global__ void __launch_bounds__(kThreads)
     grad_decay_kernel(const LinearAttentionBackward p, const DecayProducts products) {
@@ -130,9 +131,10 @@ __global__ void __launch_bounds__(kThreads)
     const double up_to = sum + sum_up_to(exists ? grad_of_position<acc_t>(p, products, work, t) : 0.0, of_chunk);
     sum += of_chunk;
     if (!exists) continue;
-    const double decay = *p.decay.at<acc_t>(work.sequence.row, work.head, t);
+    const double decay = p.decay.at<acc_t>(work.sequence.row, work.head, t);
+    const double of_log = decay < std::numeric_limits<acc_t>::epsilon() ? 0 : up_to;
     *p.grad_decay.at<acc_t>(work.sequence.row, work.head, t) =
-        decay < std::numeric_limits<acc_t>::epsilon() ? acc_t(0) : static_cast<acc_t>(up_to / decay);
+        static_cast<acc_t>(p.decay.logarithms || of_log == 0 ? of_log : of_log / decay);
   }
 }
 
@@ -207,8 +209,8 @@ __global__ void __launch_bounds__(kThreads)
       const Sequence& x = n.sequences.sequences[row];
       if (t < x.first_key || t >= x.first_key + x.keys) continue;
     }
-    const double value = *p.decay.at<acc_t>(row, i / length % n.Hkv, t);
-    if (!(value > 0 && value <= 1)) report_finding({Rule::DecayInRange, nullptr, nullptr, ' ', t, 0, 0, value}, slot);
+    const double value = *p.decay.given.at<acc_t>(row, i / length % n.Hkv, t);
+    if (!p.decay.allows(value)) report_finding(decay_finding(p.decay.logarithms, t, value), slot);
   }
 }
 
@@ -219,7 +221,7 @@ Launch launch_of(const char* name, int64_t blocks, cudaStream_t stream) {
 template <typename acc_t>
 void launch_check(const LinearAttentionForward& p, cudaStream_t stream) {
   const LinearAttentionShape& n = p.shape;
-  const bool per_head = p.decay.stride[0] == 0 && p.decay.stride[2] == 0;
+  const bool per_head = p.decay.given.stride[0] == 0 && p.decay.given.stride[2] == 0;
   const int64_t rows = per_head ? std::min<int64_t>(1, n.B) : n.B, length = per_head ? std::min<int64_t>(1, n.T) : n.T;
   constexpr int64_t kMost = 8 * kLinearAttentionMultiprocessors;
   const int64_t blocks = std::min(kMost, ceil_div(rows * n.Hkv * length, kThreads));

@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_decays(const Scan& scan, const Chunk& chunk
   const int64_t t = chunk.time + line;
   const Range& keys = s.work.sequence.keys;
   if (line < kLines)
-    s.decay[line] = t < keys.end - keys.begin ? *scan.decay.at<acc_t>(s.work.b(), s.work.key_head, keys.begin + t) : 1;
+    s.decay[line] = t < keys.end - keys.begin ? scan.decay.at<acc_t>(s.work.b(), s.work.key_head, keys.begin + t) : 1;
   __syncthreads();
   if (line < kLines) {
     double into = 1;

@@ -98,8 +98,8 @@ struct Scan {
   bool steps;  // of decoding: all keys join the state before the query reads it
   LinearAttentionSegments segments;
   StateMemory states;
-  int64_t tile;         // the columns of a block, of the width
-  Strided<3> decay;     // (B,Hkv,T), null if it does not decay
+  int64_t tile;  // the columns of a block, of the width
+  LinearAttentionDecay decay;
   void* kept;           // (segments,Hkv): products of decays
   void* key_products;   // (parts,B,Hkv,T): GradK writes parts of phi(k).(grad phi(k)); null if they are not wanted
   int64_t query_parts;  // of g.y

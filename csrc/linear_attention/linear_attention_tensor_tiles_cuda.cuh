@@ -247,6 +247,10 @@ __device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
 
 // ---- decays
 
+constexpr double kLog2OfE = 1.4426950408889634;
+// Two to this power is 0 in float32. In place of a logarithm of -inf, whose difference with another is no number.
+constexpr double kLowestExponent = -1024;
+
 // One warp forms the weights of a chunk.
 template <typename T>
 __device__ __forceinline__ void weigh_chunk(const Scan& scan, SharedTiles<T>& s) {
@@ -255,9 +259,13 @@ __device__ __forceinline__ void weigh_chunk(const Scan& scan, SharedTiles<T>& s)
   const int64_t t = s.step.chunk.time + at.lane;
   const Range& keys = s.work.sequence.keys;
   const bool exists = t < keys.end - keys.begin;
-  const float decay = exists ? *scan.decay.at<float>(s.work.b(), s.work.key_head, keys.begin + t) : 1.0f;
-  double sum = log2f(decay);
-  double product = decay;
+  double sum = 0;
+  double product = 1;
+  if (exists) {
+    const float given = *scan.decay.given.at<float>(s.work.b(), s.work.key_head, keys.begin + t);
+    product = scan.decay.at<float>(s.work.b(), s.work.key_head, keys.begin + t);
+    sum = scan.decay.logarithms ? fmax(given * kLog2OfE, kLowestExponent) : log2f(given);
+  }
 #pragma unroll
   for (int distance = 1; distance < kChunk; distance *= 2) {
     const double before = __shfl_up_sync(0xffffffffu, sum, distance);

@@ -33,6 +33,7 @@ class Options(SelfSequences, total=False):
     feature_map: str
     eps: float
     decay: Tensor | None
+    log_decay: Tensor | None
     same_bits: bool
     initial_state: local.AnyState | None
 
@@ -78,6 +79,7 @@ def linear_attention(
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
     same_bits: bool = True,
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -93,8 +95,8 @@ def linear_attention(
         v: (B,Hkv,S,Dv) its values. Slices of different ranks may have different lengths.
         group: the processes; by default all.
         causal, feature_map, eps, normalize: as in memcheck.linear_attention.
-        decay: (Hkv,), the same on all ranks, or (B,Hkv,S) of this rank's slice. Its gradient is that of this rank's
-            positions: add those of a decay (Hkv,) up over the ranks, as for any parameter.
+        decay, log_decay: (Hkv,), the same on all ranks, or (B,Hkv,S) of this rank's slice. The gradient is that of this
+            rank's positions: add those of a decay (Hkv,) up over the ranks, as for any parameter.
         same_bits: True: y and the gradients are the same to the bit as in one process, if all slices but the last end
             where a segment does (see memcheck.linear_attention); that of a decay is equal up to rounding. For that the
             sums over keys and values go from rank to rank, each before the next. False: ranks compute them at the same
@@ -127,7 +129,9 @@ def linear_attention(
     if feature_map not in NO_KEY:
         raise ValueError(f"{op}: feature_map must be one of {', '.join(NO_KEY)}, got {feature_map!r}")
     options: dict[str, Any] = {"causal": True, "feature_map": feature_map, "eps": eps, "normalize": normalize}
-    for name, given in (("decay", decay), ("initial_state", initial_state), ("return_state", return_state or None)):
+    local.check_decays(op, decay, log_decay)
+    needing = {"decay": decay, "log_decay": log_decay, "initial_state": initial_state}
+    for name, given in {**needing, "return_state": return_state or None}.items():
         if given is not None and not causal:
             raise ValueError(f"{op}: {name} needs causal=True, got causal=False")
     part = part_of(op, ranks, Whole(cu_seqlens, lengths, padding), k, 2, causal, same_bits)
@@ -137,6 +141,7 @@ def linear_attention(
         return _not_causal(q, k, v, ranks, options | part.arguments, part.without("q"))
     state = local._initial_state(op, initial_state, normalize)
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    decay, options["log_decay"] = (decay, False) if log_decay is None else (log_decay, True)
     y, *after = _Causal.apply(q, k, v, decay, *state, _Call(ranks, part, options, same_bits, return_state))
     if not return_state:
         return y
@@ -170,7 +175,11 @@ class _Call(NamedTuple):
     return_state: bool
 
     def combine(self, k: Tensor, decay: Tensor | None) -> Any:
-        return None if self.same_bits else partial(_combined, k.shape[2], decay)
+        if self.same_bits:
+            return None
+        return partial(
+            _combined, k.shape[2], decay if decay is None or not self.options["log_decay"] else decay.double().exp()
+        )
 
 
 class _Causal(torch.autograd.Function):
@@ -256,6 +265,6 @@ def _combined(positions: int, decay: Tensor | None, before: State, own: State) -
     """The state after a slice of so many positions, from that before it and that of the slice alone."""
     if decay is None:
         return tuple(x + y for x, y in zip(before, own, strict=True))
-    faded = (decay.double() ** positions if decay.dim() == 1 else decay.double().prod(2)).to(decay.dtype)
+    faded = (decay.double() ** positions if decay.dim() == 1 else decay.double().prod(2)).to(own[0].dtype)
     m, *z = (x + faded.view(*faded.shape, *[1] * (x.dim() - 2)) * y for x, y in zip(own, before, strict=True))
     return (m, *z)

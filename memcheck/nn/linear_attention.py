@@ -37,7 +37,7 @@ class LinearSelfAttention(HeadedSelfAttention):
             position. "retnet": those of RetNet (Sun et al. 2023, arXiv:2307.08621), 1 - 2^(-5-h) for head h. Needs
             causal.
         learned_decay: train the decays, from these, which must then be below 1. The parameter is decay_logit (Hkv,);
-            the decay is sigmoid(decay_logit) in the accumulation type.
+            the decay is sigmoid(decay_logit). The operator gets its logarithm in the accumulation type.
         bias: of the four torch.nn.Linear inside.
         device, dtype: of the weights, as in torch.nn.Linear.
 
@@ -107,10 +107,10 @@ class LinearSelfAttention(HeadedSelfAttention):
 
     def options(self, q: Tensor) -> dict[str, Any]:
         """Arguments of the operator and its step."""
-        decay = self.decay_logit
-        if decay is not None:
-            decay = decay.to(torch.promote_types(q.dtype, torch.float32)).sigmoid()
-        return {"feature_map": self.feature_map, "eps": self.eps, "normalize": self.normalize, "decay": decay}
+        logit = self.decay_logit
+        if logit is not None:
+            logit = torch.nn.functional.logsigmoid(logit.to(torch.promote_types(q.dtype, torch.float32)))
+        return {"feature_map": self.feature_map, "eps": self.eps, "normalize": self.normalize, "log_decay": logit}
 
     @overload
     def forward(self, x: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]) -> Tensor: ...

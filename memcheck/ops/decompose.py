@@ -153,6 +153,7 @@ def attend_linearly(
     feature_map: str,
     eps: float,
     normalize: bool,
+    log_decay: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (B,H,S,Dv), and M (B,Hkv,D,Dv) and z (B,Hkv,D) after the last key"""
     phi_q, phi_k, values = grouped(features(q, feature_map), k.shape[1]), features(k, feature_map), wide(v)
@@ -166,7 +167,7 @@ def attend_linearly(
         decays = decay[:, None].expand(k.shape[:3]) if decay.dim() == 1 else decay
         # Products of the decays behind a key, (B,Hkv,T,T), by sums of logarithms that begin at the key. ONNX has no
         # products along a dimension, and differences of sums from the start would cancel.
-        logs = decays.log()
+        logs = decays if log_decay else decays.log()
         later = ~seen(T, T, q).mT  # position i is behind position j
         products = torch.where(later, logs[..., None], 0.0).cumsum(2).exp()
         weights = weights * products[:, :, T - S :][:, :, None]

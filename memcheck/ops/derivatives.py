@@ -354,14 +354,16 @@ def softplus_attention(tensors: Gradients, output_mask: Sequence[bool], **option
     return [*gradients_by_reference(inputs, (grad_y, grad_state), results, output_mask[:4]), None]
 
 
-def linear_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+def linear_attention(
+    tensors: Gradients, output_mask: Sequence[bool], log_decay: bool = False, **options: Any
+) -> Gradients:
     grad_y, grad_m, grad_z, q, k, v, decay, m, z = [*tensors, None, None, None][:9]
     v = k.new_zeros((*k.shape[:3], grad_y.shape[3])) if v is None else v
 
     def results(q: Tensor, k: Tensor, v: Tensor, decay: Any, m: Any, z: Any) -> tuple[Any, ...]:
         before = None if m is None else (m, z)
         after = grad_m is not None or grad_z is not None
-        arguments = {"decay": decay, "initial_state": before, "return_state": after}
+        arguments = {"log_decay" if log_decay else "decay": decay, "initial_state": before, "return_state": after}
         y, *states = by_reference("linear_attention", (q, k, v), **arguments, **options)
         return y, *(states[0] if states else ())
 

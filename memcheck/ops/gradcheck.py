@@ -111,9 +111,12 @@ def linear_configuration(
     return configured("linear_attention", linear_attention, sizes, shapes, (shift, shift, 0.0), near, **options)
 
 
-def linear_with_state(q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, logits: Tensor, **options: Any) -> Tensor:
-    """y and the last state in one row, of a causal call from the state (m, z) with decays sigmoid(logits)."""
-    options |= {"causal": True, "decay": logits.sigmoid(), "initial_state": (m, z)}
+def linear_with_state(
+    q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, logits: Tensor, *, logs: bool, **options: Any
+) -> Tensor:
+    """y and the last state in one row, of a causal call from the state (m, z) with decays sigmoid(logits), or logs."""
+    decay = {"log_decay": torch.nn.functional.logsigmoid(logits)} if logs else {"decay": logits.sigmoid()}
+    options |= {"causal": True, **decay, "initial_state": (m, z)}
     y, state = linear_attention(q, k, v, return_state=True, **options)
     return torch.cat([x.flatten() for x in (y, *state) if x is not None])
 
@@ -128,14 +131,15 @@ def linear_state_configuration(
     Dv: int,
     *,
     decay: tuple[int, ...],
+    logs: bool = False,
     **options: Any,
 ) -> Configuration:
-    """decay is the shape of the decay."""
+    """decay is the shape of the decay. logs: its logarithm is given."""
     N = states_of(B, options)
-    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv} with states and a decay {decay}"
+    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv} with states and a {'log_' * logs}decay {decay}"
     shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (N, Hkv, D, Dv), (N, Hkv, D), decay)
     shifts = (0.0, 0.0, 0.0, 0.0, 5.0, 1.0)
-    return configured("linear_attention", linear_with_state, sizes, shapes, shifts, **options)
+    return configured("linear_attention", linear_with_state, sizes, shapes, shifts, logs=logs, **options)
 
 
 def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E: int, R: int) -> Configuration:
@@ -259,8 +263,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     *(linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=causal, normalize=False) for causal in (True, False)),
     linear_state_configuration(1, 4, 2, 3, 7, 3, 2, decay=(2,)),
     linear_state_configuration(1, 4, 2, 5, 5, 3, 2, decay=(1, 2, 5)),
-    linear_state_configuration(1, 2, 1, 7, 7, 3, 2, decay=(1, 1, 7), cu_seqlens=torch.tensor([0, 3, 7])),
-    linear_state_configuration(2, 2, 1, 5, 5, 3, 2, decay=(1,), lengths=torch.tensor([5, 3])),
+    linear_state_configuration(1, 2, 1, 7, 7, 3, 2, decay=(1, 1, 7), logs=True, cu_seqlens=torch.tensor([0, 3, 7])),
+    linear_state_configuration(2, 2, 1, 5, 5, 3, 2, decay=(1,), logs=True, lengths=torch.tensor([5, 3])),
     *(
         projection_configuration(function, *shape)
         for function in (linear_r, linear_l)

@@ -45,6 +45,7 @@ class Options(Sequences, total=False):
     feature_map: str
     eps: float
     decay: Tensor | None
+    log_decay: Tensor | None
     initial_state: AnyState | None
 
 
@@ -94,6 +95,7 @@ def linear_attention(
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -118,6 +120,10 @@ def linear_attention(
             query s has the decays of the keys t + 1 to s + T - S as factors. With normalize=False and identity
             features this is RetNet, Lightning Attention, simple gated linear attention, and the state space model of
             Mamba-2, whose step sizes belong in v.
+        log_decay: the natural logarithm of the decay in place of it, at most 0, in the same shapes. The gradient of a
+            strong decay is then as accurate as that of a weak one, even where the decay itself would be too small for
+            the type. At -inf the state begins anew with the position, as at the border of two documents; the gradient
+            there is 0. With both decay and log_decay the call raises.
         cu_seqlens: (N+1,) int32 or int64, for N sequences that are packed one behind the other: B = 1, and sequence n
             is positions cu_seqlens[n] to cu_seqlens[n+1]. It ascends from 0 to S = T; sequences may be empty.
         cu_seqlens_q, cu_seqlens_k: the same, where sequences have other numbers of queries than of keys.
@@ -147,12 +153,13 @@ def linear_attention(
         The number of threads changes no bit of the results. A gradient has its input's strides if these are dense,
         else it is contiguous.
         A NaN or an infinity in v at one position also reaches queries up to 31 positions before it (on CUDA 63),
-        because it is multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as
-        1 / a; where a is below the accumulation type's epsilon it is 0.
+        because it is multiplied by 0. The gradient of log(a) of a decay a is a sum of terms that all have a as a
+        factor, and that of a is this divided by a. On CUDA it is a difference of two sums without this factor, whose
+        rounding error grows as 1 / a; where a is below the accumulation type's epsilon it is 0.
 
     Raises:
-        ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a rule of
-            cu_seqlens and lengths, or an argument without the one that it needs.
+        ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a log_decay
+            above 0, both of them, a rule of cu_seqlens and lengths, or an argument without the one that it needs.
         TypeError: a dtype.
         NotImplementedError: inside torch.distributed's context_parallel.
 
@@ -164,7 +171,9 @@ def linear_attention(
         >>> if causal:
         ...     weights = weights.tril(k.shape[2] - q.shape[2])
         >>> if decay is not None:
-        ...     sums = decay.log().cumsum(2)  # of decay (B,Hkv,T)
+        ...     log_decay = decay.log()
+        >>> if log_decay is not None:
+        ...     sums = log_decay.cumsum(2)  # of log_decay (B,Hkv,T) without -inf
         ...     sums = sums.repeat_interleave(q.shape[1] // sums.shape[1], 1)
         ...     weights = weights * (sums[..., -q.shape[2]:, None] - sums[..., None, :]).clamp(max=0).exp()
         >>> y = (weights @ v) / (weights.sum(-1, keepdim=True) + eps) if normalize else weights @ v
@@ -175,19 +184,20 @@ def linear_attention(
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     arguments: Sequence[Tensor | None] = ()
     options: dict[str, Any] = {"feature_map": feature_map, "eps": eps}
-    if normalize and not (sequences or return_state) and decay is None and initial_state is None:
+    if normalize and not (sequences or return_state) and decay is log_decay is initial_state is None:
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), causal=causal, **options)
         options = changed_options(q, options, DEFAULTS)
     else:
-        if decay is not None and not isinstance(decay, Tensor):
-            raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
-        arguments = decay, *_initial_state(op, initial_state, normalize)
+        check_decays(op, decay, log_decay)
+        arguments = decay if log_decay is None else log_decay, *_initial_state(op, initial_state, normalize)
         options |= {"normalize": normalize, "return_state": return_state, **sequences}
         if derivatives.differentiated((q, k, v, *arguments)):
-            options |= {"decay": decay, "initial_state": initial_state}
+            options |= {"decay": decay, "log_decay": log_decay, "initial_state": initial_state}
             y, *after = derivatives.by_reference(op, (q, k, v), causal=causal, **options)
             return (y, after[0]) if return_state else y
+        if log_decay is not None:
+            options["log_decay"] = True
     try:
         y, m, z = _forward(q, k, v, *arguments, causal=causal, **options)
     except REFUSALS:
@@ -202,6 +212,7 @@ class StepOptions(TypedDict, total=False):
     feature_map: str
     eps: float
     decay: Tensor | None
+    log_decay: Tensor | None
 
 
 @overload
@@ -279,6 +290,7 @@ def linear_attention_step(
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
     state_rest: bool = False,
 ) -> tuple[Tensor, AnyState | StateWithRest]:
     """One position of causal linear attention, from a state instead of all earlier keys.
@@ -290,7 +302,7 @@ def linear_attention_step(
         state: (M (B,Hkv,D,Dv), z (B,Hkv,D)) in the accumulation type (float32; float64 for float64); None at the
             beginning. Or (M, z, M_rest, z_rest), with what rounding has left out of the sums.
         feature_map, eps, normalize: as in linear_attention. Not normalized, z of the state is None.
-        decay: (Hkv,) or (B,Hkv,n), as in linear_attention.
+        decay, log_decay: (Hkv,) or (B,Hkv,n), as in linear_attention.
         state_rest: whether the new state has rests, too. It has if the state has. Not with decay, under which errors
             fade as the terms do, and not with normalize=False.
 
@@ -304,7 +316,7 @@ def linear_attention_step(
 
     Raises:
         ValueError, TypeError: as linear_attention; a state that is no pair of tensors (or four), or of other sizes;
-            state_rest with decay or normalize=False.
+            state_rest with a decay or normalize=False.
         NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel.
 
     Equivalent to:
@@ -319,13 +331,15 @@ def linear_attention_step(
     given: Any = state
     with_rests = isinstance(given, PAIRS) and len(given) == 4
     state_rest = state_rest or with_rests
-    if decay is not None or not normalize:
+    if not (decay is log_decay is None and normalize):
         if state_rest:
-            raise ValueError(f"{op}: a state with rests needs decay=None and normalize=True")
+            raise ValueError(f"{op}: a state with rests needs normalize=True and no decay")
+        check_decays(op, decay, log_decay)
         check_rank(op, "q", q, "(B,H,1,D)", 4)
         if q.shape[2] != 1:
             raise ValueError(f"{op}: q must be one position, (B,H,1,D), got {list(q.shape)}")
-        options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "normalize": normalize, "decay": decay}
+        options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "normalize": normalize}
+        options |= {"decay": decay, "log_decay": log_decay}
         with torch.no_grad():
             return linear_attention(q, k, v, causal=True, initial_state=given, return_state=True, **options)
     if given is None:
@@ -362,6 +376,15 @@ def _check_rests(op: str, rests: Sequence[Tensor], sums: tuple[Tensor, Tensor]) 
         check_plain(op, name, rest)
         if (rest.shape, rest.dtype, rest.device) != expected:
             raise ValueError(f"{op}: {name} must be a tensor like its sum, {list(total.shape)}, got {described(rest)}")
+
+
+def check_decays(op: str, decay: object, log_decay: object) -> None:
+    """TypeError or ValueError unless at most one is given, a tensor."""
+    for name, x in (("decay", decay), ("log_decay", log_decay)):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
+    if decay is not None and log_decay is not None:
+        raise ValueError(f"{op}: log_decay must be None if decay is given, got {described(log_decay)}")
 
 
 def _initial_state(op: str, state: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:

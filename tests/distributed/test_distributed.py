@@ -70,6 +70,11 @@ def test_wrong_arguments() -> None:
         (lambda: d.linear_attention(HEADS, longer, longer, causal=True), ValueError, "got S = 4 and T = 5"),
         (lambda: d.linear_attention(HEADS, HEADS, HEADS, feature_map="x"), ValueError, "feature_map must be one of"),
         (lambda: d.linear_attention(HEADS, HEADS, HEADS, decay=ONES[0, 0]), ValueError, "decay needs causal=True"),
+        (
+            lambda: d.linear_attention(HEADS, HEADS, HEADS, causal=True, decay=ONES[0, 0], log_decay=ONES[0, 0]),
+            ValueError,
+            "log_decay must be None if decay is given",
+        ),
         (lambda: d.compressed_attention(HEADS, HEADS, HEADS, factor=0), ValueError, "factor must be an int of at"),
         (lambda: d.compressed_attention(HEADS, HEADS, HEADS, factor=2, window=0), ValueError, "window must be"),
         (

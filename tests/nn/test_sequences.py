@@ -196,7 +196,7 @@ def test_decays_are_those_asked_for(learned: bool, normalize: bool) -> None:
 def test_decays_of_retnet(dtype: torch.dtype) -> None:
     """In 16 bits, where 1 - 2^-12 would be 1, what is left of a decay up to 1 keeps its leading digits."""
     module = LinearSelfAttention(64, 8, decay="retnet", dtype=dtype)
-    decay = module.options(torch.zeros(1, dtype=dtype))["decay"]
+    decay = module.options(torch.zeros(1, dtype=dtype))["log_decay"].exp()
     assert decay.dtype == torch.float32
     left = 2.0 ** -(5 + torch.arange(8))
     torch.testing.assert_close(1 - decay, left, rtol=8 * torch.finfo(dtype).eps, atol=2**-23)

@@ -87,11 +87,17 @@ def linear_attention_gradient_bounds(
     feature_map: str = "elu+1",
     eps: float = 1e-6,
     normalize: bool = True,
+    of_log: bool = False,
+    by_difference: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Returns the scales for grad_q, grad_k, grad_v, and grad_decay if there is a decay, in the shapes of these."""
+    """Returns the scales for grad_q, grad_k, grad_v, and grad_decay if there is a decay, in the shapes of these.
+
+    of_log: for the gradient of the logarithm of the decay. by_difference: it is one of sums over later positions, in
+    place of a sum of terms with the decay as a factor.
+    """
     phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
     size_q, size_k = _size(phi_q), _size(phi_k)
-    weights = _weights(size_q, size_k, decay, causal)
+    scores, weights = linear_attention.weights_of(size_q, size_k, causal), _weights(size_q, size_k, decay, causal)
     phi_k_heads, v_heads = linear_attention.per_head(size_k, q), linear_attention.per_head(v.abs(), q)
     if normalize:
         denominator = _weights(phi_q, phi_k, decay, causal).sum(-1, keepdim=True) + eps
@@ -110,10 +116,21 @@ def linear_attention_gradient_bounds(
     )
     if decay is None:
         return bounds
-    of_queries = pad(_over_group((size_q * of_phi_q).sum(-1, keepdim=True), k), (0, 0, k.shape[2] - q.shape[2], 0))
-    later = (of_queries + (size_k * of_phi_k).sum(-1, keepdim=True)).squeeze(-1).flip(2).cumsum(2).flip(2)
-    of_decays = later / linear_attention.decay_of_positions(decay, k)
+    before = k.shape[2] - q.shape[2]
+    if by_difference:
+        of_queries = pad(_over_group((size_q * of_phi_q).sum(-1, keepdim=True), k), (0, 0, before, 0))
+        of_decays = _from_on((of_queries + (size_k * of_phi_k).sum(-1, keepdim=True)).squeeze(-1))
+    else:
+        pairs = pad(_over_group(scores * products, k), (0, 0, before, 0))  # (B,Hkv,T,T)
+        of_decays = _from_on(pairs).tril(-1).sum(-1)
+    if not of_log:
+        of_decays = of_decays / linear_attention.decay_of_positions(decay, k)
     return *bounds, of_decays.sum((0, 2)) if decay.dim() == 1 else of_decays
+
+
+def _from_on(x: Tensor) -> Tensor:
+    """Sums over positions, the third dimension, from each one on."""
+    return x.flip(2).cumsum(2).flip(2)
 
 
 def _weights(x: Tensor, y: Tensor, decay: Tensor | None, causal: bool) -> Tensor:

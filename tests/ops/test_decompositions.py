@@ -90,12 +90,17 @@ def test_softplus_is_accurate(key: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(softplus(x).double(), truth, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
-@pytest.mark.parametrize("decay", [None, random(2).sigmoid(), random(2, 2, 7).sigmoid()])
+RESETS = random(2, 2, 7).sigmoid().log().index_fill(2, torch.tensor([0, 3, 4]), -torch.inf)
+
+
+@pytest.mark.parametrize(
+    "decay", [{}, {"decay": random(2).sigmoid()}, {"decay": random(2, 2, 7).sigmoid()}, {"log_decay": RESETS}]
+)
 @pytest.mark.parametrize("normalize", [True, False])
-def test_linear_attention_from_state_to_state(normalize: bool, decay: Tensor | None) -> None:
+def test_linear_attention_from_state_to_state(normalize: bool, decay: dict[str, Tensor]) -> None:
     q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 6)
     state = (random(2, 2, 3, 6), random(2, 2, 3).abs() if normalize else None)
-    options: dict[str, Any] = {"causal": True, "decay": decay, "normalize": normalize, "return_state": True}
+    options: dict[str, Any] = {"causal": True, **decay, "normalize": normalize, "return_state": True}
     for before in (None, state):
         assert_equal_results(partial(memcheck.linear_attention, q, k, v, initial_state=before, **options))
     step = (random(2, 2, 3, 6), random(2, 2, 3).abs())

@@ -47,6 +47,11 @@ def linear_sums(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Results:
     return flat(linear_attention(q, k, v, decay=decay.sigmoid(), normalize=False, causal=True, feature_map="identity"))
 
 
+def linear_with_resets(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options: Any) -> Results:
+    g = -g.square().index_fill(2, torch.tensor([0, 3]), torch.inf)
+    return flat(linear_attention(q, k, v, log_decay=g, causal=True, return_state=True, **options))
+
+
 def compressed(*inputs: Tensor, **options: Any) -> Results:
     q, k, v, *sink = inputs
     return flat(
@@ -84,6 +89,8 @@ CASES: dict[str, Case] = {
     "linear left": (linear_attention, ROWS, {**LEFT, "causal": True}),
     "linear not causal": (linear_attention, ROWS, RIGHT),
     "linear decay": (linear_sums, [*ROWS, (2, 1, 5)], {}),
+    "linear log decay": (linear_with_resets, [*ROWS, (2, 1, 5)], {}),
+    "linear packed log decay": (linear_with_resets, [*HEADS, (1, 1, 8)], PACKED),
     "linear state": (linear_from, [*ROWS, (1,), (2, 1, 2, 2), (2, 1, 2)], {}),
     "linear sums": (linear_from, [*ROWS, (2, 1, 5), (2, 1, 2, 2)], {}),
     "linear packed state": (linear_from, [*HEADS, (1, 1, 8), (3, 1, 2, 2), (3, 1, 2)], PACKED),

@@ -56,13 +56,15 @@ KINDS = ("per head", "per position", "strong")
 
 
 def decay_of(kind: str, B: int, Hkv: int, T: int, dtype: torch.dtype) -> Tensor:
-    """(Hkv,) as in RetNet, or (B,Hkv,T): near 1, or anything in (0, 1] and very small numbers."""
+    """(Hkv,) as in RetNet, or (B,Hkv,T): near 1, anything in (0, 1] and very small numbers, or all of e^-15."""
     dtype = torch.promote_types(dtype, torch.float32)
     if kind == "per head":
         return (1 - 2.0 ** (-5 - torch.arange(Hkv))).to(DEVICE, dtype)
     a = torch.rand(B, Hkv, T, generator=generator(2)).to(DEVICE, dtype)
     if kind == "per position":
         return 1 - 0.2 * a
+    if kind == "all strong":
+        return (-15 - 0.05 * a).exp()
     a[:, :, ::3], a[:, :, 1::7] = math.exp(-100), 1
     return a.clamp(min=math.exp(-100))
 
@@ -87,15 +89,19 @@ def make_state(B: int, Hkv: int, D: int, Dv: int, dtype: torch.dtype = torch.flo
     )
 
 
-def contract(**options: Any) -> Contract:
-    """Of a causal call, with a decay as its fourth input if there are four."""
+def contract(*, decay: str = "decay", **options: Any) -> Contract:
+    """Of a causal call, with a decay or a log_decay as its fourth input if there are four."""
 
-    def call(function: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
-        return function(q, k, v, causal=True, decay=decay, **options)
+    def call(function: Any, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        return function(q, k, v, causal=True, **dict(zip([decay], given, strict=False)), **options)
 
     def bounds(grad_y: Tensor, *inputs: Tensor) -> list[Bound]:
+        """On CUDA the gradient of a decay is a difference."""
+        logs = decay == "log_decay"
+        inputs = *inputs[:3], *(x.exp() if logs else x for x in inputs[3:])
         of_y = error_bounds.linear_attention_bound(*inputs, causal=True, **options)
-        of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, *inputs, causal=True, **options)
+        how = {"causal": True, "of_log": logs, "by_difference": KERNELS != "cpu", **options}
+        of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, *inputs, **how)
         return [Bound(bound, terms=inputs[1].shape[2]) for bound in (of_y, *of_gradients)]
 
     return Contract(
@@ -103,9 +109,11 @@ def contract(**options: Any) -> Contract:
     )
 
 
-def assert_decay_is_right(inputs: list[Tensor], grad_y: Tensor, **options: Any) -> list[Tensor]:
+def assert_decay_is_right(
+    inputs: list[Tensor], grad_y: Tensor, *, decay: str = "decay", **options: Any
+) -> list[Tensor]:
     """As assert_contract, with the decay in the accumulation type."""
-    it = contract(**options)
+    it = contract(decay=decay, **options)
     results = run(it.function, inputs, grad_y)
     leaves = [x.cpu().requires_grad_() for x in doubles(inputs)]
     y = it.reference(*leaves)
@@ -116,10 +124,11 @@ def assert_decay_is_right(inputs: list[Tensor], grad_y: Tensor, **options: Any) 
     ):
         assert x.dtype == like.dtype
         if name == "ddecay":
-            # It is 0 where rounding hides it.
             assert x.isfinite().all()
-            hidden = (like.cpu() < torch.finfo(like.dtype).eps).expand_as(truth)
-            assert (x.cpu()[hidden] == 0).all()
+            factors = like.cpu().exp() if decay == "log_decay" else like.cpu()
+            # On CUDA it is 0 where rounding hides it.
+            hidden = (factors < (0 if KERNELS == "cpu" else torch.finfo(like.dtype).eps)) | (factors == 0)
+            assert (x.cpu()[hidden.expand_as(truth)] == 0).all()
             truth = truth.masked_fill(hidden, 0)
         assert_within(x, truth, bound, name)
     return results
@@ -137,8 +146,86 @@ def test_decays(shape: tuple[int, ...], kind: str, normalize: bool, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decays_of_many_segments(dtype: torch.dtype) -> None:
-    assert_decay_is_right(*make_inputs(*SPLIT, "per position", dtype))
+@pytest.mark.parametrize("kind", ["per position", "all strong"])
+def test_decays_of_many_segments(kind: str, dtype: torch.dtype) -> None:
+    assert_decay_is_right(*make_inputs(*SPLIT, kind, dtype))
+
+
+# ---- logarithms of decays
+
+
+def with_logs(inputs: list[Tensor], resets: bool = False) -> list[Tensor]:
+    """The inputs with the logarithm of the decay. resets: -inf at some positions, also at neighbours."""
+    q, k, v, decay = inputs
+    log_decay = decay.log()
+    if resets:
+        log_decay[..., 5::29] = log_decay[..., 6::58] = -math.inf
+    return [q, k, v, log_decay]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("kind", ["per head", "per position", "strong", "all strong", "resets"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_decays(shape: tuple[int, ...], kind: str, normalize: bool, dtype: torch.dtype) -> None:
+    inputs, grad_y = make_inputs(*shape, "strong" if kind == "resets" else kind, dtype)
+    inputs = with_logs(inputs, resets=kind == "resets")
+    feature_map = "elu+1" if normalize else "identity"
+    options = {"decay": "log_decay", "normalize": normalize, "feature_map": feature_map}
+    assert_decay_is_right(inputs, grad_y, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["all strong", "resets"])
+@pytest.mark.parametrize("shape", [SPLIT, (1, 1, 1, 2100, 2100, 9, 70), (1, 6, 2, 900, 900, 20, 40)])
+def test_log_decays_of_many_segments(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> None:
+    inputs, grad_y = make_inputs(*shape, "per position" if kind == "resets" else kind, dtype)
+    inputs = with_logs(inputs, resets=kind == "resets")
+    inputs[3][..., 300:340] = inputs[3][..., 7::50] = -15
+    assert_decay_is_right(inputs, grad_y, decay="log_decay")
+
+
+@pytest.mark.cpu
+def test_the_gradient_of_any_decay_has_the_digits_of_a_recurrence() -> None:
+    """Each alone, relative to itself: a head of weak ones, one of strong ones, one of strong ones among weak ones."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return linear_attention(q, k, v, causal=True, feature_map="identity", normalize=False, log_decay=g)
+
+    (q, k, v, a), grad_y = make_inputs(1, 3, 3, 4096, 4096, 8, 8, "per position")
+    g = a.log()
+    g[:, 1], g[:, 2, ::10] = -15 - a[:, 1], -15
+    truth, recurrent, ours = (
+        run(function, [x.to(dtype) for x in (q, k, v, g)], grad_y.to(dtype))[4].double()
+        for function, dtype in ((simple_gla, torch.float64), (simple_gla, torch.float32), (call, torch.float32))
+    )
+    for head in range(3):
+        errors, others = (((x - truth) / truth)[0, head, 1:].abs() for x in (ours, recurrent))
+        assert errors.median() <= 2 * others.median()
+        assert errors.quantile(0.999) <= 2 * others.quantile(0.999)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decay_of_minus_infinity_is_a_border(dtype: torch.dtype) -> None:
+    """Documents in one sequence give what they give packed, but on CUDA for the error of the gradient of decays."""
+    ends = torch.tensor([0, 40, 41, 256, 300, 700])
+    (q, k, v, decay), grad_y = make_inputs(1, 4, 2, 700, 700, 24, 17, "per position", dtype)
+    inputs = [q, k, v, decay.log()]
+    packed = run(contract(decay="log_decay", cu_seqlens=ends).function, inputs, grad_y)
+    inputs[3][..., ends[:-1]] = -math.inf
+    whole = run(contract(decay="log_decay").function, inputs, grad_y)
+    for x, expected in list(zip(whole, packed, strict=True))[: 5 if KERNELS == "cpu" else 4]:
+        torch.testing.assert_close(x, expected)
+    assert (whole[4][..., ends[:-1]] == 0).all()
+
+
+def test_a_decay_and_its_logarithm_agree() -> None:
+    inputs, grad_y = make_inputs(*MIDDLE, "per position")
+    *expected, of_decay = run(contract().function, inputs, grad_y)
+    *results, of_log = run(contract(decay="log_decay").function, with_logs(inputs), grad_y)
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(of_log, of_decay * inputs[3])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -229,26 +316,35 @@ def with_state(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, function: Any, **
     return tuple(x for x in (y, *state) if x is not None)
 
 
-def ours(q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None, **options: Any) -> Any:
-    return linear_attention(q, k, v, causal=True, initial_state=state, decay=decay, return_state=True, **options)
+def ours(
+    q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None, decay_name: str = "decay", **options: Any
+) -> Any:
+    options |= {decay_name: decay, "initial_state": state}
+    return linear_attention(q, k, v, causal=True, return_state=True, **options)
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None, **options: Any) -> Any:
-    return reference.linear_attention_recurrent(q, k, v, state, decay=decay, **options)
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None, decay_name: str = "decay", **options: Any
+) -> Any:
+    return reference.linear_attention_recurrent(q, k, v, state, **{decay_name: decay}, **options)
 
 
-@pytest.mark.parametrize("kind", ["no decay", "per head", "per position"])
+@pytest.mark.parametrize("kind", ["no decay", "per head", "per position", "logs of resets"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", [SMALL, (1, 4, 2, 65, 129, 9, 33), (1, 2, 1, 600, 700, 5, 3)])
 def test_states(shape: tuple[int, ...], normalize: bool, kind: str) -> None:
     """In float64, against the recurrence: values and gradients of all, with a gradient of y, M and z."""
-    (q, k, v, decay), _ = make_inputs(*shape, "per head" if kind == "no decay" else kind, torch.float64)
+    made = {"no decay": "per head", "logs of resets": "per position"}.get(kind, kind)
+    (q, k, v, decay), _ = make_inputs(*shape, made, torch.float64)
+    decay_name = "decay"
+    if kind == "logs of resets":
+        (*_, decay), decay_name = with_logs([q, k, v, decay], resets=shape is not SMALL), "log_decay"
     state = make_state(k.shape[0], k.shape[1], k.shape[3], v.shape[3], torch.float64)
     inputs = [q, k, v, *(state if normalize else state[:1]), *([] if kind == "no decay" else [decay])]
     results = []
     for function in (ours, recurrent):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        outputs = with_state(*leaves, function=function, normalize=normalize)
+        outputs = with_state(*leaves, function=function, normalize=normalize, decay_name=decay_name)
         random = generator(4)
         gradients = [torch.randn(x.shape, generator=random, dtype=x.dtype) for x in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
@@ -328,6 +424,9 @@ def test_prefill_in_chunks_and_steps() -> None:
 
 def test_a_step_that_is_not_normalized() -> None:
     (q, k, v, decay), _ = make_inputs(2, 4, 2, 1, 5, 20, 9, "per head")
+    stepped = [linear_attention_step(q, k, v, log_decay=decay.log()), linear_attention_step(q, k, v, decay=decay)]
+    for x, expected in zip(*((y, *state) for y, state in stepped), strict=True):
+        torch.testing.assert_close(x, expected)
     y, (m, z) = linear_attention_step(q, k, v, normalize=False)
     assert z is None
     y_2, state = linear_attention_step(q, k, v, (m, z), normalize=False, decay=decay)
@@ -372,8 +471,9 @@ def test_a_step_begins_rests_and_checks_them() -> None:
         ValueError, match=r"m_rest must be a tensor like its sum, \[2, 2, 8, 3\], got a tensor of shape"
     ):
         linear_attention_step(q, k, v, (*plain, *plain[::-1]))
-    with pytest.raises(ValueError, match="a state with rests needs decay=None and normalize=True"):
-        linear_attention_step(q, k, v, state, decay=torch.ones(2))
+    for given in ("decay", "log_decay"):
+        with pytest.raises(ValueError, match="a state with rests needs normalize=True and no decay"):
+            linear_attention_step(q, k, v, state, **{given: torch.zeros(2)})
     with pytest.raises(TypeError, match="state must be a pair of tensors"):
         linear_attention_step(q, k, v, 1.5, state_rest=True)
 
@@ -387,18 +487,19 @@ def test_states_of_sequences(packed: bool) -> None:
     for n, length in enumerate([] if packed else lengths):
         for x in inputs:
             x[n, :, : T - length] = math.nan
+    inputs = with_logs(inputs, resets=True)
     inputs, state = [x.requires_grad_() for x in inputs], tuple(x.requires_grad_() for x in state)
     ends = torch.tensor([0, *lengths]).cumsum(0)
     options = {"cu_seqlens": ends} if packed else {"lengths": torch.tensor(lengths), "padding": "left"}
-    q, k, v, decay = inputs
-    y, (m, z) = linear_attention(q, k, v, causal=True, decay=decay, initial_state=state, return_state=True, **options)
+    q, k, v, g = inputs
+    y, (m, z) = linear_attention(q, k, v, causal=True, log_decay=g, initial_state=state, return_state=True, **options)
     results = [y, m, z, *torch.autograd.grad([y.sum(), (m * m).sum(), (z * z).sum()], [*inputs, *state])]
     for n, length in enumerate(lengths):
         row = slice(0, 1) if packed else slice(n, n + 1)
         part = slice(ends[n], ends[n + 1]) if packed else slice(T - length, T)
         some = [x[row, :, part].detach().requires_grad_() for x in inputs]
         its_state = tuple(x[n : n + 1].detach().requires_grad_() for x in state)
-        alone, (m, z) = ours(*some[:3], its_state, some[3])
+        alone, (m, z) = ours(*some[:3], its_state, some[3], "log_decay")
         gradients = torch.autograd.grad([alone.sum(), (m * m).sum(), (z * z).sum()], [*some, *its_state])
         assert same_bits([results[0][row, :, part], *(x[n : n + 1] for x in results[1:3])], [alone, m, z])
         assert same_bits([x[row, :, part] for x in results[3:7]], gradients[:4])
@@ -445,10 +546,10 @@ def doubled(*groups: Any) -> list[Any]:
 # ---- bits, strides, memory
 
 
-def everything(inputs: list[Tensor], state: tuple[Tensor, ...]) -> list[Tensor]:
+def everything(inputs: list[Tensor], state: tuple[Tensor, ...], decay_name: str = "decay") -> list[Tensor]:
     """y, the last state, and the gradients of all inputs and of the first state."""
     leaves = [x.detach().requires_grad_() for x in (*inputs, *state)]
-    y, last = ours(*leaves[:3], tuple(leaves[4:]), leaves[3])
+    y, last = ours(*leaves[:3], tuple(leaves[4:]), leaves[3], decay_name)
     outputs = [y, *last]
     random = generator(4)
     gradients = [torch.randn(x.shape, generator=random).to(x) for x in outputs]
@@ -459,13 +560,14 @@ def everything(inputs: list[Tensor], state: tuple[Tensor, ...]) -> list[Tensor]:
 @pytest.mark.isolated
 def test_threads_change_no_bit() -> None:
     for shape in (SPLIT, (1, 1, 1, 2100, 2100, 9, 70), (5, 4, 2, 300, 300, 33, 20)):
-        for kind in ("per head", "per position"):
+        for kind, name in (("per head", "decay"), ("per position", "decay"), ("all strong", "log_decay")):
             inputs, _ = make_inputs(*shape, kind)
+            inputs = with_logs(inputs, resets=True) if name == "log_decay" else inputs
             state = make_state(shape[0], shape[2], shape[5], shape[6])
             results = []
             for threads in (1, 2, 3, 16):
                 torch.set_num_threads(threads)
-                results.append(everything(inputs, state))
+                results.append(everything(inputs, state, name))
                 assert same_bits(results[0], results[-1])
 
 
@@ -477,6 +579,20 @@ def test_any_strides(layout: str) -> None:
     results = everything([change(x) for x in inputs], tuple(change(x) for x in state))
     assert same_bits(results, expected)
     assert all(x.is_contiguous() for x in results[:3])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 130), (2, 4, 1), (1, 4, 130)])
+def test_an_expanded_log_decay(shape: tuple[int, ...]) -> None:
+    """And a gradient of y that is expanded."""
+    (q, k, v, _), _ = make_inputs(2, 8, 4, 70, 130, 40, 24, "per position")
+    g = -torch.rand(shape, generator=generator())
+    results = []
+    for expand in (lambda x: x.expand(2, 4, 130), lambda x: x.expand(2, 4, 130).contiguous()):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, g)]
+        y = linear_attention(*leaves[:3], causal=True, log_decay=expand(leaves[3]))
+        y.sum().backward()
+        results.append([y.detach(), *(x.grad for x in leaves)])
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -527,7 +643,8 @@ def test_only_inputs_are_kept() -> None:
 @pytest.mark.cpu
 @pytest.mark.isolated
 def test_memory_to_the_byte() -> None:
-    """One thread: y, the gradients, 1 / den and delta of every query, and states and tiles that no length changes."""
+    """One thread: y, the gradients, 1 / den and delta of every query, for the gradient of decays a state before each
+    segment of 512 positions but the first, and states and tiles that no length changes."""
     torch.set_num_threads(1)
 
     def beside_tensors(S: int) -> tuple[int, int]:
@@ -539,7 +656,8 @@ def test_memory_to_the_byte() -> None:
             memory.reset_peak()
             y.backward(grad_y)
             gradients = sum(leaf.grad.nbytes for leaf in leaves)
-            return forward, memory.peak_bytes - y.nbytes - gradients - 2 * 2 * S * 4
+            of_segments = (S // 512 - 1) * (32 * 32 + 2 * 32) * 4
+            return forward, memory.peak_bytes - y.nbytes - gradients - 2 * 2 * S * 4 - of_segments
 
     assert beside_tensors(2048) == beside_tensors(4096)
 
@@ -579,9 +697,11 @@ def test_gradcheck(normalize: bool) -> None:
         return with_state(*x, function=ours, normalize=normalize)
 
     assert torch.autograd.gradcheck(call, (q, k, v, m, z, decay) if normalize else (q, k, v, m, decay))
-    assert torch.autograd.gradcheck(
-        contract(normalize=normalize).function, (q, k, v, decay[0, :, 0].detach().requires_grad_())
-    )
+    for name, x in (("decay", decay), ("log_decay", decay.log()), ("log_decay", -15 - decay)):
+        of_heads, of_positions = x[0, :, 0].detach().requires_grad_(), x.detach().requires_grad_()
+        function = contract(decay=name, normalize=normalize).function
+        assert torch.autograd.gradcheck(function, (q, k, v, of_heads))
+        assert torch.autograd.gradcheck(function, (q, k, v, of_positions))
 
 
 @pytest.mark.glue
@@ -590,6 +710,8 @@ def test_gradcheck(normalize: bool) -> None:
 def test_opcheck_forward(return_state: bool, requires_grad: bool) -> None:
     tensors = [x.requires_grad_(requires_grad) for x in small_inputs()]
     torch.library.opcheck(forward_op, tensors, {"causal": True, "return_state": return_state})
+    tensors[3] = tensors[3].detach().log().requires_grad_(requires_grad)
+    torch.library.opcheck(forward_op, tensors, {"causal": True, "return_state": return_state, "log_decay": True})
     more = {"causal": True, "return_state": return_state, "normalize": False}
     torch.library.opcheck(forward_op, tensors[:3], more)
 
@@ -604,6 +726,8 @@ def test_opcheck_backward() -> None:
         torch.library.opcheck(backward_op, (grad_y, m, z, q, k, v, decay, m, z, m, z), more)
         torch.library.opcheck(backward_op, (None, m, None, q, k, v, decay, m, z, m, z), more)
         torch.library.opcheck(backward_op, (None, None, z, q, k, v, decay, m, z, m, z), more)
+        more |= {"log_decay": True}
+        torch.library.opcheck(backward_op, (grad_y, m, z, q, k, v, decay.log(), m, z, m, z), more)
 
 
 @pytest.mark.glue
@@ -655,6 +779,33 @@ RAISES = {
         "decay must be in (0, 1], got 1.5",
     ),
     "no number": ({"decay": torch.full((2,), math.nan)}, ValueError, "decay must be in (0, 1], got "),
+    "a list": ({"log_decay": [0.0, 0.0]}, TypeError, "log_decay must be a tensor or None, got a list of length 2"),
+    "both": (
+        {"decay": torch.ones(2), "log_decay": torch.zeros(2)},
+        ValueError,
+        "log_decay must be None if decay is given, got a tensor of shape [2]",
+    ),
+    "a logarithm of another T": (
+        {"log_decay": torch.zeros(2, 2, 6)},
+        ValueError,
+        "log_decay must be (Hkv,) or (B,Hkv,T) = [2, 2, 7] to match k, got [2, 2, 6]",
+    ),
+    "a logarithm of another dtype": (
+        {"log_decay": torch.zeros(2).half()},
+        TypeError,
+        "log_decay must be float32 to match the accumulation type of q, got float16",
+    ),
+    "a positive logarithm": (
+        {"log_decay": torch.tensor([-math.inf, 0.25])},
+        ValueError,
+        "log_decay must be at most 0, got 0.25",
+    ),
+    "no logarithm": ({"log_decay": torch.full((2,), math.nan)}, ValueError, "log_decay must be at most 0, got "),
+    "a logarithm not causal": (
+        {"log_decay": torch.zeros(2), "causal": False},
+        ValueError,
+        "log_decay needs causal=True, got causal=False",
+    ),
     "a decay not causal": (
         {"decay": torch.ones(2), "causal": False},
         ValueError,

@@ -85,11 +85,26 @@ def phi(x):
 
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True}, {"causal": False}, {"causal": True, "normalize": False, "decay": random(2, 2, 6).sigmoid()}],
+    [
+        {"causal": True},
+        {"causal": False},
+        {"causal": True, "normalize": False, "decay": random(2, 2, 6).sigmoid()},
+        {"causal": True, "log_decay": -random(2, 2, 6).exp()},
+    ],
 )
 def test_linear_attention_equals_its_docstring(options):
     q, k, v = random(2, 4, 3, 5), random(2, 2, 6, 5), random(2, 2, 6, 7)
-    given = {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6, "normalize": True, "decay": None, **options}
+    given = {
+        "torch": torch,
+        "q": q,
+        "k": k,
+        "v": v,
+        "eps": 1e-6,
+        "normalize": True,
+        "decay": None,
+        "log_decay": None,
+        **options,
+    }
     names = run_equivalent(memcheck.linear_attention, given)
     torch.testing.assert_close(memcheck.linear_attention(q, k, v, **options), names["y"])
 

@@ -71,7 +71,7 @@ def decoding(q: Tensor, k: Tensor, v: Tensor) -> None:
     y, rests = memcheck.softplus_attention_step(q, k, v, state_rest=True)
     assert_type(memcheck.softplus_attention_step(q, k, v, rests), tuple[Tensor, SumsAndRests])
     assert_type(memcheck.linear_attention_step(q, k, v, sums, feature_map="identity"), tuple[Tensor, Sums])
-    decayed = memcheck.linear_attention_step(q, k, v, normalize=False, decay=y)
+    decayed = memcheck.linear_attention_step(q, k, v, normalize=False, log_decay=y)
     assert_type(decayed, tuple[Tensor, tuple[Tensor, Tensor | None]])
     assert_type(memcheck.linear_attention_step(q, k, v, rests), tuple[Tensor, SumsAndRests])
     assert_type(memcheck.linear_attention_step(q, k, v, state_rest=True), tuple[Tensor, SumsAndRests])

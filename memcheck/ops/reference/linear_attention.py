@@ -31,12 +31,14 @@ def linear_attention(
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
     **sequences: Any,
 ) -> Any:
     """q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv) -> y (B,H,S,Dv), with autograd. See memcheck.linear_attention."""
     options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps, "normalize": normalize}
+    decay = decay if log_decay is None else log_decay.exp()
     decays = None if decay is None else decay_of_positions(decay, k)
     if not sequences:
         y = attend(q, k, v, decays, initial_state, **options)
@@ -113,11 +115,13 @@ def linear_attention_recurrent(
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, State]:
     """Causal, position by position, from a state and to one: shapes as in memcheck.linear_attention."""
     phi_q, phi_k = features(q, feature_map), features(k, feature_map)
     m = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if state is None else state[0]
     z = k.new_zeros(*k.shape[:2], k.shape[3]) if state is None or state[1] is None else state[1]
+    decay = decay if log_decay is None else log_decay.exp()
     decays = k.new_ones(k.shape[:3]) if decay is None else decay_of_positions(decay, k)
     rows = []
     for t in range(k.shape[2]):

@@ -143,7 +143,7 @@ def linear_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     missing = [call.q.element_size()] if call.grad_y is None else []
     if from_state:
         missing += [acc] * ((call.grad_m is None) + (call.grad_z is None and call.normalize))
-    flags = {"decayed": call.decay is not None, "normalize": call.normalize}
+    flags = {"decayed": call.decay is not None, "decays_learn": call.output_mask[3], "normalize": call.normalize}
     continued = call.initial_m is not None or from_state
     plan = linear_plan(call, (call.v if call.grad_y is None else call.grad_y).shape[3], continued=continued, **flags)
     yield from sequence_table(call, call.q.shape[2], T)
