@@ -60,14 +60,16 @@ class Workload:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters with their names: those of arguments, of the owners, "layers.0.weight", and of optimizers.
 
-        An optimizer owns settings that are tensors, such as a learning rate.
+        An optimizer owns settings that are tensors, such as a learning rate, and parameters that only it has.
         """
         arguments, owners = self.parameters
-        for index, tensor in enumerate(arguments, len(self.inputs)):
-            yield self._name(index), tensor
-        yield from named_tensors_in(owners)
+        owned = [(self._name(index), tensor) for index, tensor in enumerate(arguments, len(self.inputs))]
+        owned += named_tensors_in(owners)
+        yield from owned
+        known = {id(tensor) for _, tensor in owned}
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            yield from named_tensors_in({name: setting for name, setting in group.items() if name != "params"})
+            others = [tensor for tensor in group["params"] if id(tensor) not in known]
+            yield from named_tensors_in({**group, "params": others})
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the optimizer's state: "exp_avg of layers.0.weight"."""

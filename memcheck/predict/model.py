@@ -163,10 +163,17 @@ def workload_of(
     if makes is not None:
         with AllocationMode(AllocationLog(), target, mode.contents) as aside, DeviceFunctions(aside):
             aside.copies = mode.copies
+            stood = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
+            stand, mode.copies.stand = mode.copies.stand, lambda *copied: stood.append(copied)
             optimizer = optimizer_made(makes, module)
         if not all(map(is_meta, stepped_by(optimizer))):  # It found the model where no copy replaces it.
             mode.copies.memo |= {id(tensor): tensor for tensor in stepped_by(optimizer) if is_meta(tensor)}
             (optimizer,) = mode.copies.copy((optimizer,))
+        mode.copies.stand = stand
+        own = {parameter.untyped_storage()._cdata for parameter in stepped_by(optimizer)}
+        for original, copied in stood:
+            if copied._cdata not in own:  # Parameters that the optimizer alone has are not the model's, but count.
+                stand(original, copied)
         mode.storages.set_aside(aside.storages)
         if needs_closure(optimizer):
             raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")

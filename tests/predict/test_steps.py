@@ -183,6 +183,15 @@ def test_an_optimizer_that_is_there_is_not_changed() -> None:
     assert [id(x) for x in ready.param_groups[0]["params"]] == [id(x) for x in MODEL.parameters()]
 
 
+def test_parameters_that_the_optimizer_alone_has_count() -> None:
+    """Its factory reaches them among its globals, in its closure, or as an attribute."""
+    alone = torch.nn.Parameter(torch.zeros(3000))
+    ELSEWHERE.alone = alone
+    compare(mlp(), torch.randn(5, 37), optimizer=lambda own: optim.AdamW([*own, alone]))
+    compare(mlp(), torch.randn(5, 37), optimizer=lambda own: optim.AdamW([*own, ELSEWHERE.alone]))
+    compare(mlp(), torch.randn(5, 37), optimizer=lambda own: optim.SGD([{"params": own}, {"params": [alone]}], lr=0.1))
+
+
 def test_gradients_of_an_optimizer_in_another_object_are_clipped() -> None:
     how: dict[str, Any] = {"optimizer": OPTIMIZERS["scaled"], "clip_grad_norm": 1.0}
     compare(mlp(), torch.randn(5, 37), **how)
