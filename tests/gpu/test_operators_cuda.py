@@ -111,6 +111,18 @@ def test_a_graph_is_captured_and_replayed(it: Operator, with_backward: bool, mon
         assert_close(replayed, results_of(it, [x * scale for x in given])[: len(results)])
 
 
+def test_a_captured_stream_says_that_it_cannot_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMCHECK_CHECK", "1")
+    it = ATTENTIONS["softplus"]
+    given, _ = it.inputs(1, 40, 40)
+    inputs, cu_seqlens = [x.cuda() for x in given], torch.tensor([0, 40], device="cuda")
+    it.function(*inputs, cu_seqlens=cu_seqlens)
+    torch.cuda.synchronize()
+    said = pytest.raises(RuntimeError, match="MEMCHECK_CHECK=1 waits for kernels, but those of a CUDA graph do not run")
+    with said, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        it.function(*inputs, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize("it", [pytest.param(ATTENTIONS[name], id=name) for name in TAKE_TABLES])
 def test_a_graph_of_a_packed_call_follows_its_lengths(it: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of it waits, or depends on the lengths that it had when it was captured."""
