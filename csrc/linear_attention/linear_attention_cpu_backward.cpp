@@ -72,7 +72,7 @@ struct BackwardHead {
         partial(arena, kChunk, kTileLanes),
         decays(arena, n),
         of_segments(slots_of<acc_t>(p, false)),
-        of_blocks(states(n.decays_learn ? ceil_div(segment_end(0), kBlock) : 0, arena)),
+        of_blocks(states(n.decays_learn ? ceil_div(std::max<int64_t>(1, segment_end(0)), kBlock) : 0, arena)),
         of_chunks(states(n.decays_learn ? kBlock / kChunk : 0, arena)),
         crossing(arena.take<acc_t>(n.decays_learn ? kChunk : 0)) {
     if (n.decays_learn && task.phase == Phase::Whole)

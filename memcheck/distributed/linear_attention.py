@@ -98,9 +98,10 @@ def linear_attention(
         decay, log_decay: (Hkv,), the same on all ranks, or (B,Hkv,S) of this rank's slice. The gradient is that of this
             rank's positions: add those of a decay (Hkv,) up over the ranks, as for any parameter.
         same_bits: True: y and the gradients are the same to the bit as in one process, if all slices but the last end
-            where a segment does (see memcheck.linear_attention); that of a decay is equal up to rounding. For that the
-            sums over keys and values go from rank to rank, each before the next. False: ranks compute them at the same
-            time, and results are equal up to rounding. Not causal, that is always so.
+            where a segment does (see memcheck.linear_attention); that of a decay for each head, and on CUDA of any
+            decay, is equal up to rounding. For that the sums over keys and values go from rank to rank, each before the
+            next. False: ranks compute them at the same time, and results are equal up to rounding. Not causal, that is
+            always so.
         cu_seqlens, lengths, padding, initial_state: as in memcheck.linear_attention, of the whole sequences, and the
             same on all ranks. A sequence may lie on several ranks. Same bits then need borders where a segment of each
             sequence ends. The gradient of an initial state is this rank's part of it: add them up over the ranks, as

@@ -139,7 +139,8 @@ def linear_state_configuration(
     sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv} with states and a {'log_' * logs}decay {decay}"
     shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (N, Hkv, D, Dv), (N, Hkv, D), decay)
     shifts = (0.0, 0.0, 0.0, 0.0, 5.0, 1.0)
-    return configured("linear_attention", linear_with_state, sizes, shapes, shifts, logs=logs, **options)
+    function = functools.partial(linear_with_state, logs=logs)
+    return configured("linear_attention", function, sizes, shapes, shifts, **options)
 
 
 def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E: int, R: int) -> Configuration:
