@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from memcheck.distributed.exchange import Ranks, State
 from memcheck.distributed.slices import Part, Whole, part_of
 from memcheck.ops import linear_attention as local
-from memcheck.ops.checks import SelfSequences, check_rank, check_slices, in_autocast_dtype
+from memcheck.ops.checks import SelfSequences, check_decays, check_rank, check_slices, in_autocast_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +130,7 @@ def linear_attention(
     if feature_map not in NO_KEY:
         raise ValueError(f"{op}: feature_map must be one of {', '.join(NO_KEY)}, got {feature_map!r}")
     options: dict[str, Any] = {"causal": True, "feature_map": feature_map, "eps": eps, "normalize": normalize}
-    local.check_decays(op, decay, log_decay)
+    check_decays(op, decay, log_decay)
     needing = {"decay": decay, "log_decay": log_decay, "initial_state": initial_state}
     for name, given in {**needing, "return_state": return_state or None}.items():
         if given is not None and not causal:

@@ -285,8 +285,10 @@ class ScriptWatch:
     ) -> None:
         self._modules.close()
         samples = self._modules.samples[0]
-        memory = (self._process_bytes, resident_bytes("VmHWM"), resident_bytes())
-        self._process = Process(*memory, samples.process_growth())
+        highest, end = resident_bytes("VmHWM"), resident_bytes()
+        if highest is not None and end is not None:
+            highest = max(highest, end)  # Linux updates its highest later.
+        self._process = Process(self._process_bytes, highest, end, samples.process_growth())
         self._recorder.close()
         self._seconds = self._recorder.ledger.seconds
         self._left_bytes = self._recorder.ledger.level

@@ -256,6 +256,15 @@ def refuse_context_parallel(op: str) -> None:
         )
 
 
+def check_decays(op: str, decay: object, log_decay: object) -> None:
+    """TypeError or ValueError unless at most one is given, a tensor."""
+    for name, x in (("decay", decay), ("log_decay", log_decay)):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
+    if decay is not None and log_decay is not None:
+        raise ValueError(f"{op}: log_decay must be None if decay is given, got {described(log_decay)}")
+
+
 def check_findings() -> None:
     """Waits for all GPUs in use, and raises what memcheck's kernels there found wrong with values of arguments.
 

@@ -15,6 +15,7 @@ from memcheck.ops.checks import (
     REFUSALS,
     Sequences,
     changed_options,
+    check_decays,
     check_plain,
     check_rank,
     check_state,
@@ -376,15 +377,6 @@ def _check_rests(op: str, rests: Sequence[Tensor], sums: tuple[Tensor, Tensor]) 
         check_plain(op, name, rest)
         if (rest.shape, rest.dtype, rest.device) != expected:
             raise ValueError(f"{op}: {name} must be a tensor like its sum, {list(total.shape)}, got {described(rest)}")
-
-
-def check_decays(op: str, decay: object, log_decay: object) -> None:
-    """TypeError or ValueError unless at most one is given, a tensor."""
-    for name, x in (("decay", decay), ("log_decay", log_decay)):
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
-    if decay is not None and log_decay is not None:
-        raise ValueError(f"{op}: log_decay must be None if decay is given, got {described(log_decay)}")
 
 
 def _initial_state(op: str, state: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:

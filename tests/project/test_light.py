@@ -229,7 +229,7 @@ def test_what_would_be_probed_is_a_doubt_and_no_figure(tmp_path: Path) -> None:
         assert doubts
         assert "forward_peak_bytes" in bounds
     assert "what aten::convolution takes beside its outputs" in convolution[1]
-    assert cumsum[1] == ["cumsum was not compared with its prediction"]
+    assert cumsum[1][0] == "cumsum was not compared with its prediction"
     assert not (tmp_path / "probes.jsonl").exists()
 
 
