@@ -648,6 +648,7 @@ ALIKE: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.extension
 def test_tensors_on_the_cpu_among_those_of_a_gpu_are_named_with_their_line() -> None:
     def reason(model: Any, **how: Any) -> str:
         x = torch.rand(4, 4, requires_grad=True)
