@@ -66,9 +66,9 @@ struct LinearAttentionDecay {
   MEMCHECK_INLINE bool allows(double value) const { return logarithms ? value <= 0 : value > 0 && value <= 1; }
   template <typename acc_t>
   MEMCHECK_INLINE double at(int64_t row, int64_t head, int64_t t) const {
-    const double value = *given.template at<const acc_t>(row, head, t);
-    return logarithms ? std::exp(value) : value;
+    return decay_of(*given.template at<const acc_t>(row, head, t));
   }
+  MEMCHECK_INLINE double decay_of(double value) const { return logarithms ? std::exp(value) : value; }
 };
 
 struct LinearAttentionForward {

@@ -232,9 +232,9 @@ __device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t 
                 reinterpret_cast<HalfTile<typename T::scalar, kChunk, kColumns>&>(tile.part[0]));
 }
 
+constexpr double kLog2e = 1.44269504088896341;
 __device__ __forceinline__ float fast_exp(float x) {
-  constexpr float kLog2e = 1.44269504088896341f;
-  return exp2_approximate(x * kLog2e);
+  return exp2_approximate(x * static_cast<float>(kLog2e));
 }
 
 // phi(x) and phi'(x)
@@ -247,7 +247,6 @@ __device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
 
 // ---- decays
 
-constexpr double kLog2OfE = 1.4426950408889634;
 // Two to this power is 0 in float32. In place of a logarithm of -inf, whose difference with another is no number.
 constexpr double kLowestExponent = -1024;
 
@@ -263,8 +262,8 @@ __device__ __forceinline__ void weigh_chunk(const Scan& scan, SharedTiles<T>& s)
   double product = 1;
   if (exists) {
     const float given = *scan.decay.given.at<float>(s.work.b(), s.work.key_head, keys.begin + t);
-    product = scan.decay.at<float>(s.work.b(), s.work.key_head, keys.begin + t);
-    sum = scan.decay.logarithms ? fmax(given * kLog2OfE, kLowestExponent) : log2f(given);
+    product = scan.decay.decay_of(given);
+    sum = scan.decay.logarithms ? fmax(given * kLog2e, kLowestExponent) : log2f(given);
   }
 #pragma unroll
   for (int distance = 1; distance < kChunk; distance *= 2) {
