@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from memcheck.core.tensors import HOOKS, tensors_in
+from memcheck.core.tensors import HOOKS, storages_in, tensors_in
 from memcheck.predict.known_contents import KnownContents, flagged_as, is_meta, may_be_known
 from memcheck.predict.python_functions import compiled_words
 from memcheck.predict.reached import Reaching, has_hooks_of_accumulator
@@ -182,17 +182,22 @@ class MetaCopies(TorchFunctionMode):
         return twin
 
     def owned(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The tensors, with twins for those of modules that refused to be copied. These twins do not stand.
+        """The tensors, each once, with twins for those of modules that refused to be copied. These twins do not stand.
 
-        Beside tensors on meta, one on the CPU belongs there on a GPU too, as the step counters of AdamW do.
+        Beside tensors on meta, one on the CPU without a twin belongs there on a GPU too, as AdamW's step counters do.
         """
         named = list(named)
+        found: dict[int, tuple[str, Tensor]] = {}
         stand, self.stand = self.stand, lambda original, twin: None
         with torch._C.DisableTorchFunction():
             stays = any(is_meta(tensor) for _, tensor in named)
-            found = [(name, tensor if stays or is_meta(tensor) else self.twin_of(tensor)) for name, tensor in named]
+            for name, tensor in named:
+                has_twin = any(storage._cdata in self._storages for storage in storages_in(tensor))
+                if not is_meta(tensor) and (has_twin or not stays):
+                    tensor = self.twin_of(tensor)
+                found.setdefault(id(tensor), (name, tensor))
         self.stand = stand
-        return found
+        return list(found.values())
 
     def with_twins(self, func: Any, args: Any, kwargs: Any, hosts: set[int]) -> tuple[Any, Any]:
         """The operands with twins for real tensors, except those with storages in `hosts`."""
