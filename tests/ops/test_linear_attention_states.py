@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -130,7 +131,9 @@ def assert_decay_is_right(
             hidden = (factors < (0 if KERNELS == "cpu" else torch.finfo(like.dtype).eps)) | (factors == 0)
             assert (x.cpu()[hidden.expand_as(truth)] == 0).all()
             truth = truth.masked_fill(hidden, 0)
-        assert_within(x, truth, bound, name)
+        # On tensor cores the second part of a factor below 2^-4 is subnormal in float16, and loses digits.
+        loses = KERNELS != "cpu" and x.dtype == torch.float16
+        assert_within(x, truth, dataclasses.replace(bound, stored=bound.stored or loses), name)
     return results
 
 
