@@ -131,9 +131,9 @@ def assert_decay_is_right(
             hidden = (factors < (0 if KERNELS == "cpu" else torch.finfo(like.dtype).eps)) | (factors == 0)
             assert (x.cpu()[hidden.expand_as(truth)] == 0).all()
             truth = truth.masked_fill(hidden, 0)
-        # On tensor cores the second part of a factor below 2^-4 is subnormal in float16, and loses digits.
-        loses = KERNELS != "cpu" and x.dtype == torch.float16
-        assert_within(x, truth, dataclasses.replace(bound, stored=bound.stored or loses), name)
+        # On tensor cores one gradient of values is 1.05 times the other bound off, and why is not known.
+        stored = KERNELS != "cpu" and x.dtype == torch.float16 and decay == "log_decay" and name == "dv"
+        assert_within(x, truth, dataclasses.replace(bound, stored=bound.stored or stored), name)
     return results
 
 
