@@ -94,7 +94,8 @@ lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; chang
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(call CPP_FILES,tests benchmarks)
 
-docs: $(BUILD) $(DEVELOPMENT)  ## Build the documentation as a site in build/docs; warnings are errors
+docs: $(BUILD) $(DEVELOPMENT)  ## Write the figures of the documentation, and build it as a site in build/docs; warnings are errors
+	$(BIN)/python docs/figures.py
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 bench: $(BUILD)  ## Compare every operator with its alternatives, into benchmarks/results/

@@ -203,7 +203,7 @@ def test_the_workflow_of_the_documentation_compares_what_its_script_writes(tmp_p
         assert shown in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.isolated
 def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
     # Tests that a page shows are run by tests/cli/test_pytest_plugin.py, models by tests/integrations, snapshots by
@@ -254,130 +254,18 @@ def test_the_documentation_names_every_contender_and_public_name():
     assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
 
 
-def speed_lines():
-    """The documentation's table of speed, as the committed result has it."""
-    rows = json.loads((ROOT / "benchmarks/results/softplus_attention.json").read_text())["rows"]
-    kinds = [(row["dtype"], row["what"], row["memory"]) for row in rows]
-    figures = {(*kind, row["contender"]): row for kind, row in zip(kinds, rows, strict=True)}
-    for dtype, what, memory in dict.fromkeys(kinds):
-        names = ("memcheck", "eager", "reference", "compiled")
-        ours, eager, reference, compiled = (figures[dtype, what, memory, name] for name in names)
-        yield (
-            f"| {dtype} | {what} | {memory} | {ours['ms']:.1f} ms, {ours['ns_per_position']:.2f} ns a position "
-            f"| {eager['ratio']:.2f} x | {reference['ratio']:.2f} x | {compiled['ratio']:.2f} x |"
-        )
+@pytest.fixture(scope="module")
+def figures():
+    """docs/figures.py, which writes figures into the pages."""
+    return runpy.run_path(str(ROOT / "docs/figures.py"))
 
 
-def rows_of(stem):
-    return json.loads((ROOT / f"benchmarks/results/{stem}.json").read_text())["rows"]
-
-
-def other_speed_lines():
-    """The table of the other operators: how long the alternative takes, by our time in the same round."""
-    for row in [*rows_of("linear_attention"), *rows_of("compressed_attention")]:
-        if row.get("memory", "fresh") != "fresh":
-            continue
-        if row["contender"] == "memcheck":
-            ours = row
-        if row["contender"] in ("memcheck", "copy", "product"):
-            continue
-        mask = {"causal": "linear, causal,", "none": "linear, bidirectional,"}.get(row.get("mask"))
-        name = mask or f"compressed, factor {row['factor']},"
-        shape = f"B{row['B']} H{row['H']} N{row['N']} D{row['D']}"
-        yield speed_line(f"{name} {shape}", row, ours["ms"], row["contender"], row["ratio"])
-    for row in rows_of("combinator"):
-        if row["contender"] in ("eager", "copy", "product"):
-            continue
-        name = row["contender"].replace("memcheck", "combinator") + f", B{row['B']} S{row['S']} E{row['E']}"
-        yield speed_line(name, row, row["ms"], "plain", 1 / row["ratio"])
-
-
-def limit_lines():
-    """The table of a copy of as many bytes and a product of as many operations, beside memcheck in float32."""
-    names = {None: "softplus, causal", "causal": "linear, causal", "none": "linear, bidirectional"}
-    stems = ("softplus_attention", "linear_attention", "compressed_attention", "combinator")
-    for stem, row in [(name, row) for name in stems for row in rows_of(name)]:
-        memory = "kept" if stem == "softplus_attention" else "fresh"
-        if row["dtype"] != "float32" or row.get("memory", "fresh") != memory or row["what"] == "decoding":
-            continue
-        if row["contender"] == "memcheck":
-            ours = row
-        if row["contender"] in ("copy", "product"):
-            rate, unit = ("gb_per_s", "GB/s") if row["contender"] == "copy" else ("gflop_per_s", "GFLOP/s")
-            rates = f"{ours[rate]:.1f} {unit} | {row[rate]:.1f} {unit} | {row['ms'] / ours['ms']:.0%}"
-            name = {"combinator": "combinator", "compressed_attention": "compressed, factor 8"}.get(stem)
-            yield f"| {name or names[row.get('mask')]} | {row['what']} | {row['contender']} | {rates} |"
-
-
-def sequence_lines():
-    """The tables of packed documents and of decay: how long another way takes, by ours, and its peak."""
-    for row in rows_of("sequences"):
-        if row["ratio"] == 1:
-            ours = row
-            continue
-        peaks = f"{row['peak_bytes'] / 1e6:.1f} MB | {ours['peak_bytes'] / 1e6:.1f} MB"
-        yield f"| {row['operator']} | {row['what']} | {row['contender']} | {row['ratio']:.2f} x | {peaks} |"
-
-
-def memory_lines():
-    """The documentation's table of the ways to get memory."""
-    memories = ("fresh", "huge pages", "kept")
-    forward = [row for row in rows_of("linear_attention") if (row["dtype"], row["what"]) == ("float32", "forward")]
-    figures = {(row["mask"], row["contender"], row["memory"]): row for row in forward}
-    for mask, name, others in (("causal", "causal", ["chunked"]), ("none", "bidirectional", ["plain", "two matmuls"])):
-        yield f"| {name} | " + " | ".join(f"{figures[mask, 'memcheck', memory]['ms']:.1f} ms" for memory in memories)
-        for other in others:
-            yield f"| {other} takes | " + " | ".join(f"{figures[mask, other, m]['ratio']:.2f} x" for m in memories)
-
-
-def latency_lines():
-    """The documentation's table of what a call costs; the ms of 1,000 calls are microseconds of one."""
-    for empty, ours in zip(rows_of("latency")[::2], rows_of("latency")[1::2], strict=True):
-        yield f"| `{ours['operator']}` | {ours['ms']:.1f} us | {empty['ms']:.1f} us | {ours['ratio']:.2f} x |"
-
-
-def speed_line(name, row, milliseconds, instead, ratio):
-    return f"| {name} | {row['dtype']} | {row['what']} | {milliseconds:.1f} ms | {instead} | {ratio:.2f} x |"
-
-
-def test_the_figures_of_speed_are_those_of_the_results():
-    text = documentation()
-    lines = [*speed_lines(), *other_speed_lines(), *memory_lines(), *sequence_lines(), *limit_lines(), *latency_lines()]
-    assert len(lines) == 8 + 19 + 5 + 28 + 18 + 9
-    assert [line for line in lines if line not in text] == []
-
-
-def test_the_summary_of_speed_is_that_of_the_results():
-    same = [
-        row["ratio"] for row in rows_of("softplus_attention") if row["contender"] in ("eager", "reference", "compiled")
-    ]
-    others = ("chunked", "plain", "reference")
-    same += [
-        row["ratio"] for row in rows_of("linear_attention") if row["contender"] in others and row["memory"] == "fresh"
-    ]
-    compressed = [row for row in rows_of("compressed_attention") if row["what"] != "decoding"]
-    same += [row["ratio"] for row in compressed if row["contender"] in others]
-    softmax = [row["ratio"] for row in compressed if row["contender"] == "softmax"]
-    plain = [1 / row["ratio"] for row in rows_of("combinator") if row["contender"].startswith("memcheck")]
-    page = (ROOT / "docs/speed.md").read_text(encoding="utf-8")
-    assert f"{int(min(same))} to {int(max(same))} times as fast as PyTorch code for the same function" in page
-    assert f"{round(min(softmax))} to {round(max(softmax))} times as fast\nas softmax attention" in page
-    assert f"{min(plain):.1f} to {max(plain):.1f} times as fast as plain PyTorch" in page
-
-
-def test_the_scaling_of_the_documentation_is_that_of_the_results():
-    ratios = [row["ratio"] for row in rows_of("scaling") if row["contender"] == "2 threads"]
-    assert f"take {min(ratios):.2f} to {max(ratios):.2f} of the time on one" in documentation()
-
-
-def test_the_figures_of_two_processes_are_those_of_the_results():
-    page = (ROOT / "docs/distributed.md").read_text()
-    for row in rows_of("distributed"):
-        if row["contender"] == "one process":
-            alone = row["peak_bytes"]
-            continue
-        peaks = f"{alone / 2**20:.1f} MiB | {row['peak_bytes'] / 2**20:.1f} MiB"
-        assert f"| {row['case']} | {row['contender']} | {peaks} | {row['ratio']:.2f} | {row['sent_bytes']:,} |" in page
+@pytest.mark.extension
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the pages show what torch 2.13 needs")
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- end -->" in page.read_text()], ids=lambda it: it.stem)
+def test_the_figures_of_a_page_are_those_of_the_results(figures, page):
+    text = page.read_text(encoding="utf-8")
+    assert figures["written"](text) == text, "python docs/figures.py writes them again"
 
 
 @pytest.mark.slow
@@ -389,21 +277,6 @@ def test_the_example_of_a_split_sequence_runs_in_two_processes():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("has y [1, 4, 500, 16], and the gradient of one process") == 2
-
-
-def test_the_cost_of_tracking_is_that_of_the_results():
-    rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
-    (tracked,) = [row for row in rows if row["contender"] == "tracked"]
-    assert f"{100 * (tracked['ratio'] - 1):.1f} %" in documentation()
-
-
-def test_the_cost_of_tracking_passes_is_that_of_the_results():
-    rows = json.loads((ROOT / "benchmarks/results/tracking_passes.json").read_text())["rows"]
-    ratios = {(row["model"], row["contender"]): row["ratio"] for row in rows}
-    for row in rows:
-        sizes = "B{} S{} E{}".format(*row["shape"])
-        costs = [100 * (ratios[row["model"], name] - 1) for name in ("tracked, no hooks", "tracked")]
-        assert f"| {row['model']}, {sizes} | +{costs[0]:.0f} % | +{costs[1]:.0f} % |\n" in documentation()
 
 
 @pytest.mark.isolated
@@ -427,15 +300,6 @@ def test_the_runs_that_the_documentation_compares_differ_as_it_says(tmp_path, ca
     assert compared.startswith("The peak went from 83.9 MiB to 67.9 MiB: 15.9 MiB less")
     if torch.__version__.startswith("2.13."):  # Others have other numbers of small blocks.
         assert compared in page
-
-
-def test_the_cost_of_memcheck_run_is_that_of_the_results():
-    rows = json.loads((ROOT / "benchmarks/results/script_steps.json").read_text())["rows"]
-    watched = [row for row in rows if row["contender"] == "memcheck run"]
-    assert len(watched) == 2
-    for row in watched:
-        sizes = "B{} S{} E{}".format(*row["shape"])
-        assert f"| {row['model']}, {sizes} | +{100 * (row['ratio'] - 1):.0f} % |\n" in documentation()
 
 
 @pytest.fixture
@@ -480,66 +344,6 @@ def test_the_report_of_the_leaking_script_is_what_memcheck_run_says(report_of):
     assert rest[rest.index("Alive more and more") :].partition("\n\nAlive at")[0] in page
 
 
-def outputs(name):
-    """Command -> the lines of all outputs that the page in docs/ shows of it."""
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    shown: dict[str, list[str]] = {}
-    for command, output in re.findall(r"```console\n\$ memcheck (.*)\n((?:.+\n|\n)*?)```", page):
-        shown.setdefault(command, []).extend(line for line in output.splitlines() if line != "...")
-    return shown
-
-
-QUESTIONS = outputs("questions.md")
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
-@pytest.mark.parametrize("command", [command for command in QUESTIONS if not command.startswith(("run ", "fit "))])
-def test_the_answers_to_the_questions_are_what_the_commands_print(command, tmp_path, capsys, monkeypatch):
-    """The lines of the page are among those of the output, in their order."""
-    from memcheck.__main__ import main
-
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if "--plugin" in command:  # In a process of its own, as it adds to the catalog.
-        done = run_python("-m", "memcheck", *command.split(), "--output", tmp_path, timeout=120)
-        assert done.returncode == 0, done.stderr
-        out = done.stdout
-    else:
-        assert main(command.split()) == 0
-        out = capsys.readouterr().out
-    printed = iter(out.splitlines())
-    assert QUESTIONS[command]
-    assert [line for line in QUESTIONS[command] if line not in printed] == []
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
-def test_the_longest_context_of_the_questions_is_predicted(capsys):
-    """Both sides of the edge, without the search."""
-    from memcheck.__main__ import main
-
-    ((command, output),) = [(command, output) for command, output in QUESTIONS.items() if command.startswith("fit ")]
-    sizes = re.search(r"fits RTX-4090 is ([\d,]+): .* Length ([\d,]+) needs ", " ".join(output)).groups()
-    for size, code in zip(sizes, (0, 3), strict=True):
-        words = command.replace("docs/", f"{ROOT}/docs/").split()[1:]
-        assert main(["predict", *words, "--seq-len", size.replace(",", ""), "--fail-on-oom"]) == code
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
-@pytest.mark.isolated  # Measured with the threads of a process of its own.
-def test_the_first_five_minutes_are_what_a_terminal_shows(tmp_path, capsys, monkeypatch):
-    """The lines of the page are among those of the output, in their order."""
-    from memcheck.__main__ import main
-
-    monkeypatch.chdir(tmp_path)
-    shown = outputs("first-minutes.md")
-    assert len(shown) == 6
-    for command, lines in shown.items():
-        code = main(command.split())
-        printed = iter("".join(capsys.readouterr()).splitlines())
-        assert code == (2 if lines[0].startswith("memcheck:") else 0)
-        assert [line for line in lines if line not in printed] == []
-
-
 def applied(diff, text):
     """The text with the change of a diff without line numbers."""
     lines = diff.splitlines()
@@ -548,30 +352,45 @@ def applied(diff, text):
     return text.replace(before, after)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
-@pytest.mark.ci  # It trains for a minute.
-def test_the_tutorial_is_what_a_terminal_shows(tmp_path):
-    """Its commands in their order, with its changes of the script: the lines of the page are among those printed."""
-    page = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+# Exit codes of commands that fail on purpose.
+REFUSED = ("--seq-length", "H10")
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the pages show what torch 2.13 needs")
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["first-minutes", "questions", "tutorial"])
+def test_a_page_shows_what_a_terminal_prints(name, tmp_path):
+    """Its commands in their order, with its changes of the script: the lines of the page are among those printed, in
+    their order.
+    """
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     # As a dict, because readline sets COLUMNS behind the back of os.environ.
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "COLUMNS": "", "PYTHONPATH": str(ROOT)}
-    for folder in ("docs", "tests"):
+    for folder in ("docs", "tests", "benchmarks"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "test_memory.py").write_text(python_of(page)[0])
-    script = tmp_path / "train.py"
+    for source in python_of(page):
+        if "def test_" in source:
+            (tmp_path / "test_memory.py").write_text(source)
+    script, ran = tmp_path / "train.py", 0
     for kind, text in re.findall(r"```(console|diff)\n(.*?)```", page, re.DOTALL):
         if kind == "diff":
             script.write_text(applied(text, script.read_text()))
             continue
         command, *shown = text.splitlines()
-        name, *words = shlex.split(command.removeprefix("$ "))
-        start = {"memcheck": [sys.executable, "-m", "memcheck"], "python": [sys.executable]}.get(name, [name])
-        done = subprocess.run(
-            [*start, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
+        program, *words = shlex.split(command.removeprefix("$ "))
+        if program == "memcheck":
+            done = run_python("-m", "memcheck", *words, cwd=tmp_path, env=environment, timeout=300)
+        else:  # pytest loads its plugins before torch.
+            program = sys.executable if program == "python" else program
+            done = subprocess.run(
+                [program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+            )
+        assert (done.returncode == 2) == any(word in words for word in REFUSED), done.stderr
         printed = iter(re.sub(r"in [\d.]+s", "in some", done.stdout + done.stderr).splitlines())
         lines = [re.sub(r"in [\d.]+s", "in some", line) for line in shown if line != "..."]
         assert [line for line in lines if line not in printed] == [], f"{command}\n{done.stdout}{done.stderr}"
+        ran += bool(shown)
+    assert ran >= 6
 
 
 def test_the_table_of_the_documentation_holds_the_committed_records():
@@ -617,18 +436,6 @@ def test_the_capacity_of_the_documentation_is_what_fit_says(capsys, monkeypatch)
     assert known
     for row in known:
         assert re.search(rf"^{row['operator']} +{row['largest']:,} ", text, re.MULTILINE)
-
-
-def test_the_cost_of_a_predicted_sweep_is_that_of_the_results():
-    rows = {row["what"]: row for row in rows_of("prediction")}
-    whole, files = rows["a sweep, rows on the disk"], rows["its tables and pictures"]
-    assert whole["cells"] == 1000
-    predict, _, fit, _, split = (row["seconds"] for what, row in rows.items() if what.startswith("memcheck "))
-    sweep = f"a sweep of 1,000 predictions takes {whole['seconds']:.1f} s"
-    assert f"{sweep} (its tables and pictures: {files['seconds']:.0f} s)" in documentation()
-    assert f"of a GPT-2 with its table of changes takes {predict:.1f} s" in documentation()
-    assert f"`fit --find bsz` of it {fit:.1f} s" in documentation()
-    assert f"`fit` of a Llama 8B split over eight GPUs {split:.1f} s" in documentation()
 
 
 @pytest.fixture(scope="module")
