@@ -85,7 +85,7 @@ light:  ## Install without the extension, where no compiler is on PATH, and run 
 	$(ALONE) memcheck predict --attention-type softmax --seq-len 4096 --device A100-40GB
 	$(ALONE) memcheck fit --attention-type naive,softmax --device T4
 	$(ALONE) $(LIGHT)/bin/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow and not ci" \
-	    tests/core tests/predict tests/report tests/cli tests/bench tests/studies tests/project/test_light.py $(PYTEST_FLAGS)
+	    tests/core tests/predict tests/report tests/cli tests/bench tests/published tests/project/test_light.py $(PYTEST_FLAGS)
 
 lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; changes nothing
 	$(BIN)/ruff format --check

@@ -164,18 +164,6 @@ class Info(Request):
 
 
 @request()
-class MixedPrecision(Printed):
-    """Shows what 16-bit arithmetic does to numbers: long sums by dtype, and the stages of a network under autocast.
-
-    memcheck mixed-precision
-    memcheck mixed-precision --dtype fp16 --format json
-    """
-
-    dtype: str = option("bfloat16", "what autocast casts to: bf16 or fp16; default: bf16", converters.autocast_name)
-    device: str | None = option(None, "cpu, cuda or cuda:1; default: cuda if there is a GPU")
-
-
-@request()
 class Plot(Request):
     """Draws the records of a folder of results.
 
@@ -255,52 +243,6 @@ class Predict(PredictedModel, OfTwoLengths):
                 raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")
         for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window"):
             self.single(name, "here")
-
-
-@request(**TABLES)
-class Published(Printed):
-    """Sets our figures beside published tables: those of result folders, or by formula without a run.
-
-    memcheck published results/ --plot ratios.png
-    memcheck published --predict
-    memcheck published mlp --predict --limit 50
-    memcheck published mlp timm figures --plot gpus.png
-    """
-
-    folders: list[Path] | None = option(
-        None,
-        "folders of results, or studies of measured GPUs: figures, mlp, timm; default: by formula",
-        converters.folders,
-        positional=True,
-        nargs="*",
-        metavar="DIR",
-    )
-    output: Path | None = option(
-        None,
-        "also write the tables there: Markdown, LaTeX, JSON and CSV; of a study its results as NAME.csv",
-        converters.folder,
-        metavar="FOLDER",
-    )
-    predict: bool = option(False, "predict every published row for the GPU that it was measured on", switch)
-    plot: Path | None = option(None, "draw the ratios as .png, .svg or .pdf", converters.folder, metavar="FILE")
-    rows: Path | None = option(
-        None, "other rows of the study, in a CSV file with the columns of its table", converters.file, metavar="FILE"
-    )
-    limit: int | None = option(None, "a random sample of so many rows of the study, the same each time", count)
-
-    @property
-    def studies(self) -> list[str]:
-        """The studies that are named in place of folders: plain names, of which none is a folder."""
-        given = self.folders or []
-        return [str(it) for it in given] if all(it.name == str(it) and not it.exists() for it in given) else []
-
-    def check(self) -> None:
-        for name in ("rows", "limit"):
-            if getattr(self, name) is not None and not (self.studies and self.predict):
-                raise UsageError(f"{named(name)} is for the predictions of a study: memcheck published mlp --predict")
-        if self.predict and not self.studies and (self.plot or self.folders):
-            rule = f"leave out folders and {named('plot')}"
-            raise UsageError(f"{named('predict')} is for the published rows alone: {rule}")
 
 
 @request(**TABLES)
@@ -410,13 +352,11 @@ COMMANDS: dict[str, type[Request]] = {
     "fit": Fit,
     "gradcheck": Gradcheck,
     "info": Info,
-    "mixed-precision": MixedPrecision,
     "plot": Plot,
     "predict": Predict,
     "profile-attention": ProfileAttention,
     "profile-combinator": ProfileCombinator,
     "profile-model": ProfileModel,
-    "published": Published,
     "report": Report,
     "run": Run,
     "snapshot": Snapshot,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KINDS = ("fsdp", "tp", "ddp")
 # How much more than predicted published runs of FSDP2 reserved, at most: torchtitan on 8 H100, 82.4 GiB of 79.1.
-# Learned from rows F160, F162, F166 and F168 of benchmarks/field/data/figures.csv, not read in a source.
+# Learned from rows F160, F162, F166 and F168 of benchmarks/published/data/figures.csv, not read in a source.
 RESERVED_MORE = 0.05
 
 

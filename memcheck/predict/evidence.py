@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,19 +76,6 @@ def measured() -> tuple[Measured, ...]:
         Measured(entry["source"], entry["gpu"], frozenset(entry["operators"]), tuple(entry["errors"]))
         for entry in found
     )
-
-
-def write_evidence(name: str, found: Iterable[tuple[str, str, Sequence[str], float]]) -> None:
-    """Writes the evidence of a study. found: source, GPU, operators and error of each row."""
-    groups: dict[tuple[str, str, frozenset[str]], list[float]] = {}
-    for source, gpu, operators, error in found:
-        groups.setdefault((source, gpu, frozenset(operators)), []).append(round(error, 5))
-    entries = [
-        {"source": source, "gpu": gpu, "operators": sorted(operators), "errors": errors}
-        for (source, gpu, operators), errors in groups.items()
-    ]
-    lines = ",\n".join(map(json.dumps, entries))
-    (DATA / f"evidence_{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 def operators_of_equal_rows(architecture: tuple[int, int] | None) -> frozenset[str]:

@@ -24,20 +24,18 @@ def html_page(
     plots: Sequence[tuple[str, str]] = (),
     sweeps: Sequence[Mapping[str, Any]] = (),
     tables: Sequence[Table] | None = None,
-    more_tables: Sequence[Table] = (),
 ) -> str:
     """The page as HTML.
 
     plots: (caption, inline SVG). sweeps: the contents of each DIR/sweep.json. tables: replace the usual ones.
-    more_tables: follow the collapsed ones.
     """
-    first, more = page_tables(records) if tables is None else (list(tables), [])
+    first, folded = page_tables(records) if tables is None else (list(tables), [])
     return render_page(
         title=title,
         paragraphs=summary(records),
         plots=plots,
         tables=first,
-        folded=[*more, *more_tables],
+        folded=folded,
         facts=environment_facts(records),
         sweeps=[sweep_object(sweep) for sweep in sweeps],
     )

@@ -357,13 +357,13 @@ def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str
     return "\n\n".join(map(TEXTS[form], tables))
 
 
-def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:
-    """Writes STEM.md and STEM.json with all tables, and each table as STEM/NAME.csv and .tex."""
-    texts = {f"{stem}.md": render(tables, "markdown"), f"{stem}.json": render(tables, "json")}
+def write_files(tables: Sequence[Table], folder: Path) -> list[Path]:
+    """Writes tables.md and tables.json with all tables, and each table as tables/NAME.csv and .tex."""
+    texts = {"tables.md": render(tables, "markdown"), "tables.json": render(tables, "json")}
     for table in tables:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", table.name)
-        texts |= {f"{stem}/{name}.csv": to_csv(table), f"{stem}/{name}.tex": to_latex(table)}
-    (folder / stem).mkdir(parents=True, exist_ok=True)
+        texts |= {f"tables/{name}.csv": to_csv(table), f"tables/{name}.tex": to_latex(table)}
+    (folder / "tables").mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_text(folder / name, text + "\n")
     return [folder / name for name in texts]

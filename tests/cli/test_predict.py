@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 
@@ -221,18 +220,3 @@ def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: lis
     assert said.out == ""
     assert words in said.err
     assert said.err.count("\n") == 1
-
-
-def test_published_rows_are_shown_beside_predictions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["published", "--predict"]) == 0
-    said = capsys.readouterr().out
-    assert "memcheck_pyt's table, predicted: 155 of 155 rows to the MiB, with their verdicts" in said
-    assert "cs336's table, predicted: 40 rows" in said
-    compiled = [line for line in said.splitlines() if " compiled " in line]
-    assert compiled
-    assert all(line.count("not predicted") == 4 for line in compiled)
-
-
-def test_predictions_of_published_rows_take_no_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["published", "--predict", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

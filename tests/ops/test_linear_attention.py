@@ -484,6 +484,16 @@ def test_autocast_of_a_step_leaves_the_state() -> None:
     assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_sum_of_keys_in_16_bits_is_exact(dtype: torch.dtype) -> None:
+    """The state is float32, so that it does not stop growing, as a sum in 16 bits does."""
+    one, key, state = torch.ones(1, 1, 1, 1, dtype=dtype), torch.full((1, 1, 1, 1), 0.01, dtype=dtype), None
+    for _ in range(1000):
+        _, state = linear_attention_step(one, key, one, state, feature_map="identity")
+    assert state[1].item() == torch.tensor(1000 * key.double().item()).item()
+
+
 # ---- decoding
 
 

@@ -1,11 +1,10 @@
-"""Predictions equal measurements to the byte on the CPU, and published figures of GPUs to the printed digit."""
+"""Predictions equal measurements to the byte on the CPU. tests/published compares published figures of GPUs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,21 +17,17 @@ from memcheck import predict_memory
 from memcheck.bench.case_predictions import closed_bytes, traced
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
 from memcheck.bench.workloads import prepare
-from memcheck.core.devices import Device, device_named
+from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.torch_versions import NEWEST_TRIED, running
 from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
-from memcheck.predict import evidence
 from memcheck.predict.allocator import MIB
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace_runner import TraceRunner
-from memcheck.studies.bluewalm_module import predict_published
-from memcheck.studies.published import CS336, published_table, read_published
-from memcheck.studies.published_predictions import memcheck_pyt_evidence, predict_cs336
 
 scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
 
@@ -426,76 +421,6 @@ def test_the_combinator_is_unsupported_on_an_old_gpu() -> None:
 
 def test_torch_operators_are_predicted_on_an_old_gpu() -> None:
     assert predict_memory(case_of("naive"), "T4").record.status == "ok"
-
-
-# Published figures of GPUs.
-
-PUBLISHED = published_table()
-
-
-def in_whole_mib(size: int | None) -> int | None:
-    return None if size is None else math.ceil(size / MIB)
-
-
-@pytest.mark.parametrize("operator", ["naive", "softmax", "softplus", "combinator"])
-def test_published_rows_are_predicted_to_the_mib(operator: str) -> None:
-    """Status and phase of every row are predicted too; the closed module's by its fitted model."""
-    rows = [row for row in PUBLISHED if row["operator"] == operator]
-    assert len(rows) > 30
-    for row in rows:
-        record = predict_published(row).record
-        # If the inputs do not fit, the published program was in its forward.
-        phase = f"oom_{record.oom_phase or 'forward'}"
-        assert ("ok" if record.status == "ok" else phase) == row["status"], row
-        assert record.basis == "verified"
-        for name in ("forward", "backward"):
-            predicted = in_whole_mib(getattr(record, f"{name}_max_allocated_bytes"))
-            assert predicted == in_whole_mib(row[f"{name}_bytes"]), row
-
-
-def test_the_published_rows_are_evidence() -> None:
-    """As `write_evidence("memcheck_pyt", memcheck_pyt_evidence())` wrote it: every row is predicted as printed."""
-    of_rows = {frozenset(operators) for _, _, operators, error in memcheck_pyt_evidence() if error == 0}
-    stored = [it for it in evidence.measured() if it.source == "bluewalm/memcheck_pyt"]
-    assert {it.operators for it in stored} == of_rows
-    assert not any(itertools.chain.from_iterable(it.errors for it in stored))
-
-
-def test_the_a100s_room_is_between_the_fullest_row_that_ran_and_the_smallest_that_failed() -> None:
-    """Limits apply to segments. Only memory sizes between the two rows give the published statuses."""
-    device = device_named("A100-40GB")
-    fullest = next(
-        row for row in PUBLISHED if (row["operator"], row["query_len"], row["dim"]) == ("softmax", 8192, 256)
-    )
-    smallest = next(
-        row for row in PUBLISHED if (row["operator"], row["query_len"], row["dim"]) == ("softmax", 2048, 8192)
-    )
-
-    def phase(row: dict, room_mib: int) -> str | None:
-        return predict_published(row, dataclasses.replace(device, usable_bytes=room_mib * MIB)).record.oom_phase
-
-    assert (phase(fullest, 39746), phase(fullest, 39745)) == ("backward", "forward")
-    assert (phase(smallest, 40981), phase(smallest, 40982)) == ("backward", None)
-    assert device.usable_bytes == 39746 * MIB
-
-
-def test_cs336_rows_are_predicted_as_published() -> None:
-    """Figures equal the printed digits; the backward's peak includes tensors that another pass saved."""
-    for row in read_published(CS336):
-        if row["compiled"] == "True" or row["status"] != "ok":
-            continue
-        length, dim = int(row["seq_len"]), int(row["d_model"])
-        prediction = predict_cs336(length, dim)
-        saved = prediction.record.saved_bytes / MIB
-        assert saved == pytest.approx(float(row["saved_activations_mib"]), rel=1e-5)
-        forward, backward = (
-            (sum(terms.values()) - prediction.record.input_bytes - terms["cuBLAS workspace"]) / MIB
-            for terms in (prediction.terms[f"{phase}_peak_bytes"] for phase in ("forward", "backward"))
-        )
-        before = float(row["mem_after_inputs_mib"])
-        assert float(row["forward_peak_mib"]) - before == pytest.approx(forward, rel=1e-5, abs=1e-4)
-        both_graphs = backward + saved
-        assert float(row["backward_peak_mib"]) - before == pytest.approx(both_graphs, rel=1e-5, abs=2e-3)
 
 
 # GPUs.

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 HEAVY = ("matplotlib", "pandas", "scipy", "jinja2")
-UPPER = ("memcheck.report", "memcheck.studies", "memcheck.cli", "memcheck.notebook")
+UPPER = ("memcheck.report", "memcheck.cli", "memcheck.notebook")
 # Words that the command line answers by itself, and the exit code.
 ANSWERED = {
     "": 0,

@@ -64,7 +64,6 @@ def test_a_report_of_a_folder_that_holds_both(folder: Path, capsys) -> None:
     ]
     assert [row["operator"] for row in rows] == ["naive", "softmax", "linear (causal)", "compressed", "softplus"]
     assert rows[0]["peak_by_predicted"] == "same"
-    # The published tables are of operators: whole models are not compared with them.
     assert run(capsys, "report", folder, "--case", "size=small")[1].count("S = T") == 0
 
 

@@ -31,7 +31,6 @@ from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_report
 from memcheck.report.script_tables import tables as script_tables
 from memcheck.report.summary import doubt_details, summary
 from memcheck.report.tables import Screen, Table, render, write_files
-from memcheck.studies.published import published_rows, published_tables
 
 
 def run(request: Report) -> int:
@@ -79,9 +78,9 @@ def report_runs(runs: Sequence[ScriptRecord], request: Report) -> int:
     return 0
 
 
-def write_output(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:
+def write_output(tables: Sequence[Table], folder: Path) -> list[Path]:
     try:
-        return write_files(tables, folder, stem)
+        return write_files(tables, folder)
     except OSError as error:
         raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
 
@@ -114,18 +113,14 @@ def accounting_of(record: Record) -> Table:
 
 def write_page(records: Sequence[Record], folders: Sequence[Path], path: Path) -> Path:
     from memcheck.report.plots.pictures import svg_plots
-    from memcheck.studies.published_plot import published_picture
 
     make_room("html", path)
     styles = styles_of_contenders()
     sweeps = [sweep for folder in folders if (sweep := read_sweep(folder))]
     operators = [record for record in records if not is_model(record)]
-    rows = published_rows(operators)
-    more_plots = [published_picture(rows, styles)] if rows else []
-    plots = svg_plots(records, styles=styles, more=more_plots, watch=watch)
-    more = published_tables([record for record in operators if record.mode != "decode"])
+    plots = svg_plots(records, styles=styles, watch=watch)
     title = "What attention costs" if any(map(has_sizes, operators)) else "Peak memory"
-    page = html_page(records, title=title, plots=plots, sweeps=sweeps, more_tables=more)
+    page = html_page(records, title=title, plots=plots, sweeps=sweeps)
     try:
         write_text(path, page)
     except OSError as error:

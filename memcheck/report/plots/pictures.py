@@ -96,20 +96,18 @@ def write_plots(
     title: str,
     formats: Sequence[str] = ("png", "svg"),
     request: PictureRequest | None = None,
-    more: Sequence[Picture] = (),
     every: bool = True,
     watch: Watch = iter,
 ) -> list[Path]:
     """Writes the pictures that the records allow into the folder; files of the same name are replaced.
 
-    more: further pictures, written after these. every: also those that show a part of another picture. watch: passes
-    the pictures on one by one, as tqdm does.
+    every: also those that show a part of another picture. watch: passes the pictures on one by one, as tqdm does.
     """
     formats = check_formats(formats)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    pictures = choose_pictures(records, styles=styles, title=title, request=request, more=more)
+    pictures = choose_pictures(records, styles=styles, title=title, request=request)
     for picture in watch([picture for picture in pictures if picture.main or every]):
         figure = picture.draw()
         paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
@@ -121,11 +119,10 @@ def svg_plots(
     *,
     styles: Mapping[str, Style],
     title: str = "",
-    more: Sequence[Picture] = (),
     watch: Watch = iter,
 ) -> list[tuple[str, str]]:
     """(caption, inline SVG) of the main pictures, for one HTML page. watch: as of write_plots."""
-    pictures = choose_pictures(records, styles=styles, title=title, more=more)
+    pictures = choose_pictures(records, styles=styles, title=title)
     return [
         (picture.caption, inline_svg(picture.draw, f"plot-{picture.name}", picture.caption))
         for picture in watch([picture for picture in pictures if picture.main])
@@ -138,7 +135,6 @@ def choose_pictures(
     styles: Mapping[str, Style],
     title: str,
     request: PictureRequest | None = None,
-    more: Sequence[Picture] = (),
 ) -> list[Picture]:
     """Chooses the pictures. Records of different dtypes, modes, devices or batch sizes go into separate pictures."""
     pictures: list[Picture] = []
@@ -146,7 +142,7 @@ def choose_pictures(
         words = setting_words(setting)
         topic = ", ".join(filter(None, (title, words)))
         pictures += RecordGroup(group, styles, topic, slug(words), request or PictureRequest()).pictures()
-    return [*pictures, *model_pictures(models_among(records), title, request or PictureRequest()), *more]
+    return [*pictures, *model_pictures(models_among(records), title, request or PictureRequest())]
 
 
 def model_pictures(models: Sequence[ModelRecord], title: str, request: PictureRequest) -> Iterator[Picture]:

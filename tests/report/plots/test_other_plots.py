@@ -1,4 +1,4 @@
-"""Predicted terms, savings, time, one case over time, and the published tables, as pictures."""
+"""Predicted terms, savings, time, one case over time, as pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from memcheck.report.plots.predictions import prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of, plot_timeline
-from memcheck.studies.published_plot import plot_published
 
 GIB = 2**30
 
@@ -242,44 +241,3 @@ def test_bars_of_models_show_what_the_gpu_has() -> None:
     assert ax.get_xlabel().splitlines()[1:] == ["H200 has 100 GiB, 100 times as much as the longest bar"]
     (ax,) = model_bars([model(8, device="cpu")], title="", subtitle="").axes
     assert not [line for line in ax.get_lines() if line.get_label() == "_capacity"]
-
-
-def row(ours: str, length: int, published: int | None, needed: int | None, **fields: object) -> dict[str, object]:
-    ratio = published / needed if published and needed else None
-    return {
-        "operator": "softplus",
-        "ours": ours,
-        "query_len": length,
-        "published_status": "ok" if published else "oom_backward",
-        "published_forward_bytes": published,
-        "published_backward_bytes": published,
-        "ours_forward_bytes": needed,
-        "ours_backward_bytes": needed,
-        "forward_ratio": ratio,
-        "backward_ratio": ratio,
-        **fields,
-    }
-
-
-def test_published_rows_are_dots(tmp_path) -> None:
-    rows = [
-        row("softplus", 256, 3 * MIB, 2 * MIB),
-        row("softplus", 1024, 8 * MIB, 4 * MIB, backward_ratio_less_workspaces=4.0),
-        row("softplus", 4096, None, 7 * MIB),
-        row("softplus", 8192, None, 9 * MIB),
-        row("mine", 256, MIB, 2 * MIB),
-    ]
-    forward, backward = plot_published(rows, tmp_path / "published.png", styles=STYLES).axes
-    assert [label.get_text() for label in forward.get_yticklabels()] == ["mine\n(published: softplus)", "softplus"]
-    assert [x for x, _ in points(forward)["softplus"]] == [1.5, 2]
-    assert [x for x, _ in points(backward)["softplus"]] == [1.5, 4]
-    assert [x for x, _ in points(forward)["mine"]] == [0.5]
-    # Theirs ran out of memory, and ours needs no more than the 8 MiB that are known to fit.
-    assert [len(places) for places in labelled(forward, "_oom")] == [1]
-    assert texts(forward) == {"median 1.75x", "median 0.50x"}
-    heights = [y for _, y in points(forward)["softplus"]]
-    assert heights == sorted(heights)
-
-
-def test_no_published_rows_is_still_a_picture(tmp_path) -> None:
-    plot_published([], tmp_path / "published.png", styles=STYLES)

@@ -17,7 +17,6 @@ from memcheck.core.record import Record
 from memcheck.report.plots.pictures import PictureRequest, choose_pictures, svg_plots, write_plots
 from memcheck.report.plots.series import quantity_of
 from memcheck.report.plots.style import dark_colour
-from memcheck.studies.published_plot import published_picture
 
 OPERATORS = {"naive": 40, "softplus": 4}
 
@@ -266,18 +265,6 @@ assert "stroke-width: 7" not in picture[1]
 """
     paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": paths})
-
-
-def test_published_rows_have_a_picture(tmp_path) -> None:
-    row = {"operator": "softplus", "ours": "softplus", "query_len": 256, "published_status": "ok"}
-    figures = {f"{whose}_{phase}_bytes": MIB for whose in ("published", "ours") for phase in ("forward", "backward")}
-    row |= figures | {"forward_ratio": 1.5, "backward_ratio": 1.6, "ours_source": "measured on cpu"}
-    (path,) = write_plots(
-        [], tmp_path, styles=STYLES, title="", formats=["svg"], more=[published_picture([row], STYLES)]
-    )
-    assert path.name == "published.svg"
-    ((caption, _),) = svg_plots([], styles=STYLES, more=[published_picture([row], STYLES)])
-    assert "1 rows of memcheck_pyt's table, A100 40 GB; ours measured on cpu" in caption
 
 
 def test_a_view_without_the_standard_has_no_savings() -> None:

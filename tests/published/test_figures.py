@@ -4,14 +4,12 @@ import functools
 
 import pytest
 import torch
+from published import compare, figures, others, torchtitan
+from published.study import NotPredicted, result_of
 
 import memcheck
-from memcheck.studies.field import FOLDER, RESULTS, NotPredicted, read_results, result_of, study_named
 
-if not FOLDER.is_dir():
-    pytest.skip("an installed package has no studies of GPUs", allow_module_level=True)
-STUDY = study_named("figures")
-ROWS = {row.name: row for row in STUDY.rows(None)}
+ROWS = {row.name: row for row in figures.STUDY.rows(None)}
 # Of Liger-Kernel: losses, rotations, softmax, norms, feed-forwards; then torchtune's model, and attention of CS336.
 SMALL = ("F001", "F019", "F027", "F033", "F048", "F072", "F083", "F119", "F186", "F229")
 
@@ -19,22 +17,19 @@ SMALL = ("F001", "F019", "F027", "F033", "F048", "F072", "F083", "F119", "F186",
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_program_is_predicted_as_printed(name):
     row = ROWS[name]
-    result = result_of(STUDY, row, STUDY.predict(row))
-    assert result.equal, result
+    result = result_of(figures.STUDY, row, figures.STUDY.predict(row))
+    assert result["equal"], result
 
 
 def test_a_program_that_cannot_be_said_has_a_reason():
     for name in ("F138", "F161", "F187", "F256"):
         with pytest.raises(NotPredicted, match=r"FSDP|compiler|older"):
-            STUDY.predict(ROWS[name])
+            figures.STUDY.predict(ROWS[name])
 
 
 def test_every_row_has_a_source():
-    sources = STUDY.predict.__globals__["SOURCES"]
-    reasons = STUDY.predict.__globals__["others"].NOT_PREDICTED
-    assert [
-        name for name, row in ROWS.items() if name not in reasons and not row.source.startswith(tuple(sources))
-    ] == []
+    known = [name for name, row in ROWS.items() if row.source.startswith(tuple(figures.SOURCES))]
+    assert ROWS.keys() - known <= others.NOT_PREDICTED.keys()
 
 
 class Tower(torch.nn.Module):
@@ -50,7 +45,6 @@ class Tower(torch.nn.Module):
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_reductions_of_march_2024_take_memory_of_their_own_stream(newer):
-    torchtitan = STUDY.predict.__globals__["torchtitan"]
     split = functools.partial(torchtitan.split, selective=False, newer=newer)
     ranks = memcheck.Ranks(fsdp=8, split_by=split)
     found = memcheck.predict_memory(Tower(), torch.zeros(64, 512), device="H100-80GB", optimizer="adamw", ranks=ranks)
@@ -66,5 +60,6 @@ def test_reductions_of_march_2024_take_memory_of_their_own_stream(newer):
 @pytest.mark.filterwarnings("ignore:the prediction left a tensor without data in a generator")  # That of a checkpoint.
 def test_reserved_memory_of_fsdp_is_the_stored_one():
     """It depends on the streams and on what is alive when a tensor is allocated."""
-    (stored,) = (result for result in read_results(RESULTS / "figures.csv") if result.name == "F166")
-    assert result_of(STUDY, ROWS["F166"], STUDY.predict(ROWS["F166"])).error == pytest.approx(stored.error, abs=1e-6)
+    stored = compare.stored("figures").set_index("name")["error"]["F166"]
+    result = result_of(figures.STUDY, ROWS["F166"], figures.STUDY.predict(ROWS["F166"]))
+    assert result["error"] == pytest.approx(stored, abs=1e-6)

@@ -21,7 +21,8 @@ import memcheck
 from memcheck.core.record import Record
 from memcheck.predict.allocation_log import Allocation, Trace
 from memcheck.predict.replay import Replay, blank_record, target_at
-from memcheck.studies.field import FOLDER, NVIDIA_SMI, NotPredicted, Published, Study, read_rows
+
+from .study import DATA, NVIDIA_SMI, NotPredicted, Published, Study, read_rows
 
 SOURCE = "GPUMemNet, models of timm"
 CLASSES, SMOOTHING = 1000, 0.1
@@ -37,7 +38,7 @@ LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def published(path: Path | None) -> list[Published]:
-    given = read_rows(path or FOLDER / "data" / "timm.csv")
+    given = read_rows(path or DATA / "timm.csv")
     figures: dict[str, dict[int, int]] = {}
     estimates: dict[str, dict[int, float]] = {}
     for row in given:
@@ -167,15 +168,5 @@ def predict(row: Published) -> memcheck.Prediction:
     return Replay(prediction.trace, step, prediction.place, record).prediction()
 
 
-STUDY = Study(
-    "timm",
-    "Models of timm on an A100",
-    published,
-    predict,
-    CONTEXT_BYTES,
-    "which is the median of the models that the estimates were learned from",
-    (
-        "Workspaces of convolutions are estimates, learned from one half of the models "
-        "(memcheck/predict/operators/convolutions.py).",
-    ),
-)
+# Workspaces of convolutions are estimates, learned from one half of the models: predict/operators/convolutions.py.
+STUDY = Study("Models of timm on an A100", published, predict, CONTEXT_BYTES)

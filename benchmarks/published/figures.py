@@ -13,9 +13,9 @@ from memcheck.core.devices import Device
 from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
 from memcheck.predict.replay import Prediction
-from memcheck.studies.field import ALLOCATED, FOLDER, NVIDIA_SMI, RESERVED, NotPredicted, Published, Study, read_rows
 
 from . import cs336, liger, lightning, litgpt, notebook, others, torchtitan
+from .study import ALLOCATED, DATA, NVIDIA_SMI, RESERVED, NotPredicted, Published, Study, read_rows
 
 # The GPU's name in the table -> its name here, and the release of torch that is predicted, where the run's is older.
 DEVICES = {
@@ -54,7 +54,7 @@ def device_of(name: str) -> Device | str:
 
 
 def published(path: Path | None) -> list[Published]:
-    rows = read_rows(path or FOLDER / "data" / "figures.csv")
+    rows = read_rows(path or DATA / "figures.csv")
     return [
         Published(
             row["id"],
@@ -152,4 +152,4 @@ def predict(row: Published) -> Prediction:
     return next(predicted for source, predicted in SOURCES.items() if row.source.startswith(source))(row)
 
 
-STUDY = Study("figures", "Published figures of programs on GPUs", published, predict)
+STUDY = Study("Figures of programs on GPUs", published, predict)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import memcheck
 from memcheck.predict.model import predict_last
 from memcheck.predict.repeated import reserved_after
-from memcheck.studies.field import FOLDER, NVIDIA_SMI, Published, Study, read_rows
+
+from .study import DATA, NVIDIA_SMI, Published, Study, read_rows
 
 SAMPLES = 4096
 # Binary cross entropy refuses labels (B) beside outputs (B,1), which the script gives it.
@@ -26,7 +27,7 @@ TORCH = "2.7"  # The oldest release with rules; the scripts are from 2024.
 
 
 def published(path: Path | None) -> list[Published]:
-    given = read_rows(path or FOLDER / "data" / "mlp.csv.gz")
+    given = read_rows(path or DATA / "mlp.csv.gz")
     return [
         Published(
             f"M{number:04}",
@@ -101,11 +102,5 @@ def predict(row: Published) -> memcheck.Prediction:
     return prediction
 
 
-STUDY = Study(
-    "mlp",
-    "Random MLPs on an A100",
-    published,
-    predict,
-    context_bytes=1429 * 2**20,
-    context_source="learned: the median of what nvidia-smi showed beside the predicted segments",
-)
+# Learned: the median of what nvidia-smi showed beside the predicted segments.
+STUDY = Study("Random MLPs on an A100", published, predict, context_bytes=1429 * 2**20)
