@@ -314,7 +314,7 @@ def extension() -> Any:
 
 
 def local_version() -> str:
-    """What MEMCHECK_LOCAL_VERSION=1 adds to the version, as `make wheels` asks for: memcheck 0.2.0+torch2.15cpu."""
+    """What MEMCHECK_LOCAL_VERSION=1 adds to the version, as `make wheels` asks for: memcheck 0.3.0+torch2.15cpu."""
     if not os.environ.get("MEMCHECK_LOCAL_VERSION"):
         return ""
     release = ".".join(torch.__version__.split(".")[:2])

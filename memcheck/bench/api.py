@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck._extension import MISSING
 from memcheck.bench.case_predictions import predict_case
-from memcheck.core.arguments import argument, place_of, renamed, takes_step
+from memcheck.core.arguments import argument, place_of, takes_step
 from memcheck.core.case import Case
 from memcheck.core.converters import count
 from memcheck.core.devices import Device
@@ -209,8 +209,6 @@ def largest(
         UsageError: the place has no limit; step, up_to or start is below 1, or up_to is below step.
         TypeError: make returns a Step, and a model is given, too.
     """
-    options = renamed(options)
-    up_to = options.pop("up_to", up_to)
     step, start = argument("step", step, count), argument("start", start, count)
     most = argument("up_to", up_to, functools.partial(count, least=step))
     if find is not None:

@@ -102,9 +102,6 @@ def add_flag(where: argparse._ActionsContainer, field: Field[Any], shown: Mappin
         can_be_off = shown.get("negatable", field.default is not False and not shown.get("only_on"))
         action: Any = argparse.BooleanOptionalAction if can_be_off else "store_true"
         where.add_argument(flag, action=action, **settings)
-        for alias, value in shown.get("aliases", {}).items():
-            hidden: Any = {"dest": field.name, "default": None, "help": argparse.SUPPRESS}
-            where.add_argument(alias, action="store_true" if value else "store_false", **hidden)
         return
     if metavar := shown.get("metavar", METAVARS.get(convert)):
         settings["metavar"] = metavar

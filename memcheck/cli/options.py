@@ -263,7 +263,7 @@ class ModelStep(Request):
         convert=converters.reference,
         group=MODELS,
     )
-    keep_outputs: bool = of_step("keep_outputs", group=MODELS, aliases={"--drop-outputs": False})
+    keep_outputs: bool = of_step("keep_outputs", group=MODELS)
     steps: int | None = of_step("steps", group=MODELS)
     accumulate: int = of_step("accumulate", more="default: 1", group=MODELS)
     clip_grad_norm: float | None = of_step("clip_grad_norm", group=MODELS)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -16,14 +15,6 @@ from memcheck.core.place import Place
 from memcheck.core.step import Program, Step
 
 R = TypeVar("R")
-
-# Earlier names of options.
-RENAMED = {
-    "limit_bytes": "memory_limit",
-    "keeps_outputs": "keep_outputs",
-    "drops_workspaces": "drop_workspaces",
-    "most": "up_to",
-}
 
 
 def argument(name: str, value: Any, convert: Convert) -> Any:
@@ -64,7 +55,6 @@ def takes_step(
 
         @functools.wraps(function)
         def public(model: Any, *inputs: Any, **keywords: Any) -> R:
-            keywords = renamed(keywords, names)
             if (other := (instead or {}).get(type(model))) is not None:
                 return cast(R, other(model, *inputs, **keywords))
             if isinstance(model, Program) and not programs:
@@ -89,19 +79,6 @@ def takes_step(
         return public
 
     return decorate
-
-
-def renamed(keywords: dict[str, Any], names: Iterable[str] = tuple(RENAMED.values())) -> dict[str, Any]:
-    """The keywords by their current names. An earlier name of one of the names is taken with a warning.
-
-    TypeError: both names are given.
-    """
-    earlier = {old: new for old, new in RENAMED.items() if old in keywords and new in names}
-    for old, new in earlier.items():
-        if new in keywords:
-            raise TypeError(f"{new} is given twice, once by its earlier name {old}")
-        warnings.warn(f"{old} is called {new} now", DeprecationWarning, stacklevel=3)
-    return {earlier.get(name, name): value for name, value in keywords.items()}
 
 
 def place_of(caller: str, positional: Sequence[Any], keywords: dict[str, Any]) -> Place:

@@ -259,12 +259,6 @@ class Record:
         schema = values.get("schema", SCHEMA)
         if schema != SCHEMA:
             raise ValueError(f"its schema is {schema!r}, and this memcheck reads {SCHEMA}")
-        if "theory" in values:  # The older name of the terms.
-            values["terms"] = values.pop("theory")
-        if values.get("source") == "predicted" and "basis" not in values:
-            # Written before the field existed: verified on the CPU, else derived.
-            on_cpu = values.get("device") == "cpu"
-            values |= {"basis": "verified" if on_cpu else "derived", "exact": values.get("exact") and on_cpu}
         return of_values(cls, values)
 
 

@@ -196,7 +196,7 @@ class Program:
             keyword arguments. An entry may also be a Step of the model.
         options: of each step that is given by its inputs.
         outputs_stay: what a model and a loss returned is alive until those of the next step return, as the variables of
-            a loop keep it. keeps_outputs is another name of it.
+            a loop keep it.
         inputs_stay: the inputs of all steps are alive from the start. Else those of a step are made when it begins,
             after those of the step before are gone and before gradients are cleared, as in
             `for x in loader: y = model(x.to(device))`. Default: False for a program of a model and inputs.
@@ -221,7 +221,6 @@ class Program:
         inputs_stay: bool | None = None,
         **options: Any,
     ) -> None:
-        outputs_stay = options.pop("keeps_outputs", outputs_stay)
         if inputs is None:
             if options:
                 raise TypeError(f"a Program of Steps takes no {next(iter(options))}: the Steps say it")

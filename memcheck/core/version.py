@@ -1,3 +1,3 @@
 """The version, which is read without importing torch."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

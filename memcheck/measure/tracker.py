@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from memcheck._extension import MISSING, extension
-from memcheck.core.arguments import argument, renamed
+from memcheck.core.arguments import argument
 from memcheck.core.converters import size_in_bytes
 from memcheck.core.tensors import (
     StorageWeakRef,
@@ -408,7 +408,6 @@ def track(
     device: torch.device | str | None = None,
     memory_limit: int | str | None = None,
     saved: bool = True,
-    limit_bytes: int | str | None = None,
 ) -> MemoryTracker:
     """Tracks the memory of tensors while a block runs.
 
@@ -444,5 +443,4 @@ def track(
     Raises:
         ValueError: `held` has a meta or fake tensor, which has no data, or memory_limit is no positive number of bytes.
     """
-    given = {"memory_limit": memory_limit} if limit_bytes is None else renamed({"limit_bytes": limit_bytes})
-    return MemoryTracker(*held, device=device, saved=saved, **given)
+    return MemoryTracker(*held, device=device, memory_limit=memory_limit, saved=saved)

@@ -16,7 +16,6 @@ from memcheck.cli.commands import sweep as sweep_command
 from memcheck.cli.commands.profile_attention import cases_of
 from memcheck.cli.run_requests import ProfileAttention, Sweep
 from memcheck.cli.running import profile_all
-from memcheck.core.arguments import renamed
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.options import Request, options_of
 from memcheck.core.place import Place
@@ -49,7 +48,6 @@ def takes_options(
             place: Place | None = None,
             **options: Any,
         ) -> Results:
-            options = renamed(options)
             for name, value in options.items():
                 if name not in fields:
                     hint = did_you_mean(name, fields) or f"; known: {', '.join(fields)}"

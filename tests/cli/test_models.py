@@ -227,7 +227,7 @@ def test_the_output_besides_the_loss_stays_alive(capsys: pytest.CaptureFixture[s
     for more, how in (
         ((), {}),
         (("--loss", "net.py:second"), {}),
-        (("--drop-outputs",), {"keep_outputs": False}),
+        (("--no-keep-outputs",), {"keep_outputs": False}),
     ):
         found = predicted(capsys, *flags, *more)
         measured = memcheck.measure_memory(model, x, optimizer=torch.optim.SGD, **how)
@@ -335,8 +335,8 @@ WRONG = {
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
     "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
-    "predict --model net.py:both --mode inference --drop-outputs": "--no-keep-outputs needs a backward",
-    "predict --attention-type naive --drop-outputs": "--no-keep-outputs needs --model or --hf-config",
+    "predict --model net.py:both --mode inference --no-keep-outputs": "--no-keep-outputs needs a backward",
+    "predict --attention-type naive --no-keep-outputs": "--no-keep-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",
     "predict --model net.py:make --heads 4": "--heads is for operators, not for --model",
     "predict --model net.py:make --mode decode": "--mode decode is for operators",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,44 +188,6 @@ def test_each_option_of_a_place_makes_another_row_of_a_sweep() -> None:
     places = [Place("T4"), Place("cpu"), Place("cpu", threads=64), Place("T4", memory_limit=5)]
     places += [Place("T4", **{name: value}) for name, value in others.items()]
     assert len({key(CASE, place, ()) for place in places}) == len(places)
-
-
-# Earlier names.
-
-
-@pytest.mark.extension
-def test_an_earlier_name_is_taken_with_one_warning() -> None:
-    def tracked(limit_bytes: int) -> Any:
-        with memcheck.track(limit_bytes=limit_bytes) as memory, pytest.raises(torch.OutOfMemoryError):
-            torch.empty(limit_bytes)
-        return memory
-
-    def largest() -> Any:
-        return memcheck.largest(lambda size: torch.empty(size, 4), LINEAR, "cpu", limit_bytes=4, up_to=8).beyond
-
-    def dropping() -> Any:
-        return memcheck.predict_memory(LINEAR, x(), keeps_outputs=False, memory_limit=4)
-
-    calls: list[tuple[str, Callable[[], Any]]] = [
-        ("memory_limit", lambda: memcheck.measure_memory(LINEAR, x(), limit_bytes=4).status),
-        ("memory_limit", lambda: memcheck.predict_memory(LINEAR, x(), limit_bytes=4).record.status),
-        ("memory_limit", lambda: record_timeline(LINEAR, x(), limit_bytes=4).record.status),
-        ("memory_limit", lambda: tracked(4) and "oom"),
-        ("memory_limit", lambda: largest().record.status),
-        ("keep_outputs", lambda: dropping().record.status),
-        ("drop_workspaces", lambda: memcheck.predict_memory(CASE, "4B", drops_workspaces=False).record.status),
-        ("up_to", lambda: memcheck.largest(lambda n: torch.empty(n), torch.exp, "4B", most=8).beyond.record.status),
-    ]
-    for name, call in calls:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            assert call() == "oom"
-        (warning,) = [it for it in found if issubclass(it.category, DeprecationWarning)]
-        assert str(warning.message).endswith(f"is called {name} now")
-        assert warning.filename == __file__
-    with pytest.raises(TypeError, match="memory_limit is given twice, once by its earlier name limit_bytes"):
-        memcheck.predict_memory(LINEAR, x(), limit_bytes=4, memory_limit=4)
-    assert memcheck.predict_memory(lambda x, most: x * most, x(), most=3).exact  # It is the model's own.
 
 
 # Signatures.

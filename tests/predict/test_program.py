@@ -232,7 +232,7 @@ def test_each_step_of_a_program_has_new_inputs(retain_graph: bool) -> None:
 def test_entries_of_a_program_are_inputs_or_steps() -> None:
     model = net()
     evaluation = Step(model, REST, backward=False)
-    program = Program(model, [WHOLE, (REST,), {"input": REST}, evaluation], optimizer="adam", keeps_outputs=False)
+    program = Program(model, [WHOLE, (REST,), {"input": REST}, evaluation], optimizer="adam", outputs_stay=False)
     assert [step.optimizer for step in program.steps] == ["adam", "adam", "adam", None]
     assert [len(step.inputs) for step in program.steps] == [1, 1, 0, 1]
     assert program.steps[2].kwargs == {"input": REST}

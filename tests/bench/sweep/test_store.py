@@ -111,12 +111,6 @@ def test_only_a_record_with_wrong_types_is_left_out(tmp_path, capsys, field: str
     assert capsys.readouterr().err == f"note: {tmp_path / FILE}: line 2 was left out: {said}\n"
 
 
-def test_terms_are_read_under_their_older_name() -> None:
-    terms = {"saved_bytes": {"q": 4}}
-    assert Record.from_json(json.dumps({"theory": terms})).terms == terms
-    assert Record.from_json(Record(terms=terms).to_json()).terms == terms
-
-
 def test_records_of_other_commands_are_read_and_left_alone(tmp_path) -> None:
     (tmp_path / FILE).write_text(Record(bsz=5).to_json() + "\n" + Record(bsz=5).to_json() + "\n")
     assert sizes(tmp_path) == [5, 5]
