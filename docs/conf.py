@@ -83,8 +83,8 @@ def option_page() -> str:
     parts = ["# Options of a step and a place", intro]
     for kind in (Step, Place, Ranks):
         rows = ["| option | default | meaning |", "| --- | --- | --- |"]
-        for name, field in options_of(kind).items():
-            rows.append(f"| `{name}` | `{cell(repr(field.default))}` | {cell(field.metadata['help'])} |")
+        for name, option in options_of(kind).items():
+            rows.append(f"| `{name}` | `{cell(repr(option.default))}` | {cell(option.help)} |")
         parts += [f"## {kind.__name__}", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 

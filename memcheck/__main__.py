@@ -10,17 +10,18 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
-from memcheck.cli.flags import parse, split_help
-from memcheck.cli.requests import COMMANDS
+from memcheck.cli.flags import parse, split_help, whole_parser
+from memcheck.cli.requests import COMMANDS, TASKS
 from memcheck.cli.streams import READER_LEFT, patient_streams
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.options import spoken_as_flags
 from memcheck.core.version import __version__
 
 NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)$)", re.IGNORECASE)
-WITHOUT_TORCH = ("compare", "completion")  # Commands that need no torch.
+WITHOUT_TORCH = ("compare",)  # Commands that need no torch.
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
@@ -64,11 +65,14 @@ def words_before_script(words: Sequence[str]) -> int:
 
 
 def show_help() -> None:
-    print("usage: memcheck COMMAND [OPTIONS]   (memcheck COMMAND --help lists the options)\n\ncommands:")
-    width = max(map(len, COMMANDS)) + 2
-    for name in COMMANDS:
-        print(f"  {name:{width}}{split_help(COMMANDS[name])[0]}")
-    print("\nexamples:\n  memcheck profile-attention\n  memcheck predict --seq-len 16384 --device A100-40GB")
+    """Prints the commands by task, each with the first of its examples."""
+    print("usage: memcheck COMMAND [OPTIONS]   (memcheck COMMAND --help lists the options)")
+    for task, commands in TASKS.items():
+        print(f"\n{task}:")
+        for name, request in commands.items():
+            description, (example, *_) = split_help(request)
+            print(f"  {name}\n    {description}\n    $ {example}")
+    print("\nmemcheck --version; memcheck --print-completion bash|zsh|fish prints a script that completes commands.")
 
 
 def load_package() -> None:
@@ -95,8 +99,12 @@ def dispatch(argv: Sequence[str]) -> int:
     if command in ("-V", "--version"):
         print(f"memcheck {__version__}")
         return 0
+    if command.partition("=")[0] == "--print-completion":
+        with suppress(SystemExit):  # The script was printed.
+            whole_parser().parse_args(argv)
+        return 0
     if command not in COMMANDS:
-        known = [*COMMANDS, "--help", "--version"]
+        known = [*COMMANDS, "--help", "--version", "--print-completion"]
         raise UsageError(
             f"there is no command '{command}', only {', '.join(COMMANDS)}{did_you_mean(command, known)} "
             "(see memcheck --help)"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import Field
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from memcheck.cli import options
+from memcheck.cli.requests import COMMANDS
 from memcheck.core import converters
+from memcheck.core.devices import DEVICES
 from memcheck.core.errors import UsageError, did_you_mean
-from memcheck.core.options import Request, RuleError, options_of, spoken_as_flags
-from memcheck.core.units import exact_bytes
+from memcheck.core.options import Option, Request, RuleError, spoken_as_flags
 
 METAVARS: dict[Any, str] = {
     converters.count: "N",
@@ -25,6 +26,7 @@ METAVARS: dict[Any, str] = {
     converters.seconds: "S",
     converters.dtype_names: "NAME[,NAME]",
     converters.file: "FILE",
+    converters.existing_file: "FILE",
     converters.reference: "FILE.py:NAME",
     converters.folder: "DIR",
     converters.text: "NAME",
@@ -58,88 +60,109 @@ def split_help(request: type[Request]) -> tuple[str, list[str]]:
 
 def parser_of(name: str, request: type[Request]) -> Parser:
     """The parser of a command. Its help ends in the examples."""
-    description, examples = split_help(request)
-    parser = Parser(
-        prog=f"memcheck {name}",
-        description=description,
-        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog=f"memcheck {name}", **how_of(request))
     add_flags(parser, request)
     return parser
+
+
+def how_of(request: type[Request]) -> dict[str, Any]:
+    """The settings of the parser of a command."""
+    description, examples = split_help(request)
+    return {
+        "description": description,
+        "epilog": "examples:\n" + "\n".join(f"  {example}" for example in examples),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
 
 
 def add_flags(parser: argparse.ArgumentParser, request: type[Request]) -> None:
     """Adds a flag for each option. A flag that is not given is None."""
     groups: dict[str, argparse._ActionsContainer] = {}
     exclusive: dict[str, argparse._ActionsContainer] = {}
-    for field in options_of(request).values():
-        shown = field.metadata["flag"]
+    for name, option in request.options.items():
         where: argparse._ActionsContainer = parser
-        if title := shown.get("group"):
+        if option.group is not None:
+            title, _, description = option.group.partition(": ")
             if title not in groups:
-                groups[title] = parser.add_argument_group(title, request.groups.get(title))
+                groups[title] = parser.add_argument_group(title, description or None)
             where = groups[title]
-        if set_of := shown.get("exclusive"):
-            if set_of not in exclusive:
-                exclusive[set_of] = where.add_mutually_exclusive_group()
-            where = exclusive[set_of]
-        add_flag(where, field, shown)
+        if option.exclusive is not None:
+            if option.exclusive not in exclusive:
+                exclusive[option.exclusive] = where.add_mutually_exclusive_group()
+            where = exclusive[option.exclusive]
+        add_flag(where, name, option, single=name in request.ones)
 
 
-def add_flag(where: argparse._ActionsContainer, field: Field[Any], shown: Mapping[str, Any]) -> None:
-    """Adds the flag of an option. shown: its part of the metadata."""
-    convert, choices = field.metadata["convert"], field.metadata["choices"]
-    settings: dict[str, Any] = {"help": field.metadata["help"].replace("%", "%%"), "default": None}
-    flag = "--" + field.name.replace("_", "-")
-    if others := shown.get("opposite"):
-        settings["dest"] = field.name
-        where.add_argument(flag, action="store_true", **settings)
-        where.add_argument(others[0], action="store_false", **{**settings, "help": others[1]})
+def add_flag(where: argparse._ActionsContainer, name: str, option: Option, single: bool) -> None:
+    """Adds the flag of an option. single: it takes one value, though its converter takes several."""
+    flag = option.letter or "--" + name.replace("_", "-")
+    settings: dict[str, Any] = {"help": help_of(flag, option).replace("%", "%%"), "default": None, "dest": name}
+    if option.convert is converters.switch:
+        if option.default is not False:
+            settings["action"] = argparse.BooleanOptionalAction
+            where.add_argument(flag, **settings)
+        else:
+            where.add_argument(flag, action="store_true", **settings)
+            # For values of a file; not shown.
+            where.add_argument(f"--no-{flag[2:]}", action="store_false", **{**settings, "help": argparse.SUPPRESS})
         return
-    if convert is converters.switch:
-        can_be_off = shown.get("negatable", field.default is not False and not shown.get("only_on"))
-        action: Any = argparse.BooleanOptionalAction if can_be_off else "store_true"
-        where.add_argument(flag, action=action, **settings)
-        return
-    if metavar := shown.get("metavar", METAVARS.get(convert)):
-        settings["metavar"] = metavar
-    settings |= {name: shown[name] for name in ("nargs", "const") if name in shown}
-    if shown.get("repeatable"):
+    metavar = option.metavar or METAVARS.get(option.convert)
+    if metavar is not None:
+        settings["metavar"] = metavar.removesuffix("[,N]") if single else metavar
+    if option.nargs or option.const is not None:
+        settings |= {"nargs": option.nargs or "?", "const": option.const}
+    if option.repeatable:
         settings["action"] = "append"
-    elif choices is not None:
-        settings["choices"] = tuple(choices)
-    names = shown.get("flags", (field.name,) if shown.get("positional") else (flag,))
-    if names[0].startswith("-"):
-        settings["dest"] = field.name
-    where.add_argument(*names, **settings)
+    elif option.choices is not None:
+        settings["choices"] = tuple(option.choices)
+    if option.positional:
+        settings.pop("dest")
+    where.add_argument(name if option.positional else flag, **settings)
+
+
+def help_of(flag: str, option: Option) -> str:
+    """The help of an option, with its default if that is a value."""
+    words, default = option.help + "; repeatable" * option.repeatable, option.default
+    if default is None or default is False or default in ((), "") or "default:" in words:
+        return words
+    listed = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    return f"{words}; default: {flag if default is True else listed}"
 
 
 def parse(name: str, request: type[Request], words: Sequence[str]) -> Request:
     """The request that the words of the command line make. UsageError: a word is wrong, or is missing."""
     found = vars(parser_of(name, request).parse_args(words))
-    if hasattr(request, "words"):
-        found["words"] = [name, *words]
     with spoken_as_flags():
         try:
-            return request(**{option: value for option, value in found.items() if value is not None})
+            made = request(**found)
         except RuleError as error:
             raise UsageError(f"{error} (see memcheck {name} --help)") from None
+    made.words = [name, *words]
+    return made
 
 
-def words_of(request: Request) -> list[str]:
-    """The words that make the request, which a shell can be given."""
-    words: list[str] = []
-    for name, field in options_of(request).items():
-        value, flag = getattr(request, name), "--" + name.replace("_", "-")
-        if value is None or value == field.default:
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-            continue
-        several = value if field.metadata["flag"].get("repeatable") and isinstance(value[0], list) else [value]
-        for one in several:
-            text = ",".join(map(str, one)) if isinstance(one, list) else str(one)
-            words += [flag, exact_bytes(one) if field.metadata["convert"] is converters.size_in_bytes else text]
-    return words
+def whole_parser() -> Parser:
+    """One parser with every command, of which shells learn what to complete: it has --print-completion."""
+    import shtab
+
+    paths: dict[str, Any] = dict.fromkeys(("FILE", "FILE.py", "FILE.toml"), shtab.FILE)
+    paths |= dict.fromkeys(("DIR", "FOLDER", "BEFORE", "AFTER"), shtab.DIRECTORY)
+    known: dict[str, Sequence[str]] = {
+        "attention_type": options.ATTENTION_TYPES,
+        "combinator_type": options.COMBINATOR_TYPES,
+        "device": ("cpu", "cuda", *DEVICES),
+    }
+    parser = Parser(prog="memcheck")
+    shtab.add_argument_to(parser, "--print-completion")
+    commands = parser.add_subparsers(parser_class=Parser)
+    for name, request in COMMANDS.items():
+        command = commands.add_parser(name, help=split_help(request)[0], **how_of(request))
+        add_flags(command, request)
+        for action in command._actions:
+            if (path := paths.get(str(action.metavar))) is not None:
+                action.complete = path  # type: ignore[attr-defined]
+            if action.dest in known:
+                is_decoder = (name, action.dest) == ("profile-model", "attention_type")
+                action.choices = options.DECODER_TYPES if is_decoder else known[action.dest]
+    return parser

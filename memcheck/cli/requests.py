@@ -6,38 +6,34 @@ Nothing here imports torch, so that --help and usage errors answer at once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from memcheck.cli.options import (
-    COMBINATOR_TYPES,
-    DEFAULT_SIZES,
-    DEFAULT_TYPES,
-    DTYPE_OF_MODELS,
     MODES,
-    REPORT_FORMATS,
+    OPERATORS,
+    Compiled,
     Detailed,
+    Here,
     ModelStep,
     OfTwoLengths,
+    OnThisMachine,
     Operators,
     PredictedModel,
     Printed,
-    of_place,
-    of_step,
-    request,
+    Tables,
 )
 from memcheck.cli.run_requests import ProfileAttention, ProfileCombinator, ProfileModel, Sweep
 from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
 from memcheck.core.errors import UsageError
-from memcheck.core.options import Request, named, option
+from memcheck.core.options import Request, flags_of, named, option
+from memcheck.core.place import Place
+from memcheck.core.step import Step
 from memcheck.core.units import Growth
 
 RESULTS = "a folder of results: with records.jsonl, models.jsonl, or both"
-TABLES: dict[str, Any] = {"format": {"choices": REPORT_FORMATS}}
-OF_DEFAULT_SIZES = {name: f"default: {size}" for name, size in DEFAULT_SIZES.items()}
 
 
-@request()
 class Calibrate(ModelStep, Printed):
     """Runs the operators of a model once each, alone, on this machine's CPU and writes what they take to a table.
 
@@ -45,20 +41,20 @@ class Calibrate(ModelStep, Printed):
     memcheck calibrate --hf-config config.json --bsz 8 --seq-len 512 --output cpu.jsonl
     """
 
+    include = flags_of(Place, "threads")
+
     bsz: int | None = option(None, "batch size B", count)
     seq_len: int | None = option(None, "length of a sequence", count)
-    dtype: str | None = option(None, DTYPE_OF_MODELS, converters.dtype_name)
-    mode: str = option("train", "train: forward and backward; inference: forward; default: train", choices=MODES[:2])
-    threads: int | None = of_place("threads")
+    dtype: str | None = option(None, "dtype of parameters and floating-point inputs", converters.dtype_name)
+    mode: str = option("train", "train: forward and backward; inference: forward", choices=MODES[:2])
     output: Path = option(
         Path("calibration.jsonl"),
-        "the table; what it has already is not run again; default: calibration.jsonl",
+        "the table; what it has already is not run again",
         converters.file,
     )
 
 
-@request(**TABLES)
-class Compare(Printed):
+class Compare(Tables):
     """Compares two folders of results, case by case: memory to the byte, times beyond noise. Or two runs of a script.
 
     memcheck compare before/ after/
@@ -87,24 +83,6 @@ class Compare(Printed):
             raise UsageError(f"{named('allow_missing')} is for {named('fail_on_growth')}: without it nothing fails")
 
 
-@request()
-class Completion(Request):
-    """Prints a completion script for a shell.
-
-    memcheck completion bash > ~/.local/share/bash-completion/completions/memcheck
-    memcheck completion zsh > ~/.zfunc/_memcheck
-    memcheck completion fish > ~/.config/fish/completions/memcheck.fish
-    """
-
-    shell: str = option(None, "the shell", choices=("bash", "zsh", "fish"), positional=True)
-
-
-@request(
-    **{**OF_DEFAULT_SIZES, "seq_len": "in --mode decode tokens of the state; default: 1024"},
-    attention_type=f"repeatable; default: {','.join(DEFAULT_TYPES)}",
-    lengths="--find bsz repeats the sequences, --find seq-len scales them all",
-    dtype=f"of models: {DTYPE_OF_MODELS}",
-)
 class Fit(PredictedModel, Operators):
     """Predicts the largest length, batch or dimension that fits a device, of operators or any model; runs nothing.
 
@@ -114,10 +92,13 @@ class Fit(PredictedModel, Operators):
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
     """
 
-    find: str = option("seq-len", "the size to maximise; default: seq-len", choices=("seq-len", "bsz", "dim"))
+    alone = ("no_changes", "doubts")
+    ones = ("heads", "core_dim", "factor", "window")
+
+    find: str = option("seq-len", "the size to maximise", choices=("seq-len", "bsz", "dim"))
     step: int | None = option(None, "try only multiples of N; default: 1, and 64 for lengths of a model", count)
     up_to: int = option(2**30, "end of the search; default: 2^30", count)
-    plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file)
+    plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file, group=OPERATORS)
 
     @property
     def axis(self) -> str:
@@ -129,12 +110,9 @@ class Fit(PredictedModel, Operators):
         if getattr(self, self.axis) is not None:
             rule = f"leave out {named(self.axis)}, or find another one"
             raise UsageError(f"{named('find')} {self.find} searches for this size: {rule}")
-        for name in ("heads", "core_dim", "factor", "window"):
-            self.single(name, "here")
 
 
-@request()
-class Gradcheck(Printed):
+class Gradcheck(Here, Printed):
     """Compares the gradients of the operators with central differences, in float64.
 
     memcheck gradcheck
@@ -144,15 +122,13 @@ class Gradcheck(Printed):
     operator: list[str] | None = option(
         None,
         "softplus_attention, linear_attention, compressed_attention, compressed_attention_pooled, linear_r, linear_l, "
-        "combinator; repeatable; default: all",
+        "combinator; default: all",
         names,
         repeatable=True,
         metavar="NAME",
     )
-    device: str | None = option(None, "cpu, cuda or cuda:1; default: cuda if there is a GPU")
 
 
-@request()
 class Info(Request):
     """Shows versions, the build, kernels, and the devices of this machine.
 
@@ -160,10 +136,9 @@ class Info(Request):
     memcheck info --format json
     """
 
-    format: str = option("text", "format of stdout; default: text", choices=("text", "json"))
+    format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
-@request()
 class Plot(Request):
     """Draws the records of a folder of results.
 
@@ -176,18 +151,14 @@ class Plot(Request):
     kind: list[str] | None = option(
         None,
         "every picture of these kinds: memory, prediction, terms, savings, time, decode, models; default: what makes "
-        "sense; repeatable",
+        "sense",
         names,
         repeatable=True,
     )
     x: str | None = option(None, "seq-len, query-len, kv-len, dim or counted; default: what varies", metavar="AXIS")
     y: str | None = option(None, "a field of the records in bytes or ms, such as saved_bytes", metavar="FIELD")
-    log: bool | None = option(
-        None, "logarithmic axes only", switch, opposite=("--linear", "linear axes only; default: both"), exclusive="log"
-    )
-    attention_type: list[str] | None = option(
-        None, "only these operators; default: all; repeatable", names, repeatable=True
-    )
+    log: bool | None = option(None, "logarithmic axes only, or linear ones only; default: both", switch)
+    attention_type: list[str] | None = option(None, "only these operators; default: all", names, repeatable=True)
     title: str = option("", "text before the title of each picture")
     output: Path | None = option(
         None, "folder of the pictures, which are replaced; default: beside the records", converters.folder
@@ -195,17 +166,7 @@ class Plot(Request):
     format: list[str] | None = option(None, "png, svg, pdf; default: png,svg", names)
 
 
-@request(
-    **{
-        name: {"more": words, "metavar": "N"}
-        for name, words in {**OF_DEFAULT_SIZES, "seq_len": "default: 1024"}.items()
-    },
-    **{name: {"metavar": "N"} for name in ("query_len", "kv_len", "core_dim", "factor", "window")},
-    lengths="here once",
-    attention_type={"more": f"also {', '.join(COMBINATOR_TYPES)}; default: naive", "metavar": "NAME"},
-    dtype=f"of models: {DTYPE_OF_MODELS}",
-)
-class Predict(PredictedModel, OfTwoLengths):
+class Predict(PredictedModel, OfTwoLengths, Compiled):
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
@@ -214,15 +175,11 @@ class Predict(PredictedModel, OfTwoLengths):
     memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
     """
 
-    ALONE: ClassVar[tuple[str, ...]] = ("calibration",)
-    DECODING: ClassVar = "a model that decodes, in --mode decode"
+    ones = ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window")
+    include = flags_of(Step, "dense_grad")
+    DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
 
-    threads: int | None = of_place("threads")
-    expandable_segments: bool = of_place("expandable_segments")
-    cuda_context: int | None = of_place("cuda_context")
-    compile: bool = option(False, "the case runs under torch.compile; such a case is not predicted", switch)
-    dense_grad: bool = of_step("dense_grad")
-    explain: bool = option(False, "each figure of the case as the sum of its terms", switch)
+    explain: bool = option(False, "each figure of the case as the sum of its terms", switch, group=OPERATORS)
     layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
     kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
     block_size: int | None = option(None, "tokens per block of a paged cache; default: 1", count, group=DECODING)
@@ -241,12 +198,9 @@ class Predict(PredictedModel, OfTwoLengths):
         for name in ("attention_type", "lengths"):
             if len(getattr(self, name) or ()) > 1:
                 raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")
-        for name in ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window"):
-            self.single(name, "here")
 
 
-@request(**TABLES)
-class Report(Detailed):
+class Report(Tables, Detailed):
     """Prints tables, scaling and accounting of result folders, and writes a page for a browser.
 
     memcheck report results/
@@ -271,7 +225,7 @@ class Report(Detailed):
     )
     pivot: list[str] | None = option(
         None,
-        "a table by length and dimension for each field, such as forward_ms or saved_bytes; repeatable",
+        "a table by length and dimension for each field, such as forward_ms or saved_bytes",
         names,
         repeatable=True,
     )
@@ -281,8 +235,7 @@ class Report(Detailed):
     html: Path | None = option(None, "write one self-contained page", converters.folder, metavar="FILE")
 
 
-@request()
-class Run(Request):
+class Run(OnThisMachine):
     """Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time.
 
     memcheck run train.py --epochs 1
@@ -293,17 +246,9 @@ class Run(Request):
 
     script: list[str] | None = option(None, "as for python", positional=True, nargs="...", metavar="SCRIPT ARGS")
     module: list[str] | None = option(
-        None, "a module, as for python -m", flags=("-m",), nargs="...", metavar="MODULE ARGS"
+        None, "a module, as for python -m", letter="-m", nargs="...", metavar="MODULE ARGS"
     )
-    device: str | None = option(
-        None, "whose memory: cpu, cuda, cuda:1; default: cuda if there is a GPU", metavar="NAME"
-    )
-    memory_limit: int | None = of_place(
-        "memory_limit", help="OutOfMemoryError above this; units: B, KiB, MiB, GiB, KB, MB, GB"
-    )
-    output: Path = option(
-        Path("results"), "folder of run.html, run.png, run.json, replaced; default: results", converters.folder
-    )
+    output: Path = option(Path("results"), "folder of run.html, run.png, run.json, replaced", converters.folder)
     snapshot: Path | None = option(
         None,
         "all that the GPU's allocator did, for memcheck snapshot; default: if memory runs out, the last step, as "
@@ -312,8 +257,7 @@ class Run(Request):
     )
 
 
-@request(**TABLES)
-class Snapshot(Printed):
+class Snapshot(Tables):
     """Says what a memory snapshot of torch.cuda.memory holds: the peak, why memory ran out, and what would have fitted.
 
     memcheck snapshot snapshot.pickle
@@ -333,32 +277,42 @@ class Snapshot(Printed):
     )
     settings: list[str] | None = option(
         None,
-        "replay the recorded requests under these settings, as in PYTORCH_ALLOC_CONF; repeatable; default: a few usual "
-        "ones",
+        "replay the recorded requests under these settings, as in PYTORCH_ALLOC_CONF; default: a few usual ones",
         converters.texts,
         repeatable=True,
         metavar="TEXT",
     )
-    device: str | None = of_place("device", metavar="NAME", help="replay them on this GPU, such as L40S, or 40GiB")
-    memory_limit: int | None = of_place("memory_limit", help="replay them where the process may reserve this much")
+    device: str | None = option(None, "replay them on this GPU, such as L40S, or 40GiB", converters.text)
+    memory_limit: int | None = option(
+        None, "replay them where the process may reserve this much", converters.size_in_bytes
+    )
     html: Path | None = option(None, "write one self-contained page with the picture", converters.file, metavar="FILE")
     plot: Path | None = option(None, "draw what was alive over time as .png, .svg or .pdf", converters.file)
 
 
-COMMANDS: dict[str, type[Request]] = {
-    "calibrate": Calibrate,
-    "compare": Compare,
-    "completion": Completion,
-    "fit": Fit,
-    "gradcheck": Gradcheck,
-    "info": Info,
-    "plot": Plot,
-    "predict": Predict,
-    "profile-attention": ProfileAttention,
-    "profile-combinator": ProfileCombinator,
-    "profile-model": ProfileModel,
-    "report": Report,
-    "run": Run,
-    "snapshot": Snapshot,
-    "sweep": Sweep,
+# The commands by what they are for, in the order of memcheck --help.
+TASKS: dict[str, dict[str, type[Request]]] = {
+    "measure": {
+        "profile-attention": ProfileAttention,
+        "profile-combinator": ProfileCombinator,
+        "profile-model": ProfileModel,
+        "sweep": Sweep,
+        "run": Run,
+    },
+    "predict": {
+        "predict": Predict,
+        "fit": Fit,
+        "calibrate": Calibrate,
+    },
+    "look": {
+        "report": Report,
+        "compare": Compare,
+        "snapshot": Snapshot,
+        "plot": Plot,
+    },
+    "check": {
+        "gradcheck": Gradcheck,
+        "info": Info,
+    },
 }
+COMMANDS = {name: request for commands in TASKS.values() for name, request in commands.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import textwrap
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from memcheck.core.errors import UsageError, did_you_mean
-from memcheck.core.options import Convert, named, options_of
+from memcheck.core.options import Convert, Option, named, options_of
 from memcheck.core.place import Place
 from memcheck.core.step import Program, Step
 
@@ -44,8 +43,8 @@ def takes_step(
 
     TypeError: a keyword belongs to the function and to the model, or to neither. The model's own go into kwargs.
     """
-    of_step = {name: field for name, field in options_of(Step).items() if name not in without}
-    of_place = {name: field for name, field in options_of(Place).items() if places is None or name in places}
+    of_step = {name: option for name, option in options_of(Step).items() if name not in without}
+    of_place = {name: option for name, option in options_of(Place).items() if places is None or name in places}
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         caller = function.__name__
@@ -69,8 +68,8 @@ def takes_step(
                 options = {name: value for name, value in keywords.items() if name in of_step}
                 step, more = Step(model, inputs, {**inner, **(keywords.get("kwargs") or {})}, **options), ()
             place = place_of(caller, more, {name: keywords[name] for name in keywords if name in (*of_place, "place")})
-            for name, field in options_of(Place).items():
-                if name not in of_place and getattr(place, name) != field.default:
+            for name, option in options_of(Place).items():
+                if name not in of_place and getattr(place, name) != option.default:
                     raise TypeError(f"{caller} takes no {name}")
             return function(step, place, **{name: keywords[name] for name in own if name in keywords})
 
@@ -100,7 +99,7 @@ def signature_of(
 ) -> inspect.Signature:
     """(model, *inputs, kwargs, the step's options, place, the place's options, the function's own, **keywords)"""
     kinds = inspect.Parameter
-    defaults = {name: field.default for kind in (Step, Place) for name, field in options_of(kind).items()}
+    defaults = {name: option.default for kind in (Step, Place) for name, option in options_of(kind).items()}
     keywords = {"kwargs": None, **{name: defaults[name] for name in of_step}, "place": None}
     keywords |= {name: defaults[name] for name in of_place}
     return inspect.Signature(
@@ -115,11 +114,11 @@ def signature_of(
     )
 
 
-def documented(text: str, groups: Mapping[str, Mapping[str, dataclasses.Field[Any]]]) -> str:
+def documented(text: str, groups: Mapping[str, Mapping[str, Option]]) -> str:
     """The docstring, and the options of each group with their help."""
     parts = [inspect.cleandoc(text)]
-    for title, fields in ((title, fields) for title, fields in groups.items() if fields):
-        lines = [f"{name}: {field.metadata['help']}." for name, field in fields.items()]
+    for title, options in ((title, options) for title, options in groups.items() if options):
+        lines = [f"{name}: {option.help}." for name, option in options.items()]
         filled = (textwrap.fill(line, 116, initial_indent="    ", subsequent_indent=" " * 8) for line in lines)
         parts.append("\n".join([f"Options of the {title}:", "", *filled]))
     return "\n\n".join(parts)

@@ -223,6 +223,8 @@ def reference(text: str) -> str:
     place, colon, name = text.rpartition(":")
     if not (place and colon and all(word.isidentifier() for word in name.split("."))):
         raise ValueError(f"must look like package.module:function or FILE.py:function, got {text!r}")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"{text}: there is no file {place}")
     return text
 
 
@@ -240,6 +242,12 @@ def folders(value: Any) -> list[Path]:
 def file(value: Any) -> Path:
     if not str(value) or Path(value).is_dir():
         raise ValueError(f"must name a file, got {str(value)!r}")
+    return Path(value)
+
+
+def existing_file(value: Any) -> Path:
+    if not file(value).is_file():
+        raise ValueError(f"{value}: there is no such file")
     return Path(value)
 
 

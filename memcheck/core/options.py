@@ -1,8 +1,8 @@
-"""Options: fields of frozen dataclasses, from which signatures, documentation and flags are made.
+"""Options: what a step, a place or a command can be told. Signatures, documentation and flags are made of them.
 
-A field has a help text and a converter, which turns what a caller gives, a text of the command line or a value of
-Python, into the option's value, or raises a ValueError with the rule: "must be at least 1, got 0". Nothing here imports
-torch.
+Each says everything once: default, help, what it needs, and its converter. That turns what a caller gives, a text of
+the command line or a value of Python, into the option's value, or raises a ValueError with the rule: "must be at least
+1, got 0". Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from memcheck.core.errors import UsageError, did_you_mean
 
@@ -43,39 +44,46 @@ def spoken_as_flags() -> Iterator[None]:
         _spoken.reset(token)
 
 
-def option(
-    default: Any = None,
-    help: str = "",
-    convert: Convert | None = None,
-    *,
-    choices: Sequence[str] | None = None,
-    **flag: Any,
-) -> Any:
-    """A field of a dataclass of options.
+@dataclass(frozen=True)
+class Option:
+    """An option: how callers give it, and how the command line shows it."""
 
-    help: what it means, in a line. convert: see above; None keeps the value.
-    choices: the allowed texts. flag: how the command line shows it; see memcheck.cli.flags.
-    """
-    metadata = {"help": help, "convert": convert, "choices": choices, "flag": flag}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def same_option(kind: type, name: str, **changes: Any) -> Any:
-    """The option of another class. changes: its default, more help, or how the command line shows it."""
-    found = next(field for field in dataclasses.fields(kind) if field.name == name)
-    metadata = dict(found.metadata)
-    default = changes.pop("default", found.default)
-    for part in ("help", "convert", "choices"):
-        metadata[part] = changes.pop(part, metadata[part])
-    if more := changes.pop("more", ""):
-        metadata["help"] += f"; {more}"
-    metadata["flag"] = {**metadata["flag"], **changes}
-    return dataclasses.field(default=default, metadata=metadata)
+    default: Any = None
+    help: str = ""
+    convert: Convert | None = None  # None keeps what is given.
+    choices: Sequence[str] | None = None
+    needs: str | None = None  # "backward", or "optimizer", which needs a backward itself.
+    flag: bool = True  # Commands have it, too.
+    from_text: Convert | None = None  # The command line's converter, where that keeps a text.
+    metavar: str | None = None  # Default: by the converter, see memcheck.cli.flags.
+    const: Any = None  # The value of the flag alone.
+    nargs: str | None = None
+    repeatable: bool = False
+    positional: bool = False
+    letter: str | None = None  # The flag is this in place of its name: "-m".
+    group: str | None = None  # "TITLE: DESCRIPTION" of the group in help.
+    exclusive: str | None = None  # At most one of the options with this text is given.
 
 
-def options_of(kind: type | Any) -> dict[str, dataclasses.Field[Any]]:
-    """Name -> field, of the fields that are options."""
-    return {field.name: field for field in dataclasses.fields(kind) if "convert" in field.metadata}
+def option(default: Any = None, help: str = "", convert: Convert | None = None, **how: Any) -> Any:
+    """An option as a field of a dataclass, or of a request. The arguments are the fields of Option."""
+    return dataclasses.field(default=default, metadata={"option": Option(default, help, convert, **how)})
+
+
+def options_of(kind: type | Any) -> dict[str, Option]:
+    """Name -> option, of a dataclass or a request."""
+    if (known := getattr(kind, "options", None)) is not None:
+        return dict(known)
+    return {field.name: field.metadata["option"] for field in dataclasses.fields(kind) if "option" in field.metadata}
+
+
+def flags_of(kind: type, *names: str) -> dict[str, Option]:
+    """The options of a dataclass as flags: these, or all that commands have. Their converters take texts."""
+    return {
+        name: dataclasses.replace(option, convert=option.from_text or option.convert)
+        for name, option in options_of(kind).items()
+        if option.flag and name in (names or (name,))
+    }
 
 
 class RuleError(UsageError):
@@ -83,15 +91,37 @@ class RuleError(UsageError):
 
 
 class Request:
-    """What a command or a function is asked for: the base of frozen dataclasses of options.
+    """What a command or a function is asked for. A subclass has its options as attributes, and inherits those of bases.
 
-    groups: descriptions of the groups in which help shows the options.
+    include: options of a dataclass that a class takes over, see flags_of. group: that of a class's own options, unless
+    these name one. ones: lists that may have one value only.
     """
 
-    groups: ClassVar[dict[str, str]] = {}
+    options: ClassVar[dict[str, Option]] = {}
+    include: ClassVar[dict[str, Option]] = {}
+    group: ClassVar[str | None] = None
+    ones: ClassVar[Sequence[str]] = ()
+    words: list[str] | None = None  # The command as it was typed.
+    _own: ClassVar[dict[str, Option]] = {}
+    if TYPE_CHECKING:
 
-    def __post_init__(self) -> None:
-        convert_options(self)
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls) -> None:
+        fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        own = vars(cls).get("include", {}) | {name: field.metadata["option"] for name, field in fields.items()}
+        group = vars(cls).get("group")
+        cls._own = {name: dataclasses.replace(option, group=option.group or group) for name, option in own.items()}
+        cls.options = {
+            name: option for base in cls.__mro__[::-1] for name, option in vars(base).get("_own", {}).items()
+        }
+
+    def __init__(self, **given: Any) -> None:
+        """given: the options; None is one that is not given. UsageError: a rule is broken."""
+        self.asked = convert_some(type(self), {name: value for name, value in given.items() if value is not None})
+        vars(self).update({name: option.default for name, option in self.options.items()} | self.asked)
+        for name in self.ones:
+            self.single(name, "here, as memcheck sweep takes several")
         self.check()
 
     def check(self) -> None:
@@ -99,8 +129,14 @@ class Request:
 
     def given(self, name: str) -> bool:
         """Whether the request has the option, with another value than its default."""
-        field = options_of(self).get(name)
-        return field is not None and getattr(self, name) != field.default
+        return name in self.asked and getattr(self, name) != self.options[name].default
+
+    def single(self, name: str, whose: str) -> Any:
+        """The option's only value. UsageError: it has several. whose: what takes only one."""
+        given = getattr(self, name)
+        if given is not None and len(given) > 1:
+            raise UsageError(f"{named(name)} must be a single value {whose}, got {len(given)}")
+        return given[0] if given else None
 
 
 def convert_options(values: Any) -> None:
@@ -108,10 +144,9 @@ def convert_options(values: Any) -> None:
 
     UsageError: a value breaks its option's rule. None stands for an option that is not given.
     """
-    for name, field in options_of(values).items():
+    for name, option in options_of(values).items():
         given = getattr(values, name)
-        value = field.default if given is None else converted(field, given)
-        object.__setattr__(values, name, value)
+        object.__setattr__(values, name, option.default if given is None else converted(name, option, given))
 
 
 def convert_some(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,18 +155,30 @@ def convert_some(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     for name in values:
         if name not in known:
             raise UsageError(f"there is no {named(name)}{did_you_mean(name, known)}")
-    return {name: converted(known[name], value) for name, value in values.items()}
+    return {name: converted(name, known[name], value) for name, value in values.items()}
 
 
-def converted(field: dataclasses.Field[Any], given: Any) -> Any:
+def converted(name: str, option: Option, given: Any) -> Any:
     """The value of an option. UsageError: it breaks the option's rule."""
     try:
-        value = given if field.metadata["convert"] is None else field.metadata["convert"](given)
+        value = given if option.convert is None else option.convert(given)
     except ValueError as error:
-        raise RuleError(f"{named(field.name)} {error}") from None
-    if (choices := field.metadata["choices"]) is not None:
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if one not in choices:
-                known = f"must be one of {', '.join(choices)}"
-                raise RuleError(f"{named(field.name)} {known}, got {one!r}{did_you_mean(str(one), choices)}")
+        raise RuleError(f"{named(name)} {error}") from None
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if option.choices is not None and one not in option.choices:
+            known = f"must be one of {', '.join(option.choices)}"
+            raise RuleError(f"{named(name)} {known}, got {one!r}{did_you_mean(str(one), option.choices)}")
     return value
+
+
+def check_needs(values: Any, *, backward: bool, optimizer: bool) -> None:
+    """UsageError: an option is given that needs a backward or an optimizer, which is not there."""
+    for name, option in options_of(values).items():
+        value = getattr(values, name)
+        if option.needs is None or value == option.default or value == "none":
+            continue
+        words = named(f"{name}=False" if value is False else name)
+        if not backward:
+            raise UsageError(f"{words} needs a backward, got {named('backward=False')}")
+        if option.needs == "optimizer" and not optimizer:
+            raise UsageError(f"{words} needs an optimizer")

@@ -42,19 +42,24 @@ class Place:
 
     device: Device | torch.device | str | None = option(
         None,
-        f"a GPU by name ({', '.join(DEVICES)}), a size such as 40GiB, or a device of this machine: cpu, cuda, cuda:1",
+        f"a GPU by name ({', '.join(DEVICES)}), a size such as 40GiB, or a device of this machine: cpu, cuda, cuda:1; "
+        "default: the CPU in Python, in commands this machine's GPU, else its CPU",
+        from_text=converters.text,
     )
     memory_limit: int | str | None = option(
         None,
-        "a budget for inputs, parameters and everything allocated, in bytes or as 40GiB; what exceeds it is out of "
-        "memory; on CUDA a limit of the allocator's segments",
+        "a budget for inputs, parameters and everything allocated, in bytes or with a unit of B, KiB, MiB, GiB, "
+        "KB, MB or GB; what exceeds it is out of memory; on CUDA a limit of the allocator's segments",
         converters.size_in_bytes,
     )
     threads: int | None = option(None, "threads of the CPU; default: torch's number here", converters.count)
     torch_version: tuple[int, int] | str | None = option(
-        None, "the version of torch to predict for, 2.7 or newer; default: the installed one", version_given
+        None,
+        "the version of torch to predict for, 2.7 or newer; default: the installed one",
+        version_given,
+        metavar="2.13",
     )
-    ranks: Ranks | None = option(None, "a memcheck.Ranks: the model is split over processes", ranks_given)
+    ranks: Ranks | None = option(None, "a memcheck.Ranks: the model is split over processes", ranks_given, flag=False)
     expandable_segments: bool = option(False, "as with PYTORCH_ALLOC_CONF=expandable_segments:True", converters.switch)
     cuda_context: int | str | None = option(
         None,
@@ -67,6 +72,7 @@ class Place:
         "cuBLAS's workspaces are freed after each phase, as memcheck's measurements do; default: True for a case of "
         "the catalog, False for any other program, which keeps those of both of its threads, as torch does up to 2.14",
         converters.switch,
+        flag=False,
     )
 
     def __post_init__(self) -> None:

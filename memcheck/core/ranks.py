@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memcheck.core.converters import count, number
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named, option
 
@@ -31,13 +32,21 @@ class Ranks:
     """
 
     fsdp: int | DeviceMesh | None = option(
-        None, "one process of N of FSDP2: fully_shard on each block of the largest ModuleList, then on the model"
+        None,
+        "one process of N of FSDP2: fully_shard on each block of the largest ModuleList, then on the model",
+        from_text=count,
+        exclusive="ranks",
     )
     tp: int | DeviceMesh | None = option(
-        None, "one process of N of tensor parallelism: a model of transformers by its tp_plan, any other by split_by"
+        None,
+        "one process of N of tensor parallelism: a model of transformers by its tp_plan, any other by split_by",
+        from_text=count,
+        exclusive="ranks",
     )
-    ddp: int | DeviceMesh | None = option(None, "one process of N of DistributedDataParallel")
-    rank: int = option(0, "the process that is predicted, from 0; default: 0")
+    ddp: int | DeviceMesh | None = option(
+        None, "one process of N of DistributedDataParallel", from_text=count, exclusive="ranks"
+    )
+    rank: int = option(0, "the process that is predicted, from 0", from_text=number)
     split_by: Callable[[Any, DeviceMesh], object] | None = None
 
     def __post_init__(self) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcheck.core import converters
+from memcheck.core.converters import OPTIMIZERS
 from memcheck.core.errors import UsageError
-from memcheck.core.options import convert_options, named, option, options_of
+from memcheck.core.options import check_needs, convert_options, named, option
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,19 @@ class Step:
         "a function of the model's output that returns the loss; default: "
         'output.loss or output["loss"], else the only scalar that requires grad, else every output that does',
         converters.function,
+        from_text=converters.reference,
     )
-    backward: bool = option(True, "with False the forward runs under no_grad", converters.switch)
+    backward: bool = option(True, "with False the forward runs under no_grad", converters.switch, flag=False)
     optimizer: str | Callable[..., Any] | None = option(
         None,
-        "makes the optimizer of the module's parameters, whose step follows the backward: a name such as adamw, a "
+        f"makes the optimizer of the module's parameters, whose step follows the backward: {', '.join(OPTIMIZERS)}, a "
         "class, or a function; a function whose first parameter is named model, or annotated as a Module, gets the "
-        "module in their place; it may return another object with a step(), such as one that steps by a GradScaler",
+        "module in their place; it may return another object with a step(), such as one that steps by a GradScaler; "
+        "default: none in Python, adamw in commands",
         converters.optimizer,
+        needs="backward",
+        from_text=converters.optimizer_name,
+        metavar="NAME|FILE.py:NAME",
     )
     steps: int | None = option(
         None,
@@ -57,48 +63,70 @@ class Step:
         "forwards and backwards of a step, on the same inputs; the figures are those of the last pair, in which the "
         "gradients of the others are alive",
         converters.count,
+        needs="backward",
     )
     clip_grad_norm: float | None = option(
-        None, "the norm to which gradients are clipped before the optimizer's step", converters.norm
+        None,
+        "the norm to which gradients are clipped before the optimizer's step",
+        converters.norm,
+        needs="optimizer",
     )
     retain_graph: bool = option(
         False,
         "as in loss.backward(retain_graph=True): what the forward kept stays alive as long as its outputs",
         converters.switch,
+        needs="backward",
+        flag=False,
     )
-    set_to_none: bool = option(True, "with False zero_grad keeps the gradients, as zeros", converters.switch)
+    set_to_none: bool = option(
+        True, "with False zero_grad keeps the gradients, as zeros", converters.switch, needs="optimizer"
+    )
     keep_outputs: bool = option(
         True,
         "what model and loss return stays alive until the step ends, as in `logits, loss = model(x)`; with False only "
         "the tensors that the backward starts from do, as in the Trainer of transformers",
         converters.switch,
+        needs="backward",
     )
     autocast: Any = option(
-        None, "the dtype of a torch.autocast around model and loss: bf16 or fp16", converters.autocast_dtype
+        None,
+        "the dtype of a torch.autocast around model and loss: bf16 or fp16",
+        converters.autocast_dtype,
+        from_text=converters.autocast_name,
+        metavar="bf16|fp16",
+        const="bf16",
     )
     checkpointing: bool = option(
-        False, "keep only each layer's input for the backward, and run the layer again in it", converters.switch
+        False,
+        "keep only each layer's input for the backward, and run the layer again in it",
+        converters.switch,
+        needs="backward",
     )
     training: bool | None = option(
         None,
         "the module's mode in the step: as after model.train() or model.eval(); default: as it is",
         converters.switch,
+        flag=False,
     )
     dense_grad: bool = option(
         False,
         "the gradient of each output is a full tensor, instead of one element expanded",
         converters.switch,
+        needs="backward",
     )
     parameters: Any = option(
         (),
         "tensors, modules, optimizers (their parameters and state) or containers of these that the model uses without "
         "being given them, such as a closure's weights; for measurements",
+        flag=False,
     )
     optimizer_step: Callable[[], Any] | None = option(
         None,
         "called after the backward in place of optimizer: an optimizer's own `optimizer.step` or any callable; the "
         "state is that of the optimizer, or what the first call allocates; for measurements",
         converters.function,
+        needs="backward",
+        flag=False,
     )
 
     def __post_init__(self) -> None:
@@ -111,20 +139,10 @@ class Step:
             raise UsageError(f"{named('model')} must be callable, got {self.model!r}")
         if not (isinstance(self.kwargs, dict) and all(isinstance(name, str) for name in self.kwargs)):
             raise UsageError(f"kwargs must be a dict of the model's keyword inputs, got {self.kwargs!r}")
-        self._check()
-
-    def _check(self) -> None:
-        """UsageError: the options do not fit together."""
-        for name in NEED_BACKWARD if not self.backward else ():
-            if (given := getattr(self, name)) != options_of(self)[name].default:
-                words = named(f"{name}=False" if given is False else name)
-                raise UsageError(f"{words} needs a backward, got {named('backward=False')}")
+        check_needs(self, backward=self.backward, optimizer=self.optimizer is not None)
         if self.optimizer is not None and self.optimizer_step is not None:
             both = f"{named('optimizer')} and {named('optimizer_step')}"
             raise UsageError(f"{both} exclude each other: each is the step that is measured")
-        if self.optimizer is None and (self.clip_grad_norm is not None or not self.set_to_none):
-            name = "set_to_none=False" if self.clip_grad_norm is None else "clip_grad_norm"
-            raise UsageError(f"{named(name)} needs an optimizer")
         if self.steps is not None and self.steps > 1 and not self.backward:
             raise UsageError(f"{named('steps')} {self.steps} needs a backward, got {named('backward=False')}")
 
@@ -177,9 +195,6 @@ class Step:
 
 # Options that only a measurement takes.
 MEASURED_ONLY = ("parameters", "optimizer_step")
-NEED_BACKWARD = (
-    *("optimizer", "optimizer_step", "accumulate", "retain_graph", "keep_outputs", "checkpointing", "dense_grad"),
-)
 
 
 @dataclass(frozen=True)

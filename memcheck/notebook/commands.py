@@ -38,8 +38,8 @@ def takes_options(
     The first position is for the attention type or for Steps. place: a Place in place of device and
     memory_limit. Signature and docstring list the options. without: options that make no sense in a function.
     """
-    fields = {name: field for name, field in options_of(kind).items() if name not in without}
-    fields = {"attention_type": fields.pop("attention_type"), **fields}
+    known = {name: option for name, option in options_of(kind).items() if name not in without}
+    known = {"attention_type": known.pop("attention_type"), **known}
 
     def decorate(function: Callable[[R, list[Step]], Results]) -> Callable[..., Results]:
         def public(
@@ -49,8 +49,8 @@ def takes_options(
             **options: Any,
         ) -> Results:
             for name, value in options.items():
-                if name not in fields:
-                    hint = did_you_mean(name, fields) or f"; known: {', '.join(fields)}"
+                if name not in known:
+                    hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
                     raise UsageError(f"{function.__name__}: {name}={value!r} is no argument{hint}")
             if place is not None:
                 options |= options_of_place(place, options)
@@ -59,11 +59,9 @@ def takes_options(
             return function(kind(**options, **({} if steps else {"attention_type": first})), steps)
 
         parameter, kinds = inspect.Parameter, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = [
-            parameter(name, kinds[bool(index)], default=None) for index, name in enumerate([*fields, "place"])
-        ]
+        parameters = [parameter(name, kinds[bool(index)], default=None) for index, name in enumerate([*known, "place"])]
         public.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
-        helps = {name: in_python(field.metadata["help"]) for name, field in fields.items()}
+        helps = {name: in_python(option.help) for name, option in known.items()}
         helps["place"] = "a memcheck.Place, in place of device and memory_limit"
         lines = [f"    {name}: {words}" for name, words in helps.items()]
         public.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keywords:", "", *lines])
@@ -77,7 +75,7 @@ def takes_options(
 def options_of_place(place: Place, options: dict[str, Any]) -> dict[str, Any]:
     """The options of a request that a place gives. UsageError: it has others, or they are given beside it."""
     given = {
-        name: value for name, field in options_of(Place).items() if (value := getattr(place, name)) != field.default
+        name: value for name, option in options_of(Place).items() if (value := getattr(place, name)) != option.default
     }
     for name in given:
         if name not in ("device", "memory_limit") or options.get(name) is not None:
@@ -106,7 +104,7 @@ def profile(request: ProfileAttention, steps: list[Step]) -> Results:
         UsageError: a keyword or a value is wrong.
     """
     if steps:
-        if wrong := [name for name in options_of(request) if name not in OF_STEPS and request.given(name)]:
+        if wrong := [name for name in request.asked if name not in OF_STEPS]:
             raise UsageError(f"profile: {wrong[0]} is for operators, not for Steps")
         place = Place(request.device, request.memory_limit)
         how: dict[str, Any] = {
@@ -138,5 +136,5 @@ def sweep(request: Sweep, steps: list[Step]) -> Results:
     if steps:
         raise UsageError("sweep takes operators of the catalog; profile takes Steps")
     with ExitStack() as stack:
-        folder = request.output or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = request.asked.get("output") or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         return Results(sweep_command.run_plan(sweep_command.plan(request, folder), io.StringIO()))

@@ -328,7 +328,7 @@ def test_doubts_are_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> No
 
 WRONG = {
     "predict --model net.py": "--model must look like package.module:function or FILE.py:function, got 'net.py'",
-    "predict --model nothing.py:make": "--model: there is no file nothing.py",
+    "predict --model nothing.py:make": "--model nothing.py:make: there is no file nothing.py",
     "predict --model net.py:mak": "net.py has no mak; did you mean make?",
     "predict --model net.py:number": "number is no function",
     "predict --model no_such_package:make": "--model no_such_package:make cannot be imported: ModuleNotFoundError",
@@ -342,7 +342,7 @@ WRONG = {
     "predict --model net.py:make --mode decode": "--mode decode is for operators",
     "predict --model net.py:make --mode inference --optimizer adamw": "--optimizer needs a backward",
     "predict --model net.py:make --optimizer adamv": "; did you mean adam",
-    "predict --model net.py:make --optimizer nothing.py:make": "--optimizer: there is no file nothing.py",
+    "predict --model net.py:make --optimizer nothing.py:make": "--optimizer nothing.py:make: there is no file",
     "predict --model net.py:make --optimizer net.py:of_mode": "net.py has no of_mode; did you mean of_model?",
     "predict --model net.py:make --dtype int8": "--dtype int8 is unknown",
     "predict --model net.py:make --attention eager": "--attention needs --hf-config",
@@ -365,7 +365,7 @@ WRONG = {
     "profile-model --torch-version 2.13": "--torch-version is for --predict",
     "predict --model net.py:make --calibration net.py --torch-version 2.13": "leave out --torch-version",
     "fit --doubts": "--doubts needs --model or --hf-config",
-    "predict --hf-config nothing.json": "--hf-config: there is no file nothing.json",
+    "predict --hf-config nothing.json": "--hf-config nothing.json: there is no such file",
     "predict --model net.py:make --calibration net.py --device T4": "--calibration is of a CPU, and",
     "fit --model net.py:make --device cpu --find bsz": "--device cpu has no limit to find",
     "fit --model net.py:make --device T4 --find dim": "--find dim is for operators",

@@ -89,7 +89,7 @@ def test_a_sweep_keeps_its_records_in_a_folder(tmp_path):
     assert {record.device_name for record in swept} == {"A100-40GB"}
     assert [record.to_json() for record in memcheck.load(folder)] == [record.to_json() for record in swept]
     command = json.loads((folder / "sweep.json").read_text())["command"]
-    assert command.startswith("memcheck sweep --device A100-40GB --attention-type naive --bsz 1,2")
+    assert command.startswith("memcheck.sweep(bsz=[1, 2], seq_len=[16, 32], dim=[8], heads=[2], device='A100-40GB'")
     with pytest.raises(UsageError, match="holds a sweep"):
         swept.save(folder)
 

@@ -25,7 +25,6 @@ from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, find_done, run_sweep, settings_given, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
-from memcheck.cli.flags import words_of
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS
 from memcheck.cli.output import print_answer, progress_bar, watch
 from memcheck.cli.run_requests import Sweep
@@ -116,8 +115,7 @@ class Plan:
 
 def plan(request: Sweep, folder: Path = Path("results")) -> Plan:
     """The plan of a request, its preset and its file. folder: that of the results, unless these name one."""
-    whole: Values = {"output": folder, "format": "table", **of_whole(read_parts(request)[0])}
-    options = Sweep(**whole)
+    options = Sweep(**{"output": folder, **of_whole(read_parts(request)[0])})
     for plugin in options.plugin or ():
         load_plugin(plugin)
     place = place_to_predict(request, options)
@@ -128,8 +126,16 @@ def plan(request: Sweep, folder: Path = Path("results")) -> Plan:
     cases = multiply_out([read_grid(part) for part in parts], device)
     names = [name for part in parts if "window" in part for name in part["attention_type"]]
     check_takes_window(names or None, names)
-    words = request.words or ["sweep", *words_of(request)]
-    return Plan(options, cases, place, parts[0].get("note"), shlex.join(["memcheck", *words]))
+    return Plan(options, cases, place, parts[0].get("note"), command_of(request))
+
+
+def command_of(request: Sweep) -> str:
+    """What was typed, on the command line or in Python."""
+    if request.words is not None:
+        return shlex.join(["memcheck", *request.words])
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in request.asked.items()}
+    given = (f"{name}={value!r}" for name, value in plain.items())
+    return f"memcheck.sweep({', '.join(given)})"
 
 
 def of_whole(part: Values) -> Values:
@@ -149,7 +155,7 @@ def place_to_predict(request: Sweep, options: Sweep) -> Place | None:
     """The place to predict for. None if nothing is predicted."""
     if options.predict_only:
         for name in RUNNING:
-            if getattr(request, name) is not None:
+            if name in request.asked:
                 raise UsageError(f"{named('predict_only')} runs nothing: leave out {named(name)}")
         return options.place()
     if options.device_from_this_gpu is not None:
@@ -177,7 +183,7 @@ def read_parts(request: Sweep, on_gpu: bool = False) -> list[Values]:
 
     on_gpu: the defaults and the quick preset are those of a GPU, and "note" says so.
     """
-    given, source = values_of(request), f"{named('config')} {request.config}"
+    given, source = request.asked, f"{named('config')} {request.config}"
     file = read_toml(request.config) if request.config else {}
     shared, grids = split_grids(file, source)
     lower = [options_in(over(shared, grid), source) for grid in grids]
@@ -233,10 +239,6 @@ def options_in(settings: Values, source: str) -> Values:
         return convert_some(Sweep, settings)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
-
-
-def values_of(request: Sweep) -> Values:
-    return {name: value for name in options_of(request) if (value := getattr(request, name)) is not None}
 
 
 def over(*layers: Values) -> Values:
