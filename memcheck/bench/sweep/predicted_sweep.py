@@ -12,8 +12,9 @@ import torch
 from memcheck.bench.case_predictions import predicted_or_skipped
 from memcheck.bench.catalog import Case
 from memcheck.bench.sweep.grid import refusal
-from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, code_of, digest, load_plugins, write_manifest
+from memcheck.bench.sweep.run import Progress, Settings, SweepRun, code_of, digest
 from memcheck.bench.sweep.store import Store
+from memcheck.bench.sweep.worker import ask_new_process
 from memcheck.core.devices import Device
 from memcheck.core.place import Place, as_place
 from memcheck.core.record import Record
@@ -30,6 +31,37 @@ def predicted_record(case: Case, place: Place | Device) -> Record:
         return predicted_or_skipped(case, place).record
     except Exception as error:
         return Record(**case.fields(), **facts, status="error", reason=f"{type(error).__name__}: {error}")
+
+
+class PredictedSweep(SweepRun):
+    """A sweep that runs nothing: each case is decided by its prediction."""
+
+    def __init__(
+        self, place: Place, plugins: Sequence[str | Path], progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        super().__init__(Settings.of(plugins=plugins), submit=ask_new_process, progress=progress)
+        self.place = place.resolved()
+
+    def machine(self, case: Case) -> Record:
+        device = self.place.for_device
+        return Record(
+            source="predicted",
+            basis=None,
+            device=device.kind,
+            device_name=device.name,
+            device_total_bytes=device.total_bytes,
+            torch_version=str(torch.__version__),
+            memcheck_version=__version__,
+        )
+
+    def size(self, case: Case) -> int:
+        return 0  # In the order given.
+
+    def foreseen(self, case: Case) -> Record:
+        return predicted_record(case, self.place)
+
+    def key(self, case: Case) -> str:
+        return key(case, self.place, self.settings.plugins)
 
 
 def predict_sweep(
@@ -49,63 +81,16 @@ def predict_sweep(
     place: what the predictions are for. retry: predicts again what ended as
     "error" or "skipped". plugins, progress, command: as of memcheck.bench.sweep.run.run_sweep.
     """
-    place = as_place(place).resolved()
-    device = place.for_device
-    report, names = progress or (lambda progress: None), load_plugins(plugins)
-    with Store(folder).owned() as store:
-        known = done_in(store.records, cases, place, names, retry)
-        left = dict.fromkeys(case for case in dict.fromkeys(cases) if case not in known)
-        total = len(left) + len(known)
-        facts = Record(
-            source="predicted",
-            device=device.kind,
-            device_name=device.name,
-            device_total_bytes=device.total_bytes,
-            torch_version=str(torch.__version__),
-            memcheck_version=__version__,
-        )
-        machines = {device.name: facts}
-        manifest = write_manifest(store.folder, command, machines)
-        report(Progress(None, tuple(left), total))
-        for case in list(left):
-            known[case] = predicted_record(case, place)
-            store.append(known[case], key(case, place, names))
-            del left[case]
-            report(Progress(known[case], tuple(left), total))
-        records = [known[case] for case in cases]
-        write_manifest(store.folder, command, machines, manifest["started"], records)
-        return records
+    return PredictedSweep(as_place(place), plugins, progress).carry_out(cases, folder, retry, command)
 
 
 def find_predicted(
-    cases: Sequence[Case],
-    folder: Path | str,
-    place: Place | Device | str,
-    *,
-    plugins: Sequence[str | Path] = (),
-    retry: bool = False,
+    cases: Sequence[Case], folder: Path | str, place: Place, *, plugins: Sequence[str | Path] = (), retry: bool = False
 ) -> dict[Case, Record]:
     """The cases that predict_sweep would skip because they are done, with their records."""
-    store = Store(folder)
-    if not store.path.exists():
+    if not Store(folder).path.exists():
         return {}
-    return done_in(store.read(), cases, as_place(place).resolved(), load_plugins(plugins), retry)
-
-
-def done_in(
-    rows: dict[str, Record],
-    cases: Sequence[Case],
-    place: Place,
-    plugins: tuple[str, ...],
-    retry: bool,
-) -> dict[Case, Record]:
-    """The cases whose records are among the rows and need not be repeated."""
-    found = {case: rows.get(key(case, place, plugins)) for case in cases}
-    return {
-        case: record
-        for case, record in found.items()
-        if record is not None and not (retry and record.status in TRIED_AGAIN)
-    }
+    return PredictedSweep(place, plugins).look_up(cases, Store(folder).read(), retry)
 
 
 def key(case: Case, place: Place, plugins: tuple[str, ...]) -> str:

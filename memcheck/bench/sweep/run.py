@@ -66,6 +66,20 @@ class Settings:
     timed: bool = True
     plugins: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        memory_limit: int | str | None = None,
+        max_seconds: float | None = None,
+        passes: int | None = None,
+        timed: bool = True,
+        plugins: Sequence[str | Path] = (),
+    ) -> Settings:
+        """The settings of a caller's arguments, whose plugins are loaded. UsageError: a number breaks its rule."""
+        limit = argument("memory_limit", memory_limit, size_in_bytes)
+        most = argument("max_seconds", max_seconds, seconds)
+        return cls(limit, most, argument("passes", passes, count), timed, load_plugins(plugins))
+
     def job(self, case: Case) -> Job:
         return Job(case, self.passes, self.timed, self.limit_bytes, self.seconds(case), self.plugins)
 
@@ -89,14 +103,10 @@ def run_sweep(
     workers: int | None = None,
     devices: Sequence[str] | None = None,
     isolate: bool = False,
-    memory_limit: int | str | None = None,
-    max_seconds: float | None = None,
-    passes: int | None = None,
-    timed: bool = True,
-    plugins: Sequence[str | Path] = (),
     retry: bool = False,
     progress: Callable[[Progress], None] | None = None,
     command: str | None = None,
+    **how: Any,
 ) -> list[Record]:
     """The record of each case, in the order given. Cases that are in the folder already are not run again.
 
@@ -105,60 +115,31 @@ def run_sweep(
     workers: cases running at once; by default the number of devices, the executor's own number, or 1.
     devices: CUDA devices, one for each worker; the cases name theirs "cuda:0".
     isolate: a new process for each case.
+    retry: runs again what ended as "error", "killed", "timeout" or "skipped".
+    progress: called at the start and with each new record.
+    command: the command line, which sweep.json keeps.
+
+    how: these settings.
     memory_limit: a larger case runs out of memory. Without it, a CPU's free memory is the limit.
     max_seconds: for a case; by default 60 on a CPU and none on CUDA; 0 for none. It ends the timing, then the case.
     passes, timed: see memcheck.bench.profile.profile_case.
     plugins: Python files, or modules, that register contenders.
-    retry: runs again what ended as "error", "killed", "timeout" or "skipped".
-    progress: called at the start and with each new record.
-    command: the command line, which sweep.json keeps.
     """
-    settings = settings_given(memory_limit, max_seconds, passes, timed, plugins)
-    workers = argument("workers", workers, count)
+    settings, workers = Settings.of(**how), argument("workers", workers, count)
     if workers is None:
         workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
-    with submission(executor, workers, devices, isolate) as submit, Store(folder).owned() as store:
-        sweep = SweepRun(settings, submit, workers, store, progress)
-        sweep.look_up(cases, store.records, retry)
-        manifest = write_manifest(store.folder, command, sweep.machines)
-        sweep.run([case for case in dict.fromkeys(cases) if case not in sweep.known], total=len(set(cases)))
-        records = [sweep.known[case] for case in cases]
-        write_manifest(store.folder, command, sweep.machines, manifest["started"], records)
-        return records
+    with submission(executor, workers, devices, isolate) as submit:
+        return SweepRun(settings, submit, workers, progress).carry_out(cases, folder, retry, command)
 
 
 def find_done(
-    cases: Sequence[Case],
-    folder: Path | str,
-    *,
-    executor: Executor | None = None,
-    memory_limit: int | str | None = None,
-    passes: int | None = None,
-    timed: bool = True,
-    plugins: Sequence[str | Path] = (),
-    retry: bool = False,
+    cases: Sequence[Case], folder: Path | str, *, executor: Executor | None = None, retry: bool = False, **how: Any
 ) -> dict[Case, Record]:
     """The cases that run_sweep would skip because they are done, with their records. Nothing is written."""
-    store = Store(folder)
-    if not store.path.exists():
+    if not Store(folder).path.exists():
         return {}
-    settings = settings_given(memory_limit, None, passes, timed, plugins)
     with submission(executor, 1, None, isolate=False) as submit:
-        sweep = SweepRun(settings, submit, 1)
-        sweep.look_up(cases, store.read(), retry)
-    return sweep.known
-
-
-def settings_given(
-    memory_limit: int | str | None,
-    max_seconds: float | None,
-    passes: int | None,
-    timed: bool,
-    plugins: Sequence[str | Path],
-) -> Settings:
-    """The settings of a sweep's arguments. ValueError: a number is negative, or 0 where that means nothing."""
-    limit, most = argument("memory_limit", memory_limit, size_in_bytes), argument("max_seconds", max_seconds, seconds)
-    return Settings(limit, most, argument("passes", passes, count), timed, load_plugins(plugins))
+        return SweepRun(Settings.of(**how), submit).look_up(cases, Store(folder).read(), retry)
 
 
 def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
@@ -189,21 +170,30 @@ class SweepRun:
         self,
         settings: Settings,
         submit: Callable[[Job], Future[Record]],
-        workers: int,
-        store: Store[Record] | None = None,
+        workers: int = 1,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.settings = settings
         self.submit = submit
         self.workers = workers
-        self.store = store
         self.progress = progress or (lambda progress: None)
+        self.store: Store[Record] | None = None
         self.machines: dict[str, Record] = {}  # Device -> a record with the machine's facts only.
         self.known: dict[Case, Record] = {}
         self.left: dict[Case, None] = {}
         self.total = 0
 
-    def look_up(self, cases: Sequence[Case], rows: dict[str, Record], retry: bool) -> None:
+    def carry_out(self, cases: Sequence[Case], folder: Path | str, retry: bool, command: str | None) -> list[Record]:
+        """The record of each case: that of the folder, or a new one, which the folder gets."""
+        with Store(folder).owned() as self.store:
+            self.look_up(cases, self.store.records, retry)
+            manifest = write_manifest(self.store.folder, command, self.machines)
+            self.run([case for case in dict.fromkeys(cases) if case not in self.known], total=len(set(cases)))
+            records = [self.known[case] for case in cases]
+            write_manifest(self.store.folder, command, self.machines, manifest["started"], records)
+            return records
+
+    def look_up(self, cases: Sequence[Case], rows: dict[str, Record], retry: bool) -> dict[Case, Record]:
         """Finds the cases that are already done."""
         for case in {case.device: case for case in cases}.values():
             self.machines[case.device] = self.machine(case)
@@ -211,10 +201,11 @@ class SweepRun:
             record = rows.get(self.key(case))
             if record is not None and not (retry and record.status in TRIED_AGAIN):
                 self.known[case] = record
+        return self.known
 
     def run(self, cases: list[Case], total: int) -> None:
         """Runs the remaining cases: first those decided without a run, then from small to large."""
-        self.left, self.total = dict.fromkeys(sorted(cases, key=estimated_bytes)), total
+        self.left, self.total = dict.fromkeys(sorted(cases, key=self.size)), total
         self.progress(Progress(None, tuple(self.left), total))
         for case in list(self.left):
             if (verdict := self.foreseen(case)) is not None:
@@ -265,6 +256,10 @@ class SweepRun:
                 reason = f"not run: a smaller case, {shape(smaller)}, {what}"
                 return Record(**case.fields(), status=status, reason=reason, terms=closed_terms(case))
         return None
+
+    def size(self, case: Case) -> int:
+        """What cases are ordered by."""
+        return estimated_bytes(case)
 
     def machine(self, case: Case) -> Record:
         """The machine's facts, queried where such cases run."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,14 +22,14 @@ from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
-from memcheck.bench.sweep.run import Progress, find_done, run_sweep, settings_given, shape
+from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
-from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS
+from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS, OPERATORS
 from memcheck.cli.output import print_answer, progress_bar, watch
 from memcheck.cli.run_requests import Sweep
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.options import convert_some, named, options_of
+from memcheck.core.options import convert_some, named
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
@@ -40,18 +40,13 @@ from memcheck.report.records import write_tables
 from memcheck.report.summary import summary
 from memcheck.report.tables import Screen
 
-GRID = {
-    *LENGTHS,
-    "lengths",
-    *LAYOUTS,
-    *("attention_type", "bsz", "dim", "heads", "core_dim", "factor", "window"),
-    *("dtype", "mode", "causal", "compile"),
-}
-GPU_BASE: dict[str, Any] = {**GPU_SIZES, "seq-len": GPU_LENGTHS, "dtype": GPU_DTYPE}
+# What may vary: options that a [[grid]] table may have.
+GRID = {"bsz", "seq_len"} | {name for name, option in Sweep.options.items() if option.group == OPERATORS}
+GPU_BASE: dict[str, Any] = {**BASE, **GPU_SIZES, "seq-len": GPU_LENGTHS, "dtype": GPU_DTYPE}
 GPU_QUICK = {"grid": [{"seq-len": GPU_LENGTHS, "dim": GPU_SIZES["dim"]}, {"seq-len": 4096, "dim": "512:4096:x2"}]}
 # Flags for real runs only.
 RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "devices", "dask", "predict")
-Values = dict[str, Any]  # Argument -> value, for the given flags.
+Values = dict[str, Any]  # Option -> value, for the given ones.
 
 
 def run(request: Sweep) -> int:
@@ -60,16 +55,22 @@ def run(request: Sweep) -> int:
     if options.dry_run:
         return list_cases(planned)
     out = sys.stderr if options.format == "json" else sys.stdout
-    announce(planned, out)
+    if planned.note:
+        print(Screen.of(out).fill(planned.note), file=out, flush=True)
+    hours = 0 if options.predict_only else planned.expected_seconds(planned.cases) / 3600
+    if planned.cases[0].device == "cpu" and hours > 0.5:
+        words = f"{len(planned.cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU"
+        print(f"{words}; Ctrl-C keeps finished cases", file=out)
+    resume = f"finished cases are kept in {options.output}, and the same command continues: {planned.command}"
     try:
         records = run_plan(planned, out)
     except KeyboardInterrupt:
-        print(f"\nstopped; {resume_words(planned)}", file=sys.stderr)
+        print(f"\nstopped; {resume}", file=sys.stderr)
         return 130
     except StoreError as error:
-        raise StoreError(f"{error}; {resume_words(planned)}") from None
+        raise StoreError(f"{error}; {resume}") from None
     print(f"\n{counted_words(records)}", file=out, flush=True)
-    print(f"\nWrote {write_files(options, planned.output)}", file=out)
+    print(f"\nWrote {write_files(options)}", file=out)
     print_answer(summary(records)[1:], Screen.of(out), out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
@@ -80,53 +81,47 @@ def run(request: Sweep) -> int:
 class Plan:
     """A whole sweep: its options, its cases, the place to predict for, and what is said before it runs."""
 
-    options: Sweep
+    options: Sweep  # Those of the preset and the file, too.
     cases: list[Case]
     place: Place | None
-    note: str | None
+    note: str
     command: str
-
-    @property
-    def output(self) -> Path:
-        """The folder of the results."""
-        assert self.options.output is not None
-        return self.options.output
 
     @property
     def measuring(self) -> dict[str, Any]:
         """The arguments of run_sweep and find_done that say how cases are measured."""
         options = self.options
-        plugins = options.plugin or ()
-        timed = not options.no_time
-        return {"memory_limit": options.memory_limit, "passes": options.passes, "timed": timed, "plugins": plugins}
+        how = {"memory_limit": options.memory_limit, "max_seconds": options.max_seconds_per_case}
+        return {**how, "passes": options.passes, "timed": not options.no_time, "plugins": options.plugin or ()}
 
     @property
     def predicting(self) -> dict[str, Any]:
         """The arguments of predict_sweep and find_predicted that say how cases are predicted."""
-        return {"plugins": self.options.plugin or (), "retry": bool(self.options.retry)}
+        return {"plugins": self.options.plugin or (), "retry": self.options.retry}
 
     def expected_seconds(self, cases: Sequence[Case]) -> float:
         """An estimate. All predictions count the same."""
         if self.options.predict_only:
             return len(cases)
-        settings = settings_given(max_seconds=self.options.max_seconds_per_case, **self.measuring)
-        return sum(map(settings.expected_seconds, cases))
+        return sum(map(Settings.of(**self.measuring).expected_seconds, cases))
 
 
-def plan(request: Sweep, folder: Path = Path("results")) -> Plan:
+def plan(request: Sweep, folder: Path | None = None) -> Plan:
     """The plan of a request, its preset and its file. folder: that of the results, unless these name one."""
-    options = Sweep(**{"output": folder, **of_whole(read_parts(request)[0])})
+    whole = {name: value for name, value in layers_of(request)[0].items() if name not in GRID}
+    options = Sweep(**{"output": folder, **whole})
     for plugin in options.plugin or ():
         load_plugin(plugin)
     place = place_to_predict(request, options)
     device = place.for_device.kind if place and options.predict_only else device_of(options)
     # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
     is_named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
-    parts = read_parts(request, on_gpu=device != "cpu" and not is_named)
-    cases = multiply_out([read_grid(part) for part in parts], device)
+    on_gpu = device != "cpu" and not is_named
+    parts = layers_of(request, on_gpu)
+    cases = multiply_out([grid_of(part) for part in parts], device)
     names = [name for part in parts if "window" in part for name in part["attention_type"]]
     check_takes_window(names or None, names)
-    return Plan(options, cases, place, parts[0].get("note"), command_of(request))
+    return Plan(options, cases, place, gpu_note(request) if on_gpu else "", command_of(request))
 
 
 def command_of(request: Sweep) -> str:
@@ -138,107 +133,75 @@ def command_of(request: Sweep) -> str:
     return f"memcheck.sweep({', '.join(given)})"
 
 
-def of_whole(part: Values) -> Values:
-    """The options of a part that are for the whole sweep."""
-    return {name: value for name, value in part.items() if name in options_of(Sweep) and name not in GRID}
+# The values of a sweep: defaults, preset, file and command line, each a layer over those before it.
 
 
-def run_plan(planned: Plan, out: TextIO) -> list[Record]:
-    """The measured records and the predicted ones, as far as they are requested. out: for a line per case."""
-    # Predictions first: they are quick, and sweep.json describes the last run.
-    predictions = predict(planned, planned.place, out) if planned.place else []
-    records = [] if planned.options.predict_only else sweep(planned, out)
-    return records + predictions
+def layers_of(request: Sweep, on_gpu: bool = False) -> list[Values]:
+    """The values of each part of the grid: those of every [[grid]] of the preset with every one of the file.
 
-
-def place_to_predict(request: Sweep, options: Sweep) -> Place | None:
-    """The place to predict for. None if nothing is predicted."""
-    if options.predict_only:
-        for name in RUNNING:
-            if name in request.asked:
-                raise UsageError(f"{named('predict_only')} runs nothing: leave out {named(name)}")
-        return options.place()
-    if options.device_from_this_gpu is not None:
-        here = f"to run here, say {named('device')} cuda"
-        raise UsageError(f"{named('device_from_this_gpu')} is for {named('predict_only')}; {here}")
-    return Place(device_of(options), options.memory_limit).resolved() if options.predict else None
-
-
-def announce(planned: Plan, out: TextIO) -> None:
-    """Says which defaults of a GPU hold, and whether the sweep takes long."""
-    cases = planned.cases
-    if planned.note:
-        print(Screen.of(out).fill(planned.note), file=out, flush=True)
-    if planned.options.predict_only:
-        return
-    hours = planned.expected_seconds(cases) / 3600
-    if cases[0].device == "cpu" and hours > 0.5:
-        print(
-            f"{len(cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU; Ctrl-C keeps finished cases", file=out
-        )
-
-
-def read_parts(request: Sweep, on_gpu: bool = False) -> list[Values]:
-    """The values of each part of the grid: preset, then file, then command line; later ones win.
-
-    on_gpu: the defaults and the quick preset are those of a GPU, and "note" says so.
+    on_gpu: the defaults and the quick preset are those of a GPU; other presets repeat published sizes.
     """
-    given, source = request.asked, f"{named('config')} {request.config}"
-    file = read_toml(request.config) if request.config else {}
-    shared, grids = split_grids(file, source)
-    lower = [options_in(over(shared, grid), source) for grid in grids]
-    preset = given.get("preset", shared.get("preset"))
-    if preset is None and not GRID & set().union(given, *lower):
-        preset = "quick"
-    chosen_preset: Values = {"preset": preset}
-    defaults, grid_of = BASE, PRESETS.get(preset or "", {})
-    if on_gpu and preset in (None, "quick"):  # Other presets repeat published sizes.
-        defaults, grid_of = {**BASE, **GPU_BASE}, GPU_QUICK if preset else {}
-        chosen = set(given).union(*lower)
-        chosen |= {"seq_len"} if chosen & {*LENGTHS} else {"seq_len", "bsz"} if "lengths" in chosen else set()
-        chosen_preset["note"] = gpu_words(chosen)
-    base, _ = split_grids(defaults, "")
-    of_preset, preset_grids = split_grids(grid_of, "")
-    upper = [options_in(over(base, of_preset, grid), "") for grid in preset_grids]
-    parts = [(first, over(first, second, given, chosen_preset)) for first in upper for second in lower]
-    return [part if "lengths" in part else {"bsz": first["bsz"], **part} for first, part in parts]
+    preset, of_file = preset_of(request), grids_of_file(request)
+    has_own_sizes = on_gpu and preset in (None, "quick")
+    defaults, of_preset = BASE, PRESETS.get(preset or "", {})
+    if has_own_sizes:
+        defaults, of_preset = GPU_BASE, GPU_QUICK if preset else {}
+    ((base,), upper) = grids_of(defaults, ""), grids_of(of_preset, "")
+    parts = [over(base, first, second, request.asked, {"preset": preset}) for first in upper for second in of_file]
+    return [part if "lengths" in part else {"bsz": base["bsz"], **part} for part in parts]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def preset_of(request: Sweep) -> str | None:
+    """The preset: quick, if neither a flag nor the file names one, or a case."""
+    given = over(*grids_of_file(request), request.asked)
+    preset: str | None = given.get("preset", None if GRID & given.keys() else "quick")
+    return preset
+
+
+def gpu_note(request: Sweep) -> str:
+    """Which defaults of a GPU hold. "" for presets of published sizes."""
+    if preset_of(request) not in (None, "quick"):
+        return ""
+    chosen = {*over(*grids_of_file(request), request.asked)}
+    if chosen & {*LENGTHS, "lengths"}:
+        chosen |= {"seq_len", "bsz"} if "lengths" in chosen else {"seq_len"}
+    return gpu_words(chosen)
+
+
+def grids_of_file(request: Sweep) -> list[Values]:
+    """The values of each [[grid]] of the file; one without any if there is no file."""
+    if request.config is None:
+        return [{}]
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
 
+    source = f"{named('config')} {request.config}"
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(request.config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{named('config')} {path} cannot be read: {error}") from None
+        raise UsageError(f"{source} cannot be read: {error}") from None
     if "config" in settings:
-        raise UsageError(f"{named('config')} {path}: config cannot name another file")
-    return settings
+        raise UsageError(f"{source}: config cannot name another file")
+    return grids_of(settings, source)
 
 
-def split_grids(settings: Values, source: str) -> tuple[Values, list[Values]]:
-    """The values for all parts, and those of each [[grid]] table."""
+def grids_of(settings: Values, source: str) -> list[Values]:
+    """The values of each [[grid]] table, over those above the first one. UsageError, after the source: one is wrong."""
     grids = settings.get("grid", [{}])
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids) or not grids:
         raise UsageError(f"{source}: grid must be a table, [[grid]]")
     shared, *grids = ({key.replace("-", "_"): grid[key] for key in grid} for grid in (settings, *grids))
     shared.pop("grid", None)
-    for name in set(options_in(over(*grids), source)) - GRID:
-        raise UsageError(
-            f"{source}: {name.replace('_', '-')} is for the whole sweep, and goes above the first [[grid]]"
-        )
-    return shared, grids
-
-
-def options_in(settings: Values, source: str) -> Values:
-    """The options that a file or a preset sets."""
     try:
-        return convert_some(Sweep, settings)
+        found = [convert_some(Sweep, over(shared, grid)) for grid in grids]
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
+    for name in {name for grid in grids for name in grid} - GRID:
+        rule = "is for the whole sweep, and goes above the first [[grid]]"
+        raise UsageError(f"{source}: {name.replace('_', '-')} {rule}")
+    return found
 
 
 def over(*layers: Values) -> Values:
@@ -255,12 +218,27 @@ def over(*layers: Values) -> Values:
     return result
 
 
-def read_grid(values: Values) -> Grid:
+def grid_of(values: Values) -> Grid:
     batches = list(batches_of({**values, "mode": None}, default=[]))
     dense = [(batch["query_len"], batch["kv_len"]) for batch in batches if "lengths" not in batch]
     others = {name: values[name] for name in GRID - {*LENGTHS, "lengths", *LAYOUTS, "attention_type"} if name in values}
     others = {"bsz": [1], **others, "batches": [batch for batch in batches if "lengths" in batch]}
     return Grid(list(dict.fromkeys(values["attention_type"])), dense, **others)
+
+
+# Where cases run, or are predicted for.
+
+
+def place_to_predict(request: Sweep, options: Sweep) -> Place | None:
+    """The place to predict for. None if nothing is predicted."""
+    if options.predict_only:
+        if wrong := [name for name in RUNNING if name in request.asked]:
+            raise UsageError(f"{named('predict_only')} runs nothing: leave out {named(wrong[0])}")
+        return options.place()
+    if options.device_from_this_gpu is not None:
+        here = f"to run here, say {named('device')} cuda"
+        raise UsageError(f"{named('device_from_this_gpu')} is for {named('predict_only')}; {here}")
+    return Place(device_of(options), options.memory_limit).resolved() if options.predict else None
 
 
 def device_of(options: Sweep) -> str:
@@ -277,30 +255,31 @@ def device_of(options: Sweep) -> str:
     return "cuda:0"
 
 
-def sweep(planned: Plan, out: TextIO) -> list[Record]:
-    cases, options = planned.cases, planned.options
+def run_plan(planned: Plan, out: TextIO) -> list[Record]:
+    """The measured records and the predicted ones, as far as they are requested. out: for a line per case."""
+    cases, options, predictions = planned.cases, planned.options, list[Record]()
+    if planned.place:  # Predictions first: they are quick, and sweep.json describes the last run.
+        with shown_progress(planned, out) as progress:
+            how = {**planned.predicting, "progress": progress, "command": planned.command}
+            predictions = predict_sweep(cases, options.output, planned.place, **how)
+    if options.predict_only:
+        return predictions
     for case in cases:
         check_can_measure(case.device)
     with shown_progress(planned, out) as progress, dask_executor(options.dask) as (executor, workers):
-        return run_sweep(
+        records = run_sweep(
             cases,
-            planned.output,
+            options.output,
             executor=executor,
             workers=options.workers or workers,
             devices=options.devices,
-            isolate=bool(options.isolate),
-            max_seconds=options.max_seconds_per_case,
+            isolate=options.isolate,
             **planned.measuring,
-            retry=bool(options.retry),
+            retry=options.retry,
             progress=progress,
             command=planned.command,
         )
-
-
-def predict(planned: Plan, place: Place, out: TextIO) -> list[Record]:
-    with shown_progress(planned, out) as progress:
-        how = {**planned.predicting, "progress": progress, "command": planned.command}
-        return predict_sweep(planned.cases, planned.output, place, **how)
+    return records + predictions
 
 
 @contextmanager
@@ -323,6 +302,9 @@ def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | 
             rule = "has no workers yet: start some, with memcheck installed where they run"
             raise UsageError(f"{named('dask')} {address} {rule}")
         yield client.get_executor(pure=False), workers
+
+
+# What is printed and written.
 
 
 @contextmanager
@@ -353,66 +335,59 @@ def title(case: Case | Record) -> str:
 
 
 def line(record: Record) -> str:
-    return f"{title(record)}: {'predicted ' if is_predicted(record) else ''}{record.status}{figures(record)}"
-
-
-def figures(record: Record) -> str:
+    """The case, how it ended, and its figures or why it has none."""
+    words = f"{title(record)}: {'predicted ' if is_predicted(record) else ''}{record.status}"
     if record.status != "ok":
-        return f", {note}" if (note := failure_note(record)) and note != record.status else ""
+        return f"{words}, {note}" if (note := failure_note(record)) and note != record.status else words
     sizes = {"peak forward": record.forward_peak_bytes, "kept": record.saved_bytes}
     sizes["peak backward"] = record.backward_peak_bytes
     parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
     times = [format_time(time) for time in (record.forward_ms, record.backward_ms) if time is not None]
-    return ", " + ", ".join(parts + ([" + ".join(times)] if times else []))
+    return ", ".join([words, *parts, *([" + ".join(times)] if times else [])])
 
 
 def counted_words(records: Sequence[Record]) -> str:
-    measured, predicted = ([row for row in records if is_predicted(row) == wanted] for wanted in (False, True))
-    parts = [counted(measured)] if measured or not predicted else []
-    return "; ".join([*parts, f"predicted: {counted(predicted)}"] if predicted else parts)
+    """ "4 cases: 4 ok; predicted: 4 cases: 3 ok, 1 oom"."""
+    parts = []
+    for title in ("", "predicted: "):
+        counts = Counter(record.status for record in records if is_predicted(record) == bool(title))
+        if counts:
+            words = ", ".join(f"{number} {status}" for status, number in counts.most_common())
+            again = "; --retry runs error, killed and timeout again" * bool(
+                counts.keys() & {"error", "killed", "timeout"}
+            )
+            parts.append(f"{title}{counts.total()} cases: {words}{again}")
+    return "; ".join(parts)
 
 
-def counted(records: Sequence[Record]) -> str:
-    counts = Counter(record.status for record in records)
-    words = ", ".join(f"{number} {status}" for status, number in counts.most_common())
-    again = counts["error"] + counts["killed"] + counts["timeout"]
-    return f"{len(records)} cases: {words}" + ("; --retry runs error, killed and timeout again" if again else "")
-
-
-def resume_words(planned: Plan) -> str:
-    return f"finished cases are kept in {planned.output}, and the same command continues: {planned.command}"
-
-
-def write_files(options: Sweep, output: Path) -> str:
+def write_files(options: Sweep) -> str:
     """Writes tables and plots of everything in the folder, and describes the files."""
+    output = options.output
     records = read_records(output)
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        how: dict[str, Any] = {"every": bool(options.all_pictures), "watch": watch}
+        how: dict[str, Any] = {"every": options.all_pictures, "watch": watch}
         plots = write_plots(records, output, styles=styles_of_contenders(), title=title, **how)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
-    return f"{output / FILE}, {first_of(tables)} and {first_of(plots)}"
-
-
-def first_of(paths: list[Path]) -> str:
-    return f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else ", ".join(map(str, paths))
+    first = [f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else str(*paths) for paths in (tables, plots)]
+    return f"{output / FILE}, {first[0]} and {first[1]}"
 
 
 def list_cases(planned: Plan) -> int:
     """Prints what the sweep would do with each case. Nothing is run or written."""
-    cases, options, output = planned.cases, planned.options, planned.output
+    cases, options = planned.cases, planned.options
     if options.predict_only and planned.place:
-        done = find_predicted(cases, output, planned.place, **planned.predicting)
+        done = find_predicted(cases, options.output, planned.place, **planned.predicting)
     else:
         with dask_executor(options.dask) as (executor, _):
-            done = find_done(cases, output, executor=executor, retry=bool(options.retry), **planned.measuring)
+            done = find_done(cases, options.output, executor=executor, retry=options.retry, **planned.measuring)
     to_do = "to predict" if options.predict_only else "to run"
     verdicts = {case: (done[case].status, None) if case in done else foreseen(case) or (to_do, None) for case in cases}
-    total = f"{len(cases)} cases, {len(done)} of them done in {output}"
+    total = f"{len(cases)} cases, {len(done)} of them done in {options.output}"
     if options.format == "json":
-        rows = [{**asdict(case), "status": status, "reason": reason} for case, (status, reason) in verdicts.items()]
+        rows = [{**vars(case), "status": status, "reason": reason} for case, (status, reason) in verdicts.items()]
         print("[" + ",\n ".join(map(json.dumps, rows)) + "]")
         print(total, file=sys.stderr)
     else:
