@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 READER_LEFT = 141  # The exit code of a program that SIGPIPE ends.
@@ -35,29 +35,26 @@ def lead_nowhere(descriptor: int) -> None:
 @contextmanager
 def patient_streams() -> Iterator[list[Patient]]:
     """Inside, a reader of stdout or stderr may leave. Streams that are no files of the system's stay as they are."""
-    before, files = (sys.stdout, sys.stderr), list[Patient]()
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if type(stream) is not io.TextIOWrapper or stream.closed:
-            continue
-        if isinstance(stream.buffer, io.BufferedWriter | io.FileIO):  # FileIO: with PYTHONUNBUFFERED.
-            flush(stream)
-            file = Patient(stream.fileno(), "wb", closefd=False)
-            files.append(file)
-            how: Any = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
-            buffer: Any = file if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(file)
-            setattr(sys, name, io.TextIOWrapper(buffer, write_through=stream.write_through, **how))
-    try:
+    with ExitStack() as stack:
+        files = list[Patient]()
+        for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
+            if type(stream) is not io.TextIOWrapper or stream.closed:
+                continue
+            if isinstance(stream.buffer, io.BufferedWriter | io.FileIO):  # FileIO: with PYTHONUNBUFFERED.
+                flush(stream, BrokenPipeError)
+                files.append(Patient(stream.fileno(), "wb", closefd=False))
+                how: Any = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering")}
+                raw: Any = files[-1] if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(files[-1])
+                patient = io.TextIOWrapper(raw, write_through=stream.write_through, **how)
+                stack.callback(flush, patient, OSError)
+                stack.enter_context(redirect(patient))
         yield files
-    finally:
-        for stream, own in zip((sys.stdout, sys.stderr), before, strict=True):
-            if stream is not own and not stream.closed:
-                flush(stream, OSError)
-        sys.stdout, sys.stderr = before
 
 
-def flush(stream: Any, error: type[OSError] = BrokenPipeError) -> None:
+def flush(stream: io.TextIOWrapper, error: type[OSError]) -> None:
     """Writes what the stream has kept, to nowhere if that fails with this error."""
+    if stream.closed:
+        return
     try:
         stream.flush()
     except error:
