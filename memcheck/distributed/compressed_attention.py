@@ -11,19 +11,17 @@ from torch.autograd.function import once_differentiable
 
 from memcheck.distributed.exchange import Ranks
 from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
-from memcheck.ops.compressed_attention import Options as LocalOptions
-from memcheck.ops.compressed_attention import compressed_attention_pooled
+from memcheck.ops.compressed_attention import BlockOptions, compressed_attention_pooled
 from memcheck.ops.compressed_attention_windows import check_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Options(LocalOptions, total=False):
-    """Arguments that do not change what is returned."""
+class Options(BlockOptions, total=False):
+    """Arguments beside return_lse, for type checkers."""
 
     group: dist.ProcessGroup | None
-    window: int | None
 
 
 @overload
@@ -36,12 +34,6 @@ def compressed_attention(
 def compressed_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def compressed_attention(

@@ -26,46 +26,29 @@ NO_KEY = {"elu+1": -10000.0, "identity": 0.0}
 
 
 class Options(SelfSequences, total=False):
-    """Arguments that do not change what is returned."""
+    """Optional arguments beside return_state, for type checkers."""
 
     group: dist.ProcessGroup | None
     causal: bool
     feature_map: str
     eps: float
+    normalize: bool
     decay: Tensor | None
     log_decay: Tensor | None
     same_bits: bool
-    initial_state: local.AnyState | None
+    initial_state: local.State | None
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool = ...,
-    return_state: Literal[False] = ...,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: Literal[True] = ...,
-    return_state: Literal[True],
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, local.State]: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, normalize: bool = ..., return_state: bool, **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, local.AnyState]: ...
 
 
 def linear_attention(
@@ -84,9 +67,9 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: local.AnyState | None = None,
+    initial_state: local.State | None = None,
     return_state: bool = False,
-) -> Tensor | tuple[Tensor, local.AnyState]:
+) -> Tensor | tuple[Tensor, local.State]:
     """memcheck.linear_attention of a sequence whose slices the ranks hold, in their order.
 
     Args:

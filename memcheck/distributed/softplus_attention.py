@@ -23,13 +23,13 @@ ROWS = 1  # The dimension of rows of a state (2,B,R), Z and A.
 
 
 class Options(SelfSequences, total=False):
-    """Arguments that do not change what is returned."""
+    """Optional arguments beside return_state, for type checkers."""
 
     group: dist.ProcessGroup | None
     causal: bool
     eps: float
     same_bits: bool
-    initial_state: local.State | local.StateWithRest | None
+    initial_state: local.State | None
 
 
 @overload
@@ -44,12 +44,6 @@ def softplus_attention(
 ) -> tuple[Tensor, local.State]: ...
 
 
-@overload
-def softplus_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, local.State]: ...
-
-
 def softplus_attention(
     q: Tensor,
     k: Tensor,
@@ -62,7 +56,7 @@ def softplus_attention(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: local.State | local.StateWithRest | None = None,
+    initial_state: local.State | None = None,
     return_state: bool = False,
 ) -> Tensor | tuple[Tensor, local.State]:
     """memcheck.softplus_attention of a sequence whose slices the ranks hold, in their order.

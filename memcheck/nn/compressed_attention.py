@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from memcheck.nn.checks import check_positive, check_step, check_tokens
-from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.layers import HeadedSelfAttention, Options
 from memcheck.nn.rotary import angles_at, positions_within, rotated
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import SelfSequences, check_rank, check_states, sequence_arguments
+from memcheck.ops.checks import check_rank, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places
 from memcheck.ops.compressed_attention_states import positions_of as positions_of_means
@@ -35,12 +35,6 @@ class CompressedState(NamedTuple):
 # one for each sequence.
 State = CompressedAttentionState | CompressedAttentionWindowState | CompressedState
 States = State | tuple[State, ...]
-
-
-class Options(SelfSequences, total=False):
-    """Arguments of the forward that do not change what it returns."""
-
-    initial_state: States | None
 
 
 class BlockConvolution(torch.nn.Module):
@@ -189,19 +183,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
     def forward(self, x: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]) -> Tensor: ...
 
     @overload
-    def forward(
-        self, x: Tensor, *, return_state: Literal[True], initial_state: State | None = ...
-    ) -> tuple[Tensor, State]: ...
-
-    @overload
-    def forward(
-        self, x: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
-    ) -> tuple[Tensor, States]: ...
-
-    @overload
-    def forward(
-        self, x: Tensor, *, return_state: bool, **options: Unpack[Options]
-    ) -> Tensor | tuple[Tensor, States]: ...
+    def forward(self, x: Tensor, *, return_state: Literal[True], **options: Unpack[Options]) -> tuple[Tensor, Any]: ...
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memcheck.nn.checks import check_positive, refuse_scripting
 from memcheck.nn.combinator import Combinator
-from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.layers import HeadedSelfAttention
 from memcheck.nn.rotary import Rotary, positions_within
 from memcheck.nn.softplus_attention import ChannelSelfAttention
 from memcheck.nn.weighted import DeviceLike

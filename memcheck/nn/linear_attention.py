@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_decay, check_step
-from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.checks import check_decay
+from memcheck.nn.layers import HeadedSelfAttention, StatefulSelfAttention
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import SelfSequences
-from memcheck.ops.linear_attention import AnyState, linear_attention, linear_attention_step
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 
 
-class Options(SelfSequences, total=False):
-    """Arguments of the forward that do not change what it returns."""
-
-    initial_state: AnyState | None
-
-
-class LinearSelfAttention(HeadedSelfAttention):
+class LinearSelfAttention(HeadedSelfAttention, StatefulSelfAttention):
     """Linear self-attention, projections inside: x (B,S,E) -> y (B,S,E).
 
     Args:
@@ -51,6 +41,9 @@ class LinearSelfAttention(HeadedSelfAttention):
         >>> y = linear_attention(q, k, v, causal=module.causal, feature_map=module.feature_map, eps=module.eps)
         >>> y = module.out_proj(y.transpose(1, 2).flatten(2))
     """
+
+    operator, step_operator = staticmethod(linear_attention), staticmethod(linear_attention_step)
+    positions = (2, 2, 2)
 
     def __init__(
         self,
@@ -106,74 +99,7 @@ class LinearSelfAttention(HeadedSelfAttention):
         return text
 
     def options(self, q: Tensor) -> dict[str, Any]:
-        """Arguments of the operator and its step."""
         logit = self.decay_logit
         if logit is not None:
             logit = torch.nn.functional.logsigmoid(logit.to(torch.promote_types(q.dtype, torch.float32)))
         return {"feature_map": self.feature_map, "eps": self.eps, "normalize": self.normalize, "log_decay": logit}
-
-    @overload
-    def forward(self, x: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]) -> Tensor: ...
-
-    @overload
-    def forward(
-        self, x: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
-    ) -> tuple[Tensor, AnyState]: ...
-
-    @overload
-    def forward(
-        self, x: Tensor, *, return_state: bool, **options: Unpack[Options]
-    ) -> Tensor | tuple[Tensor, AnyState]: ...
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        lengths: Tensor | None = None,
-        padding: str = "right",
-        initial_state: AnyState | None = None,
-        return_state: bool = False,
-    ) -> Tensor | tuple[Tensor, AnyState]:
-        """x (B,S,E) -> y (B,S,E); with return_state (y, state), which `step` takes too.
-
-        The other arguments are those of memcheck.linear_attention. Where padded, y is the bias of out_proj. The
-        projections read padding, so x must be finite there if a weight wants a gradient.
-        """
-        q, k, v = self.project(x)
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
-        options |= {"initial_state": initial_state, "return_state": return_state, **self.options(q)}
-        result = linear_attention(q, k, v, causal=self.causal, **options)
-        if not return_state:
-            return self.leave(result)
-        y, state = result
-        return self.leave(y), state
-
-    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
-        __call__ = forward
-
-    @torch.no_grad()
-    def step(self, x: Tensor, state: AnyState | None = None) -> tuple[Tensor, AnyState]:
-        """The newest positions, from a state instead of all earlier tokens; no gradient.
-
-        Args:
-            x: (B,n,E), the tokens that are new since the state: the prompt first, then one at a time.
-            state: the result of the previous step, or of the forward with return_state; None at the beginning.
-                M (B,Hkv,D,D) and z (B,Hkv,D) in the accumulation type; z is None if y is not normalized.
-
-        Returns:
-            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state. Each
-            token rounds the state once; see linear_attention_step for the error.
-        """
-        q, k, v = self.project(x)
-        check_step("LinearSelfAttention", x, self.causal)
-        options = self.options(q)
-        if state is None:
-            y = linear_attention(q, k, v, causal=True, **options)
-            _, state = linear_attention_step(q[:, :, -1:], k, v, **options)
-            return self.leave(y), state
-        rows = []
-        for q_1, k_1, v_1 in zip(q.split(1, 2), k.split(1, 2), v.split(1, 2), strict=True):
-            row, state = linear_attention_step(q_1, k_1, v_1, state, **options)
-            rows.append(row)
-        return self.leave(torch.cat(rows, 2)), state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -41,120 +41,73 @@ from memcheck.ops.compressed_attention_windows import (
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
-Yes = Literal[True]
-No = Literal[False]
-
-# Packed or padded, there is a state for each sequence.
-States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
-WindowStates = CompressedAttentionWindowState | tuple[CompressedAttentionWindowState, ...]
-AnyState = States | WindowStates
-InitialState = (
-    CompressedAttentionState
-    | CompressedAttentionWindowState
-    | Sequence[CompressedAttentionState]
-    | Sequence[CompressedAttentionWindowState]
-    | None
-)
+State = CompressedAttentionState | CompressedAttentionWindowState
 
 _step = torch.ops.memcheck.compressed_attention_step.default
 _last_step = torch.ops.memcheck.compressed_attention_last_step.default
 
 
-class Options(TypedDict, total=False):
-    """Arguments of compressed_attention except those that change what it returns."""
+class BlockOptions(TypedDict, total=False):
+    """Arguments of attention to blocks beside return_lse, for type checkers."""
 
     factor: Required[int]
     causal: bool
     strict: bool
     scale: float | None
     sink: Tensor | None
+    window: int | None
 
 
-class WithPositions(Options, total=False):
+class PooledOptions(BlockOptions, total=False):
     """Those of compressed_attention_pooled."""
 
+    kv_len: Required[int]
     k: Tensor | None
     v: Tensor | None
-    window: int | None
 
 
-class WithState(Options, total=False):
-    """The same, with those of a single state."""
+class Options(BlockOptions, Sequences, total=False):
+    """Those of compressed_attention, beside return_state."""
 
-    initial_state: CompressedAttentionState | None
-
-
-class WithStates(Options, Sequences, total=False):
-    """The same, with those of packed or padded sequences, which have a tuple of states."""
-
-    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None
-
-
-class WithWindowState(Options, total=False):
-    """The same, with those of a window and its state."""
-
-    window: Required[int]
-    initial_state: CompressedAttentionWindowState | None
-
-
-class WithWindowStates(Options, Sequences, total=False):
-    """The same, with those of packed or padded sequences, which have a tuple of states."""
-
-    window: Required[int]
-    initial_state: CompressedAttentionWindowState | Sequence[CompressedAttentionWindowState] | None
-
-
-class WithAny(Options, Sequences, total=False):
-    """The same, with or without a window."""
-
-    window: int | None
-    initial_state: InitialState
+    initial_state: State | Sequence[State] | None
 
 
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: No = ..., **options: Unpack[WithAny]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_state: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
+
+
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: No = ..., **options: Unpack[WithAny]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_state: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+
+
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithWindowState]
-) -> tuple[Tensor, CompressedAttentionWindowState]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithWindowState]
-) -> tuple[Tensor, Tensor, CompressedAttentionWindowState]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithWindowStates]
-) -> tuple[Tensor, WindowStates]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithWindowStates]
-) -> tuple[Tensor, Tensor, WindowStates]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithState]
-) -> tuple[Tensor, CompressedAttentionState]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithState]
-) -> tuple[Tensor, Tensor, CompressedAttentionState]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithStates]
-) -> tuple[Tensor, States]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithStates]
-) -> tuple[Tensor, Tensor, States]: ...
-@overload
-def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ..., **options: Unpack[WithAny]
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AnyState] | tuple[Tensor, Tensor, AnyState]: ...
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_state: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Any, ...]: ...
+
+
 def compressed_attention(
     q: Tensor,
     k: Tensor,
@@ -172,9 +125,9 @@ def compressed_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: InitialState = None,
+    initial_state: State | Sequence[State] | None = None,
     return_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AnyState] | tuple[Tensor, Tensor, AnyState]:
+) -> Tensor | tuple[Any, ...]:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
 
     This is memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et
@@ -279,7 +232,7 @@ def compressed_attention(
     if not causal:
         raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
     sink = check_sink(op, sink, q)
-    state: AnyState
+    state: Any
     if window is None:
         outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
     else:
@@ -293,16 +246,16 @@ def compressed_attention(
 
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: No = ..., **options: Unpack[WithPositions]
+    q: Tensor, kc: Tensor, vc: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[PooledOptions]
 ) -> Tensor: ...
+
+
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: Yes, **options: Unpack[WithPositions]
+    q: Tensor, kc: Tensor, vc: Tensor, *, return_lse: Literal[True], **options: Unpack[PooledOptions]
 ) -> tuple[Tensor, Tensor]: ...
-@overload
-def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: bool, **options: Unpack[WithPositions]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def compressed_attention_pooled(
     q: Tensor,
     kc: Tensor,
@@ -363,15 +316,7 @@ def compressed_attention_pooled(
     return attend(op, (q, kc, vc), sink, blocks | {"window": window}, options, near)
 
 
-@overload
-def compressed_attention_state(
-    k: Tensor, v: Tensor, *, factor: int, window: None = ...
-) -> CompressedAttentionState: ...
-@overload
-def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int, window: int) -> CompressedAttentionWindowState: ...
-def compressed_attention_state(
-    k: Tensor, v: Tensor, *, factor: int, window: int | None = None
-) -> CompressedAttentionState | CompressedAttentionWindowState:
+def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int, window: int | None = None) -> State:
     """The state of compressed_attention_step after these positions. T may be 0.
 
     Args:
@@ -406,41 +351,17 @@ def compressed_attention_state(
     return state_after(op, state_before(op, "state", None, k, factor), k, v)
 
 
-@overload
 def compressed_attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: CompressedAttentionState | None = None,
-    *,
-    factor: int,
-    strict: bool = ...,
-    scale: float | None = ...,
-    window: None = ...,
-) -> tuple[Tensor, CompressedAttentionState]: ...
-@overload
-def compressed_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: CompressedAttentionWindowState | None = None,
-    *,
-    factor: int,
-    strict: bool = ...,
-    scale: float | None = ...,
-    window: int,
-) -> tuple[Tensor, CompressedAttentionWindowState]: ...
-def compressed_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: CompressedAttentionState | CompressedAttentionWindowState | None = None,
+    state: State | None = None,
     *,
     factor: int,
     strict: bool = False,
     scale: float | None = None,
     window: int | None = None,
-) -> tuple[Tensor, CompressedAttentionState | CompressedAttentionWindowState]:
+) -> tuple[Tensor, State]:
     """The newest positions of causal compressed attention, from a state instead of all earlier keys.
 
     Args:

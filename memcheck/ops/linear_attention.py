@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -29,10 +29,7 @@ from memcheck.ops.checks import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-State = tuple[Tensor, Tensor]
-StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
-# z is None where y is not normalized.
-AnyState = tuple[Tensor, Tensor | None]
+State = tuple[Tensor | Any, ...]  # (M, z), (M, None) if y is not normalized, or (M, z, M_rest, z_rest)
 DEFAULTS = {"feature_map": "elu+1", "eps": 1e-6}
 
 _forward = torch.ops.memcheck.linear_attention.default
@@ -40,50 +37,27 @@ _step = torch.ops.memcheck.linear_attention_step.default
 
 
 class Options(Sequences, total=False):
-    """Arguments of linear_attention that do not change what it returns."""
+    """Optional arguments of linear_attention beside return_state, for type checkers."""
 
     causal: bool
     feature_map: str
     eps: float
+    normalize: bool
     decay: Tensor | None
     log_decay: Tensor | None
-    initial_state: AnyState | None
+    initial_state: State | None
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool = ...,
-    return_state: Literal[False] = ...,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: Literal[True] = ...,
-    return_state: Literal[True],
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, State]: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, normalize: bool, return_state: Literal[True], **options: Unpack[Options]
-) -> tuple[Tensor, AnyState]: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, normalize: bool = ..., return_state: bool = ..., **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, AnyState]: ...
 
 
 def linear_attention(
@@ -102,9 +76,9 @@ def linear_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: AnyState | None = None,
+    initial_state: State | None = None,
     return_state: bool = False,
-) -> Tensor | tuple[Tensor, AnyState]:
+) -> Tensor | tuple[Tensor, State]:
     """A mean of the values, weighted by phi(q).phi(k) (Katharopoulos et al. 2020, arXiv:2006.16236).
 
     Args:
@@ -207,85 +181,11 @@ def linear_attention(
     return (y, (m, z)) if return_state else y
 
 
-class StepOptions(TypedDict, total=False):
-    """Arguments of linear_attention_step that do not change what it returns."""
-
-    feature_map: str
-    eps: float
-    decay: Tensor | None
-    log_decay: Tensor | None
-
-
-@overload
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: State | None = ...,
-    *,
-    normalize: Literal[True] = ...,
-    state_rest: Literal[False] = ...,
-    **options: Unpack[StepOptions],
-) -> tuple[Tensor, State]: ...
-
-
-@overload
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: AnyState | None = ...,
-    *,
-    normalize: bool = ...,
-    state_rest: Literal[False] = ...,
-    **options: Unpack[StepOptions],
-) -> tuple[Tensor, AnyState]: ...
-
-
-@overload
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: StateWithRest,
-    *,
-    normalize: Literal[True] = ...,
-    state_rest: bool = ...,
-    **options: Unpack[StepOptions],
-) -> tuple[Tensor, StateWithRest]: ...
-
-
-@overload
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State | StateWithRest | None = ...,
-    *,
-    normalize: Literal[True] = ...,
-    state_rest: Literal[True],
-    **options: Unpack[StepOptions],
-) -> tuple[Tensor, StateWithRest]: ...
-
-
-@overload
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: AnyState | StateWithRest | None = ...,
-    *,
-    normalize: bool = ...,
-    state_rest: bool = ...,
-    **options: Unpack[StepOptions],
-) -> tuple[Tensor, AnyState | StateWithRest]: ...
-
-
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: AnyState | StateWithRest | None = None,
+    state: State | None = None,
     *,
     feature_map: str = "elu+1",
     eps: float = 1e-6,
@@ -293,7 +193,7 @@ def linear_attention_step(
     decay: Tensor | None = None,
     log_decay: Tensor | None = None,
     state_rest: bool = False,
-) -> tuple[Tensor, AnyState | StateWithRest]:
+) -> tuple[Tensor, State]:
     """One position of causal linear attention, from a state instead of all earlier keys.
 
     Args:

@@ -27,8 +27,7 @@ from memcheck.ops.checks import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-State = tuple[Tensor, Tensor]
-StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
+State = tuple[Tensor, ...]  # (Z, A), or (Z, A, Z_rest, A_rest)
 
 DEFAULTS = {"causal": True, "eps": 1e-6}
 STEP_DEFAULTS = {"eps": 1e-6}
@@ -38,53 +37,24 @@ _step = torch.ops.memcheck.softplus_attention_step.default
 
 
 class Options(Sequences, total=False):
-    """Arguments of softplus_attention that do not change what it returns."""
+    """Optional arguments of softplus_attention beside return_state, for type checkers."""
 
     causal: bool
     eps: float
-    initial_state: State | StateWithRest | None
+    initial_state: State | None
+    state_rest: bool
 
 
 @overload
 def softplus_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_state: Literal[False] = ...,
-    state_rest: bool = ...,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def softplus_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_state: Literal[True],
-    state_rest: Literal[False] = ...,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, State]: ...
-
-
-@overload
-def softplus_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    return_state: Literal[True],
-    state_rest: Literal[True],
-    **options: Unpack[Options],
-) -> tuple[Tensor, StateWithRest]: ...
-
-
-@overload
-def softplus_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = ..., state_rest: bool = ..., **options: Unpack[Options]
-) -> Tensor | tuple[Tensor, State | StateWithRest]: ...
 
 
 def softplus_attention(
@@ -99,10 +69,10 @@ def softplus_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: State | StateWithRest | None = None,
+    initial_state: State | None = None,
     return_state: bool = False,
     state_rest: bool = False,
-) -> Tensor | tuple[Tensor, State | StateWithRest]:
+) -> Tensor | tuple[Tensor, State]:
     """A running mean of the values, weighted by softplus(k), gated by softplus(q).
 
     Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103), with softplus in place
@@ -207,51 +177,9 @@ def _attend_from_state(
     return y, (*sums.unbind(), *rest.unbind()) if state_rest else (*sums.unbind(),)
 
 
-@overload
 def softplus_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: State | None = ..., *, eps: float = ..., state_rest: Literal[False] = ...
-) -> tuple[Tensor, State]: ...
-
-
-@overload
-def softplus_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: StateWithRest, *, eps: float = ..., state_rest: bool = ...
-) -> tuple[Tensor, StateWithRest]: ...
-
-
-@overload
-def softplus_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State | StateWithRest | None = ...,
-    *,
-    eps: float = ...,
-    state_rest: Literal[True],
-) -> tuple[Tensor, StateWithRest]: ...
-
-
-@overload
-def softplus_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State | StateWithRest | None = ...,
-    *,
-    eps: float = ...,
-    state_rest: bool = ...,
-) -> tuple[Tensor, State | StateWithRest]: ...
-
-
-def softplus_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State | StateWithRest | None = None,
-    *,
-    eps: float = 1e-6,
-    state_rest: bool = False,
-) -> tuple[Tensor, State | StateWithRest]:
+    q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, eps: float = 1e-6, state_rest: bool = False
+) -> tuple[Tensor, State]:
     """The newest positions of causal softplus attention, from a state instead of all earlier keys.
 
     Args:

