@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
-from memcheck.ops import decompose, derivatives
+from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     REFUSALS,
     changed_options,
@@ -28,6 +28,7 @@ from memcheck.ops.checks import (
     in_autocast_dtype,
     is_symbolic,
 )
+from memcheck.ops.reference.compressed_attention import compressed_attention_extend
 from memcheck.ops.reference.sequences import sequences_of
 
 LONGEST = 2**31
@@ -255,8 +256,7 @@ def state_after(op: str, state: CompressedAttentionState, k: Tensor, v: Tensor) 
 def extended(op: str, k: Tensor, v: Tensor, k_sum: Tensor, v_sum: Tensor, **options: Any) -> Sequence[Tensor]:
     """kc and vc of the blocks that new positions complete, and the sums of the open block after them."""
     if derivatives.transformed():
-        results: Sequence[Tensor] = decompose.compressed_attention_extend(k, v, k_sum, v_sum, **options)
-        return results
+        return compressed_attention_extend(k, v, k_sum, v_sum, **options)
     try:
         return torch.ops.memcheck.compressed_attention_extend(k, v, k_sum, v_sum, **options)
     except REFUSALS:

@@ -7,7 +7,6 @@ vjp, jacrev, and vmap of them) comes from the operator's own kernels.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,18 +24,23 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from memcheck._extension import MISSING
+from memcheck.ops.reference import combinator as combinator_reference
+from memcheck.ops.reference import compressed_attention as compressed_reference
+from memcheck.ops.reference import linear_attention as linear_reference
+from memcheck.ops.reference import projection as projection_reference
+from memcheck.ops.reference import softplus_attention as softplus_reference
+from memcheck.ops.reference.sequences import sequences_of
 
 Tensors = Sequence[Tensor]
 Gradients = Sequence[Any]  # of tensors; None where there is none
-# The operators, and the module of memcheck.ops.reference that has the same function.
-REFERENCES = {
-    "softplus_attention": "softplus_attention",
-    "linear_attention": "linear_attention",
-    "compressed_attention": "compressed_attention",
-    "compressed_attention_pooled": "compressed_attention",
-    "combinator": "combinator",
-    "linear_r": "projection",
-    "linear_l": "projection",
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "softplus_attention": softplus_reference.softplus_attention,
+    "linear_attention": linear_reference.linear_attention,
+    "compressed_attention": compressed_reference.compressed_attention,
+    "compressed_attention_pooled": compressed_reference.compressed_attention_pooled,
+    "combinator": combinator_reference.combinator,
+    "linear_r": projection_reference.linear_r,
+    "linear_l": projection_reference.linear_l,
 }
 
 
@@ -47,11 +51,9 @@ def transformed() -> bool:
 
 def call(op: str, inputs: Tensors, **options: Any) -> Tensor:
     """The first result of an operator, while a transform is active."""
-    transforms = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
-    duals = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
-    if TransformType.Jvp in transforms or duals:
+    if TransformType.Jvp in transforms() or has_tangent(inputs):
         return in_plain_torch(op, options)(*inputs)
-    if TransformType.Grad in transforms:
+    if TransformType.Grad in transforms():
         y: Tensor = Forward.apply(op, options, *inputs)[0]
         return y
     return results_of(op, inputs, options)[0]
@@ -59,11 +61,17 @@ def call(op: str, inputs: Tensors, **options: Any) -> Tensor:
 
 def differentiated(inputs: Gradients) -> bool:
     """Whether torch.func differentiates, or an input has a tangent."""
-    if not transformed():
+    if not transformed():  # torch.compile reads this much
         return False
-    transforms = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
-    if transforms & {TransformType.Grad, TransformType.Jvp}:
-        return True
+    return bool(transforms() & {TransformType.Grad, TransformType.Jvp}) or has_tangent(inputs)
+
+
+def transforms() -> set[TransformType]:
+    """The active transforms of torch.func."""
+    return {interpreter.key() for interpreter in get_interpreter_stack() or ()}
+
+
+def has_tangent(inputs: Gradients) -> bool:
     given = [x for x in inputs if x is not None]
     return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
 
@@ -74,8 +82,7 @@ def by_reference(op: str, inputs: Gradients, **options: Any) -> tuple[Any, ...]:
     Inputs may be None. The options of packed and padded batches are those of the operator.
     """
     refuse_mapped_lengths(op, options)
-    formula = getattr(importlib.import_module(f"memcheck.ops.reference.{REFERENCES[op]}"), op)
-    results = formula(*(x if x is None else wide(x) for x in inputs), **in_names_of_reference(options))
+    results = REFERENCES[op](*(x if x is None else wide(x) for x in inputs), **in_names_of_reference(options))
     y, *others = results if isinstance(results, tuple) else (results,)
     return y.to(inputs[0].dtype), *others
 
@@ -103,9 +110,8 @@ def in_names_of_reference(options: dict[str, Any]) -> dict[str, Any]:
 
 def in_plain_torch(op: str, options: dict[str, Any]) -> Callable[..., Tensor]:
     """The reference of an operator, computed in the accumulation type and rounded once."""
-    module = importlib.import_module(f"memcheck.ops.reference.{REFERENCES[op]}")
-    formula = partial(getattr(module, op), **{name: x for name, x in options.items() if name != "low_memory"})
-    return lambda *inputs: formula(*map(wide, inputs)).to(inputs[0].dtype)
+    options = {name: x for name, x in options.items() if name != "low_memory"}
+    return lambda *inputs: by_reference(op, inputs, **options)[0]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -245,54 +251,16 @@ def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, 
 # gradients as functions that can be differentiated. A tensor on which no wanted gradient depends may be absent.
 
 
-def of_sequences(q: Tensor, kv_len: int, factor: int, options: dict[str, Any]) -> list[tuple[slice, slice, slice, int]]:
-    """The rows of each sequence, its queries, its keys, and the place of its first block.
-
-    Takes what describes them from the options. A batch that is neither packed nor padded is one sequence.
-    """
-    given = {name: options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")}
-    sequences_of = importlib.import_module("memcheck.ops.reference.sequences").sequences_of
-    sequences = in_names_of_reference(given)
-    places = sequences_of(len(q), q.shape[2], kv_len, causal=options["causal"], **sequences)
-    packed = "cu_seqlens_k" in sequences
-    return [(*place, place[2].start // factor + n if packed else 0) for n, place in enumerate(places)]
-
-
-def compressed_attention_pooled(
-    tensors: Gradients, output_mask: Sequence[bool], factor: int, kv_len: int, **options: Any
-) -> Gradients:
-    """The gradients, computed for each sequence alone."""
+def compressed_attention_pooled(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
     grad_y, q, kc, vc, _, _, grad_lse, sink, k, v = [*tensors, *[None] * 4][:10]
-    given = {"q": q, "kc": kc, "vc": torch.zeros_like(kc) if vc is None else vc, "sink": sink, "k": k}
-    given["v"] = torch.zeros_like(k) if v is None and k is not None else v
-    module = importlib.import_module("memcheck.ops.reference.compressed_attention")
-    whole: dict[str, Any] = {name: None if x is None else torch.zeros_like(x) for name, x in given.items()}
-    for rows, queries, keys, first in of_sequences(q, kv_len, factor, options):
-        length = keys.stop - keys.start
-        formula = partial(
-            module.compressed_attention_pooled,
-            factor=factor,
-            kv_len=length,
-            return_lse=grad_lse is not None,
-            **options,
-        )
-        its_queries = (rows, slice(None), queries)
-        its_blocks = (rows, slice(None), slice(first, first - (-length // factor)))
-        its_keys = (rows, slice(None), keys)
-        places = {
-            "q": its_queries,
-            "kc": its_blocks,
-            "vc": its_blocks,
-            "sink": slice(None),
-            "k": its_keys,
-            "v": its_keys,
-        }
-        inputs = {name: x[places[name]] for name, x in given.items() if x is not None}
-        pull = torch.func.vjp(lambda x, of=formula: of(**x), inputs)[1]
-        grads = grad_y[its_queries] if grad_lse is None else (grad_y[its_queries], grad_lse[its_queries])
-        for name, gradient in pull(grads)[0].items():
-            whole[name][places[name]] += gradient
-    return masked(list(whole.values()), output_mask)
+    vc = torch.zeros_like(kc) if vc is None else vc
+    v = torch.zeros_like(k) if v is None and k is not None else v
+
+    def results(q: Tensor, kc: Tensor, vc: Tensor, sink: Any, k: Any, v: Any) -> tuple[Any, ...]:
+        arguments = {"sink": sink, "k": k, "v": v, "return_lse": grad_lse is not None}
+        return by_reference("compressed_attention_pooled", (q, kc, vc), **arguments, **options)
+
+    return gradients_by_reference((q, kc, vc, sink, k, v), (grad_y, grad_lse), results, output_mask)
 
 
 def compressed_attention(
@@ -304,16 +272,19 @@ def compressed_attention(
     grad_q, *of_means, grad_sink, of_k, of_v = compressed_attention_pooled(
         tensors, mask, factor=factor, kv_len=kv_len, **options
     )
-    own = [of_k, of_v]
+    names = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")
+    sequences = in_names_of_reference({name: options.get(name) for name in names})
+    B, S = len(tensors[1]), tensors[1].shape[2]
     of_keys = [None if x is None else x.new_zeros(*x.shape[:2], kv_len, x.shape[3]) for x in of_means]
-    for rows, _, keys, first in of_sequences(tensors[1], kv_len, factor, options):
+    for n, (rows, _, keys) in enumerate(sequences_of(B, S, kv_len, causal=options["causal"], **sequences)):
         length = keys.stop - keys.start
         block = torch.arange(length, device=tensors[0].device) // factor
         lengths = (length - block * factor).clamp(max=factor)[:, None]
+        first = keys.start // factor + n if "cu_seqlens_k" in sequences else 0  # the place of the sequence's blocks
         for x, mean in zip(of_keys, of_means, strict=True):
             if x is not None:
                 x[rows, :, keys] = mean[rows][:, :, first + block] / lengths
-    of_keys = [x if of_itself is None else x + of_itself for x, of_itself in zip(of_keys, own, strict=True)]
+    of_keys = [x if own is None else x + own for x, own in zip(of_keys, (of_k, of_v), strict=True)]
     return [grad_q, *of_keys, grad_sink]
 
 
@@ -327,7 +298,7 @@ def compressed_attention_extend(
     B, Hkv, _, D = sizes
     N = len(options["counts"]) if options.get("places") else B
     keys, sums = like.new_zeros(sizes), wide(like).new_zeros(N, Hkv, D)
-    results = partial(importlib.import_module("memcheck.ops.decompose").compressed_attention_extend, **options)
+    results = partial(compressed_reference.compressed_attention_extend, **options)
     return gradients_by_reference((keys, keys, sums, sums), grads, results, output_mask)
 
 

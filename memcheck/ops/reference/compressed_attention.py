@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,50 @@ def compressed_attention_pooled(
     return (y, lse_of(q, kc, hidden, scale, sink)) if return_lse else y
 
 
+def compressed_attention_extend(
+    k: Tensor,
+    v: Tensor,
+    k_sum: Tensor,
+    v_sum: Tensor,
+    *,
+    positions: Sequence[int],
+    factor: int,
+    begins: Sequence[int] = (),
+    counts: Sequence[int] = (),
+    places: Sequence[int] = (),
+    packed: bool = False,
+) -> tuple[Tensor, ...]:
+    """k and v (B,Hkv,T,D), sums (N,Hkv,D) of open blocks -> kc and vc (.,Hkv,C,D) of complete ones, and the new sums"""
+    results = []
+    for x, total in ((k, k_sum), (v, v_sum)):
+        if not places:
+            results.append(blocks_after(x, total, positions[0], factor))
+            continue
+        blocks, sums, end = [x[:1, :, :0]], [total[:0]], 0
+        for i, (begin, count, place) in enumerate(zip(begins, counts, places, strict=False)):
+            its = x[0 if packed else i][None, :, begin : begin + count]
+            new, open_block = blocks_after(its, total[i : i + 1], positions[i], factor)
+            blocks += [x.new_zeros(1, x.shape[1], place - end, x.shape[3]), new]
+            sums, end = [*sums, open_block], place + new.shape[2]
+        blocks.append(x.new_zeros(1, x.shape[1], places[-1] - end, x.shape[3]))
+        results.append((torch.cat(blocks, 2), torch.cat(sums)))
+    (kc, k_sum), (vc, v_sum) = results
+    return kc, vc, k_sum, v_sum
+
+
+def blocks_after(x: Tensor, total: Tensor, positions: int, factor: int) -> tuple[Tensor, Tensor]:
+    """The means of blocks that x (B,Hkv,n,D) completes, and the sum of the open block, which was total (B,Hkv,D)."""
+    count = x.shape[2]
+    if positions + count < factor:
+        return x[:, :, :0], total + x.sum(2, dtype=total.dtype)
+    blocks = (positions + count) // factor
+    rest = positions + count - blocks * factor
+    whole = pad(x.to(total.dtype), (0, 0, positions, factor - rest))
+    sums = whole.unflatten(2, (blocks + 1, factor)).sum(3)
+    sums = sums + pad(total[:, :, None], (0, 0, 0, blocks))
+    return (sums[:, :, :-1] / factor).to(x.dtype), sums[:, :, -1]
+
+
 def compress(x: Tensor, factor: int) -> Tensor:
     """(B,Hkv,T,D) -> (B,Hkv,C,D): means over blocks, the last one of what is there."""
     return block_sums(x, factor) / block_lengths(x.shape[2], factor, x)[:, None]
@@ -149,7 +193,8 @@ def scores_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None, sink: 
     sink is inf. There they are 0."""
     absent = absent_blocks(kc)
     scores = q @ kc.masked_fill(absent[..., None], 0).mT * scale_of(q, scale)
-    scores = scores.masked_fill_(hidden, -torch.inf).masked_fill_(absent[:, :, None], -torch.inf)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = scores.masked_fill(absent[:, :, None], -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.to(scores.dtype)[:, None, None].expand(*q.shape[:3], 1)], 3)
     if not scores.shape[3]:
@@ -157,7 +202,7 @@ def scores_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None, sink: 
     nothing = scores.detach().amax(3, keepdim=True) == -torch.inf
     if sink is not None:
         nothing = nothing | (sink == torch.inf)[:, None, None]
-    return scores.masked_fill_(nothing, 0), nothing
+    return scores.masked_fill(nothing, 0), nothing
 
 
 def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None, sink: Tensor | None = None) -> Tensor:

@@ -68,16 +68,17 @@ def attend(
     feature_map: str,
     eps: float,
     normalize: bool,
+    logs: bool = False,
 ) -> Tensor:
-    """Linear attention within one sequence, or a batch of sequences of one length."""
+    """Linear attention within one sequence, or a batch of sequences of one length. logs: of the decays are given."""
     phi_q = features(q, feature_map)
     weights, v = weights_of(phi_q, features(k, feature_map), causal), per_head(v, q)
     if decays is not None:
-        weights = weights * decay_weights(decays, q)
+        weights = weights * decay_weights(decays, q, logs)
     sums, total = weights @ v, weights.sum(-1, keepdim=True)
     if state is not None:
         first = k.shape[2] - q.shape[2]
-        seen = phi_q if decays is None else phi_q * per_head(decays.cumprod(2), q)[:, :, first:, None]
+        seen = phi_q if decays is None else phi_q * per_head(products(decays, logs), q)[:, :, first:, None]
         sums = sums + seen @ per_head(state[0], q)
         if state[1] is not None:
             total = total + seen @ per_head(state[1], q)[..., None]
@@ -85,12 +86,19 @@ def attend(
 
 
 def state_after(
-    k: Tensor, v: Tensor, decays: Tensor | None, state: State | None, feature_map: str, normalize: bool
+    k: Tensor,
+    v: Tensor,
+    decays: Tensor | None,
+    state: State | None,
+    feature_map: str,
+    normalize: bool,
+    logs: bool = False,
 ) -> State:
     """(M (B,Hkv,D,Dv), z (B,Hkv,D)) behind the last key, from that before the first. z is None if not normalized."""
     phi_k, whole = features(k, feature_map), None
     if decays is not None and k.shape[2]:
-        phi_k, whole = phi_k * decay_weights(decays, k)[:, :, -1, :, None], decays.prod(2)
+        phi_k = phi_k * decay_weights(decays, k, logs)[:, :, -1, :, None]
+        whole = products(decays, logs)[:, :, -1]
     m, z = phi_k.mT @ v, phi_k.sum(2)
     if state is not None:
         m = m + (state[0] if whole is None else whole[..., None, None] * state[0])
@@ -141,13 +149,18 @@ def decay_of_positions(decay: Tensor, k: Tensor) -> Tensor:
     return decay[:, None].expand(k.shape[:3]) if decay.dim() == 1 else decay
 
 
-def decay_weights(decays: Tensor, q: Tensor) -> Tensor:
+def products(decays: Tensor, logs: bool) -> Tensor:
+    """The products of decays (B,Hkv,T,..) up to each position. From logs by sums, as ONNX has no cumprod."""
+    return decays.cumsum(2).exp() if logs else decays.cumprod(2)
+
+
+def decay_weights(decays: Tensor, q: Tensor, logs: bool = False) -> Tensor:
     """decays (B,Hkv,T) -> (B,H,S,T), the product of the decays from key t + 1 to query s; 0 for later keys."""
     T = decays.shape[2]
     later = torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-1)  # position i is behind position j
-    # Products, because sums of logarithms are less accurate: they are as large as decays are small.
-    products = torch.where(later, decays[..., None], 1).cumprod(2)
-    return per_head(products, q)[:, :, T - q.shape[2] :].tril(T - q.shape[2])
+    # Not by default from logs, whose sums are less accurate: they are as large as decays are small.
+    behind_keys = products(torch.where(later, decays[..., None], 0 if logs else 1), logs)  # (B,Hkv,T,T)
+    return per_head(behind_keys, q)[:, :, T - q.shape[2] :].tril(T - q.shape[2])
 
 
 def linear_attention_cumsum(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:

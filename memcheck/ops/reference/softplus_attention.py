@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,13 @@ def softplus_attention(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float, state: tuple[Tensor, Tensor] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    eps: float,
+    state: Sequence[Tensor] | None,
+    softplus: Callable[[Tensor], Tensor] = softplus,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """y and the state after, within one sequence, or a batch of sequences of one length."""
     weights = softplus(k)
