@@ -22,8 +22,8 @@ from typing import Any
 
 from harness import write_result
 
-from memcheck.predict.allocator import CachingAllocator
-from memcheck.predict.allocator.blocks import Block
+from memcheck.allocator import CachingAllocator
+from memcheck.allocator.blocks import Block
 
 MOST_ALIVE, PLACES, FRAMES = 1000, 400, 42
 

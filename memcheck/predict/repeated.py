@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from memcheck.allocator import CachingAllocator
 from memcheck.core.place import Place
 from memcheck.predict.allocation_log import Trace
-from memcheck.predict.allocator import CachingAllocator
 from memcheck.predict.replay import allocator_at
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from memcheck.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
 from memcheck.core.case import Terms
 from memcheck.core.devices import Device
 from memcheck.core.place import Place
@@ -21,7 +22,6 @@ from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
-from memcheck.predict.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
 from memcheck.predict.evidence import Evidence, evidence_of, operators_of_equal_rows
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target

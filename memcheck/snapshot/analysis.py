@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memcheck.allocator.caching import CachingAllocator, Event
+from memcheck.allocator.history import History, Replayed, Segment, replay_history
 from memcheck.core.script_record import PHASES, Alive, Origin
 from memcheck.core.snapshot_record import Growth, Holes, Levels, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
 from memcheck.measure.script_growth import growing_places
-from memcheck.predict.allocator.caching import CachingAllocator, Event
-from memcheck.predict.allocator.history import History, Segment
-from memcheck.predict.allocator.replay import Replayed, replay_history
 from memcheck.snapshot.recording import (
     ACTIONS,
     ALLOC,

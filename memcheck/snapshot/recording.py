@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memcheck.allocator.caching import Event
+from memcheck.allocator.history import History, Segment
+from memcheck.allocator.settings import AllocatorSettings
 from memcheck.core.script_record import Origin
-from memcheck.predict.allocator.caching import Event
-from memcheck.predict.allocator.history import History, Segment
-from memcheck.predict.allocator.settings import AllocatorSettings
 from memcheck.snapshot.frames import origin_of
 
 Ints = npt.NDArray[np.int64]

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memcheck.allocator.settings import AllocatorSettings
 from memcheck.core import html
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
@@ -16,7 +17,6 @@ from memcheck.core.options import named
 from memcheck.core.place import Place
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.core.verdict import few_lines
-from memcheck.predict.allocator.settings import AllocatorSettings
 from memcheck.report.plots.snapshot_plot import snapshot_figure
 from memcheck.report.plots.style import inline_svg, shown
 from memcheck.report.script_tables import MOST_ROWS

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memcheck.allocator.caching import CachingAllocator
+from memcheck.allocator.history import History, replay_history
 from memcheck.core.snapshot_record import WhatIf
-from memcheck.predict.allocator.caching import CachingAllocator
-from memcheck.predict.allocator.history import History
-from memcheck.predict.allocator.replay import replay_history
 
 AS_RECORDED = "as recorded"
 # What is tried unless the caller asks for settings. torch collects garbage only where the process has a fraction.

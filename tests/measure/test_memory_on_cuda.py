@@ -10,15 +10,15 @@ import torch
 
 import memcheck
 from memcheck.__main__ import main
+from memcheck.allocator.blocks import MIB
+from memcheck.allocator.caching import CachingAllocator
+from memcheck.allocator.plain import OutOfMemory
 from memcheck.core.script_record import Line
 from memcheck.measure import machine as machines
 from memcheck.measure import measurement
 from memcheck.measure import tracker as tracking
 from memcheck.measure.script_watch import ScriptWatch
 from memcheck.measure.timeline import record_timeline
-from memcheck.predict.allocator.blocks import MIB
-from memcheck.predict.allocator.caching import CachingAllocator
-from memcheck.predict.allocator.plain import OutOfMemory
 
 
 class FakeCuda:

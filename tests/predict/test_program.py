@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import memcheck
 from memcheck import Place, Program, Step
+from memcheck.allocator import MIB
 from memcheck.core.checkpointing import arranged
 from memcheck.core.errors import UsageError
 from memcheck.core.optimizers import optimizer_factory
 from memcheck.core.tensors import gradients_for
-from memcheck.predict.allocator import MIB
 from memcheck.predict.operators.products import LT_WORKSPACE
 
 pytestmark = pytest.mark.cpu

@@ -14,6 +14,7 @@ import torch._dynamo  # predictions load it; loaded here, conftest.py freezes it
 
 import memcheck
 from memcheck import predict_memory
+from memcheck.allocator import MIB
 from memcheck.bench.case_predictions import closed_bytes, traced
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
 from memcheck.bench.workloads import prepare
@@ -24,7 +25,6 @@ from memcheck.core.torch_versions import NEWEST_TRIED, running
 from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
-from memcheck.predict.allocator import MIB
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace_runner import TraceRunner

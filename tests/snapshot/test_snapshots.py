@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import memcheck
+from memcheck.allocator import MIB, AllocatorSettings, CachingAllocator
+from memcheck.allocator.blocks import Block
+from memcheck.allocator.plain import OutOfMemory
 from memcheck.core.errors import UsageError
 from memcheck.core.snapshot_record import SnapshotRecord
-from memcheck.predict.allocator import MIB, AllocatorSettings, CachingAllocator
-from memcheck.predict.allocator.blocks import Block
-from memcheck.predict.allocator.plain import OutOfMemory
 from memcheck.snapshot import Snapshot
 from memcheck.snapshot.frames import origin_of
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memcheck.predict.allocator import rounded_up
+from memcheck.allocator import rounded_up
 from memcheck.predict.operators.facts import Facts, add, doubt
 from memcheck.predict.operators.products import ONEDNN
 from memcheck.predict.scratch import OperatorCall, RunDependent, Scratch, Unknown

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from memcheck.predict.allocator import MIB, AllocatorSettings, CachingAllocator
-from memcheck.predict.allocator.caching import Event
-from memcheck.predict.allocator.history import History, Segment, reserved_by
-from memcheck.predict.allocator.replay import replay_history
+from memcheck.allocator import MIB, AllocatorSettings, CachingAllocator
+from memcheck.allocator.caching import Event
+from memcheck.allocator.history import History, Segment, replay_history, reserved_by
 from memcheck.snapshot.files import read_data
 from memcheck.snapshot.recording import recordings_of
 

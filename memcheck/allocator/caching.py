@@ -1,6 +1,7 @@
 """A model of PyTorch's CUDA caching allocator: its counters after the same requests in the same order.
 
 It follows c10/cuda/CUDACachingAllocator.cpp: streams, private pools, frees that wait for other streams, and settings.
+Docstrings give the function of DeviceCachingAllocator that a method mirrors.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from memcheck.predict.allocator.blocks import BLOCK, MIB, SMALL_REQUEST, Block, Pool
-from memcheck.predict.allocator.expandable import ExpandableSegments
-from memcheck.predict.allocator.plain import Count, OutOfMemory
-from memcheck.predict.allocator.settings import AllocatorSettings, Order
+from memcheck.allocator.blocks import BLOCK, MIB, SMALL_REQUEST, Block, Pool, rounded_up
+from memcheck.allocator.plain import Count, OutOfMemory
+from memcheck.allocator.settings import AllocatorSettings, Order
 
 # Drivers hand out descending addresses: 82 % of the successive segments in recorded histories.
 TOP_ADDRESS = 2**48
+ADDRESSES = 2**44  # Addresses of a segment if the memory of the GPU is unknown: larger than any request.
 
 
 class Event(NamedTuple):
@@ -80,8 +81,7 @@ class CachingAllocator:
         block.in_use, block.requested = True, requested
         self.requested.add(requested)
         self.allocated.add(block.bytes)
-        if self.events is not None:
-            self.note("alloc", block, requested)
+        self.note("alloc", block, requested)
         return block
 
     def free(self, block: Block | None, *, waits: bool = False) -> None:
@@ -89,8 +89,7 @@ class CachingAllocator:
         if block is None:
             return
         self.allocated.add(-block.bytes)
-        if self.events is not None:
-            self.note("free_requested", block, block.requested)
+        self.note("free_requested", block, block.requested)
         if waits or block.streams:
             self._pending[block] = None
         else:
@@ -154,9 +153,8 @@ class CachingAllocator:
             kind = "larger segments"
         self.reserved.add(size)
         self._segments[kind] = self._segments.get(kind, 0) + size
-        if self.events is not None:
-            names = ("segment_map", "segment_unmap") if block.base is not None else ("segment_alloc", "segment_free")
-            self.note(names[size < 0], block, abs(size))
+        names = ("segment_map", "segment_unmap") if block.base is not None else ("segment_alloc", "segment_free")
+        self.note(names[size < 0], block, abs(size))
 
     def note(self, action: str, block: Block, size: int) -> None:
         """Keeps an event."""
@@ -188,7 +186,7 @@ class CachingAllocator:
         return [self._pools[key] for key in keys]
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Takes the block that serves the request out of the pool. None: there is none."""
+        """Takes the block that serves the request out of the pool. None: there is none (get_free_block)."""
         index = pool.index_for(size)
         if index == len(pool.free):
             return None
@@ -202,6 +200,7 @@ class CachingAllocator:
         return block
 
     def _splits(self, block: Block, size: int) -> bool:
+        """Whether what the request leaves of the block becomes a block of its own (should_split)."""
         rest = block.bytes - size
         if block.pool.small or self.settings.expandable_segments:
             return rest >= BLOCK
@@ -209,9 +208,9 @@ class CachingAllocator:
         return rest > SMALL_REQUEST and (most is None or size < most)
 
     def _release(self, block: Block) -> None:
+        """Gives the block back to its pool (free_block)."""
         self.requested.add(-block.requested)
-        if self.events is not None:
-            self.note("free_completed", block, block.requested)
+        self.note("free_completed", block, block.requested)
         block.in_use = False
         block.streams.clear()
         block.join()
@@ -230,6 +229,7 @@ class CachingAllocator:
         raise OutOfMemory(self.settings.segment_size(size), self.requested.current)
 
     def _ways_to_make_room(self, size: int, pool: Pool) -> Iterator[None]:
+        """Yields before each attempt to allocate; in between, unused memory goes back to the driver (malloc)."""
         yield
         if self.settings.max_split_size is not None and self._release_oversize(size, pool):
             yield
@@ -237,6 +237,7 @@ class CachingAllocator:
         yield
 
     def _new_block(self, size: int, pool: Pool) -> Block | None:
+        """A new segment, or new pages of an expandable one. None: the driver has too little (alloc_block)."""
         segment = self.settings.segment_size(size)
         if self.allowed_bytes is not None and self.reserved.current + segment > self.allowed_bytes:
             return None
@@ -249,6 +250,7 @@ class CachingAllocator:
         return block
 
     def _release_unused(self, pool: Pool) -> None:
+        """Returns all that is unused of a pool to the driver (release_blocks)."""
         for block in pool.blocks():
             if block.base is not None:
                 self.expandable.unmap(block)
@@ -260,7 +262,7 @@ class CachingAllocator:
         self.reserve(block, -block.bytes)
 
     def _release_oversize(self, size: int, pool: Pool) -> bool:
-        """Returns large blocks of the stream to the driver, until there is room for the size."""
+        """Returns large blocks of the stream until there is room for the size (release_available_cached_blocks)."""
         size = max(size, self.settings.max_split_size or 0)
         index = pool.index_for(size)
         if index < len(pool.free):
@@ -278,7 +280,10 @@ class CachingAllocator:
         return released >= size
 
     def _collect_garbage(self, threshold: int) -> None:
-        """Returns the segments that were free for longest, if more than the threshold is reserved."""
+        """Returns the segments that were free for longest, if more than the threshold is reserved.
+
+        It mirrors garbage_collect_cached_blocks.
+        """
         target = self.reserved.current - threshold
         blocks = [block for pool in self._pools_of(0, False) for block in pool.blocks() if block.is_whole]
         blocks = [block for block in blocks if block.base is None]
@@ -289,3 +294,105 @@ class CachingAllocator:
                 target -= block.bytes
                 self._release_segment(block)
             blocks = [block for block in blocks if block not in old]
+
+
+class ExpandableSegments:
+    """Expandable segments of an allocator: ranges of addresses with pages of memory mapped to parts of them.
+
+    Another one of a pool is made only when the addresses of one run out."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+
+    def block(self, size: int, pool: Pool) -> Block | None:
+        """Removes and returns the mapped block with the lowest address that has room. None if memory is exhausted.
+
+        It mirrors try_allocate_expandable_block.
+        """
+        candidate = next(filter(None, (_with_room(gap, size) for _, gap in pool.unmapped)), None)
+        if candidate is None:
+            candidate = self._new_segment(pool)
+        if not candidate.mapped and not self._map(candidate, min(size, candidate.bytes)):
+            return None
+        while candidate.bytes < size:
+            gap = candidate.after
+            if gap is None or not self._map(gap, min(size - candidate.bytes, gap.bytes)):
+                return None
+            candidate = gap
+        pool.remove(candidate)
+        return candidate
+
+    def unmap(self, block: Block) -> None:
+        """Unmaps the whole pages inside a free block (unmap_block)."""
+        allocator, pool = self._allocator, block.pool
+        page = allocator.settings.page_size(pool.small)
+        base = block.base or 0
+        begin = base + rounded_up(block.address - base, page)
+        end = base + (block.address + block.bytes - base) // page * page
+        if begin >= end:
+            return
+        pool.remove(block)
+        if begin > block.address:
+            allocator.add(block.cut(begin - block.address, allocator.counter_of(block)))
+        if end < block.address + block.bytes:
+            allocator.add(block.cut_end(end - begin, allocator.counter_of(block)))
+        block.mapped = False
+        allocator.reserve(block, -block.bytes)
+        block.join()
+        if not block.is_whole:
+            pool.add(block)
+
+    def mapped_at(self, address: int, size: int, pool: Pool, gap: Block | None) -> Block:
+        """A free block, in no pool, at that address of the gap, which is unmapped; None: of a new segment."""
+        allocator = self._allocator
+        gap = self._new_segment(pool, address) if gap is None else gap
+        pool.remove(gap)
+        if address > gap.address:
+            pool.add(gap.cut(address - gap.address, allocator.counter_of(gap)))
+        pool.add(gap.cut_end(size, allocator.counter_of(gap)))
+        gap.mapped = True
+        allocator.reserve(gap, size)
+        return gap
+
+    def _new_segment(self, pool: Pool, address: int | None = None) -> Block:
+        allocator = self._allocator
+        total, page = allocator.total_bytes, allocator.settings.page_size(pool.small)
+        # Pages of other streams may keep an eighth of the addresses occupied.
+        size = ADDRESSES // page * page if total is None else rounded_up(total + total // 8, page)
+        address = allocator.address_of(size, pool) if address is None else address
+        block = Block(size, address, pool, allocator.counter_of(None), address, mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, gap: Block, size: int) -> bool:
+        """Maps pages to the first bytes of the gap, which joins the free blocks beside it. Whether there was memory.
+
+        It mirrors map_block.
+        """
+        allocator, pool = self._allocator, gap.pool
+        size = rounded_up(size, allocator.settings.page_size(pool.small))
+        if not allocator.has_memory(size):
+            return False
+        pool.remove(gap)
+        if size < gap.bytes:
+            pool.add(gap.cut_end(size, allocator.counter_of(gap)))
+        gap.mapped = True
+        allocator.reserve(gap, size)
+        gap.join()
+        allocator.add(gap)
+        return True
+
+
+def _with_room(gap: Block, size: int) -> Block | None:
+    """The first of the adjacent free blocks, mapped or not, at an unmapped one, if they have that many bytes.
+
+    It mirrors find_expandable_block.
+    """
+    first = gap.before if gap.before is not None and not gap.before.in_use else gap
+    room, block = 0, first
+    while room < size:
+        room += block.bytes
+        if room < size and (block.after is None or block.after.in_use):
+            return None
+        block = block.after or block
+    return first

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memcheck.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Order, OutOfMemory
+from memcheck.allocator import MIB, AllocatorSettings, Block, CachingAllocator, Order, OutOfMemory
 
 parse = AllocatorSettings.parse
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from memcheck.predict.allocator import MIB, AllocatorSettings, Block, CachingAllocator, OutOfMemory, PlainAllocator
+from memcheck.allocator import MIB, AllocatorSettings, Block, CachingAllocator, OutOfMemory, PlainAllocator
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 SMALL, LARGE = "segments of 2 MiB, small pool", "segments of 20 MiB"

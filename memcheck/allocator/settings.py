@@ -1,4 +1,7 @@
-"""The settings of PYTORCH_CUDA_ALLOC_CONF, and the rule among equal sizes, which differs between versions of torch."""
+"""The settings of PYTORCH_CUDA_ALLOC_CONF, and the rule among equal sizes, which differs between versions of torch.
+
+They follow c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from memcheck.core.torch_versions import BLOCKS_BY_CREATION, BLOCKS_BY_SEGMENT, Version
-from memcheck.predict.allocator.blocks import (
+from memcheck.allocator.blocks import (
     BLOCK,
     LARGE_SEGMENT,
     LEAST_WITH_A_SEGMENT_OF_ITS_OWN,
@@ -19,6 +21,7 @@ from memcheck.predict.allocator.blocks import (
     SMALL_SEGMENT,
     rounded_up,
 )
+from memcheck.core.torch_versions import BLOCKS_BY_CREATION, BLOCKS_BY_SEGMENT, Version
 
 # Sizes from 1 MiB to 64 GiB have a number of divisions for each power of two.
 INTERVALS = 16

@@ -1,4 +1,4 @@
-"""Blocks of segments, and the pools that keep the free ones."""
+"""Blocks of segments, and the pools that keep the free ones: Block and BlockPool of CUDACachingAllocator.cpp."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ class Block:
     def cut(self, size: int, counter: int) -> Block:
         """Cuts off the first bytes and returns them as a new block."""
         head = Block(size, self.address, self.pool, counter, self.base, mapped=self.mapped)
-        head.before, head.after, self.before = self.before, self, head
-        if head.before is not None:
-            head.before.after = head
+        link(self.before, head)
+        link(head, self)
         self.address += size
         self.bytes -= size
         return head
@@ -54,26 +53,23 @@ class Block:
     def cut_end(self, size: int, counter: int) -> Block:
         """Keeps the first bytes and returns the rest as a new block."""
         rest = Block(self.bytes - size, self.address + size, self.pool, counter, self.base, mapped=self.mapped)
-        rest.before, rest.after, self.after = self, self.after, rest
-        if rest.after is not None:
-            rest.after.before = rest
+        link(rest, self.after)
+        link(self, rest)
         self.bytes = size
         return rest
 
     def join(self) -> None:
-        """Takes in the free neighbours, mapped or unmapped as it is, which leave their pool."""
-        if (other := self.before) is not None and not other.in_use and other.mapped == self.mapped:
+        """Takes in the free neighbours, mapped or unmapped as it is, which leave their pool (try_merge_blocks)."""
+        for other in (self.before, self.after):
+            if other is None or other.in_use or other.mapped != self.mapped:
+                continue
             self.pool.remove(other)
-            self.address, self.before = other.address, other.before
             self.bytes += other.bytes
-            if self.before is not None:
-                self.before.after = self
-        if (other := self.after) is not None and not other.in_use and other.mapped == self.mapped:
-            self.pool.remove(other)
-            self.after = other.after
-            self.bytes += other.bytes
-            if self.after is not None:
-                self.after.before = self
+            if other is self.before:
+                self.address = other.address
+                link(other.before, self)
+            else:
+                link(self, other.after)
 
     @property
     def is_whole(self) -> bool:
@@ -85,6 +81,14 @@ class Block:
         """Its size and that of the unmapped addresses behind it, into which it can grow."""
         behind = self.after
         return self.bytes + (behind.bytes if behind is not None and not behind.mapped else 0)
+
+
+def link(before: Block | None, after: Block | None) -> None:
+    """Makes two blocks neighbours. None: the other one begins or ends its segment."""
+    if before is not None:
+        before.after = after
+    if after is not None:
+        after.before = before
 
 
 class Pool:
