@@ -27,16 +27,18 @@ from memcheck.ops.softplus_attention import softplus_attention, softplus_attenti
 
 if TYPE_CHECKING:
     from memcheck import distributed
-    from memcheck.bench.api import calibrate, largest, predict_memory, write_record
+    from memcheck.bench.sweep.store import write_record
     from memcheck.measure.measurement import measure_memory
     from memcheck.measure.tracker import MemoryTracker, track
     from memcheck.notebook import Results, load, profile, sweep
     from memcheck.ops.decompose import decompositions
+    from memcheck.predict.api import largest, predict_memory
     from memcheck.snapshot import Snapshot
 
 # What is loaded when it is first used, so that the operators are there at once.
 LATER = {
-    **dict.fromkeys(("calibrate", "largest", "predict_memory", "write_record"), "memcheck.bench.api"),
+    **dict.fromkeys(("largest", "predict_memory"), "memcheck.predict.api"),
+    "write_record": "memcheck.bench.sweep.store",
     "measure_memory": "memcheck.measure.measurement",
     **dict.fromkeys(("MemoryTracker", "track"), "memcheck.measure.tracker"),
     **dict.fromkeys(("Results", "load", "profile", "sweep"), "memcheck.notebook"),
@@ -54,7 +56,6 @@ __all__ = [
     "Results",
     "Snapshot",
     "Step",
-    "calibrate",
     "check_findings",
     "combinator",
     "compressed_attention",

@@ -1,1 +1,1 @@
-"""Cases: the catalog of contenders, their profiles and predictions, capacity, sweeps and whole models."""
+"""Cases: the catalog of contenders, their profiles and predictions, capacity and sweeps."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Contender
 from memcheck.bench.workloads import prepare
+from memcheck.core.arguments import place_of
 from memcheck.core.case import Case, Terms
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import ExtensionError, UnsupportedError, UsageError
-from memcheck.core.options import named
+from memcheck.core.options import named, options_of
 from memcheck.core.place import Place, as_place
 from memcheck.core.record import Record
 from memcheck.core.torch_versions import Version
@@ -69,6 +71,14 @@ def predict_case(
     else:
         record.backend = next(filter(None, map(fused_backend, trace.operators)), contender.unfused)
     return Replay(trace, case, place, record, certainty=certainty_of(trace, case.dtype, place, target)).prediction()
+
+
+def predicted_of_case(case: Case, *places: Any, dense_grad: bool = False, **options: Any) -> Prediction:
+    """predict_memory of a case of the catalog, at a place or at a device with the options of a Place."""
+    known = [*(name for name in options_of(Place) if name != "ranks"), "place", "dense_grad"]
+    if wrong := [name for name in options if name not in known]:
+        raise TypeError(f"predict_memory of a Case takes {', '.join(known)}, not {wrong[0]}: the Case says all else")
+    return predict_case(case, place_of("predict_memory", places, options), dense_grad=dense_grad)
 
 
 def predicted_or_skipped(case: Case, place: Place | Device | str, *, dense_grad: bool = False) -> Prediction:

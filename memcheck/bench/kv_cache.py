@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from memcheck.bench.capacity import Search
 from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.decode import Decoding, cached, grouped, in_place, one_token
@@ -18,6 +17,7 @@ from memcheck.core.place import Place, as_place
 from memcheck.core.tensors import tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict.replay import Prediction
+from memcheck.predict.search import Search
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class CachedModel:
         def predict(bsz: int) -> Prediction:
             return self.predict_step(place, bsz)
 
-        return Search(predict, 1, most).largest(most)
+        return Search(predict, 1, most).largest(most).size
 
 
 def key_case(case: Case, kv_heads: int | None) -> Case:

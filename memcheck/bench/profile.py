@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from memcheck._extension import extension
-from memcheck.bench.api import predict_memory
 from memcheck.bench.case_predictions import closed_bytes, closed_terms
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
 from memcheck.bench.workloads import prepare
@@ -33,6 +32,7 @@ from memcheck.measure.measurement import machine_facts, measure_memory, measure_
 from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
 from memcheck.measure.timeline import Timeline, record_timeline
 from memcheck.measure.tracker import track
+from memcheck.predict.api import predict_memory
 
 # The timing stops after this time unless the number of passes was requested.
 TIMING_SECONDS = 3.0

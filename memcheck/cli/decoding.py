@@ -11,13 +11,14 @@ from typing import Any
 
 from memcheck.bench.catalog import make_case
 from memcheck.bench.kv_cache import CachedModel
-from memcheck.cli.models import SIZES, Setting
+from memcheck.cli.models import SIZES, Setting, unbuilt
 from memcheck.cli.options import ModelStep
 from memcheck.cli.requests import Predict
 from memcheck.core.case import Case
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
+from memcheck.core.step import Step
 from memcheck.core.units import counted, format_bytes
 from memcheck.core.verdict import certainty
 from memcheck.predict.replay import Prediction
@@ -56,7 +57,8 @@ def of_configuration(request: Predict) -> CachedModel:
     assert request.hf_config is not None
     configuration = Configuration.read(request.hf_config)
     bsz, seq_len = (request.single(name, "for a model") for name in SIZES)
-    setting = configuration.completed(Setting(bsz, seq_len, "inference", request.dtype, attention=request.attention))
+    step = Step(unbuilt, backward=False)
+    setting = configuration.completed(Setting(step, bsz, seq_len, request.dtype, request.attention))
     heads, kv_heads, head_dim, layers = cache_sizes(configuration.config(), request.hf_config)
     weights = request.weights
     if weights is None:

@@ -71,7 +71,7 @@ class Configuration:
     def model(self, setting: Setting) -> Any:
         """The model, with its parameters on meta."""
         transformers, config = imported(), self.config()
-        config.use_cache = setting.mode == "inference" and getattr(config, "use_cache", True)
+        config.use_cache = not setting.step.backward and getattr(config, "use_cache", True)
         how = {"dtype": getattr(torch, setting.dtype or "float32"), "attn_implementation": setting.attention}
         if (setting.attention or "").startswith("memcheck_"):
             from memcheck.integrations.transformers import register
@@ -129,7 +129,7 @@ def inputs_of(model: Any, setting: Setting) -> dict[str, torch.Tensor]:
     else:
         raise UsageError(f"--hf-config: {type(model).__name__} takes {main}; write a factory and use --model")
     names = inspect.signature(model.forward).parameters
-    training = setting.mode == "train"
+    training = setting.step.backward
     if training and "labels" in names:
         whole = "Classification" in type(model).__name__ and "Token" not in type(model).__name__
         given["labels"] = integers(bsz) if whole else integers(*tokens)

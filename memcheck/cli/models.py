@@ -11,7 +11,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,63 +22,67 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
 
-from memcheck.bench.api import predict_memory
 from memcheck.bench.plugins import import_file
-from memcheck.bench.probe import CarriedProbe
 from memcheck.cli.options import ModelStep
-from memcheck.cli.output import progress_bar
+from memcheck.cli.output import make_room, progress_bar
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.failures import failure
-from memcheck.core.options import named
+from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.step import Step
 from memcheck.core.torch_versions import Version, version_name
 from memcheck.core.workload import module_called
+from memcheck.predict.api import predict_memory
 from memcheck.predict.model import is_for_lack_of_data
-from memcheck.predict.probed import Probe
+from memcheck.predict.probe import probe_for
 from memcheck.predict.replay import Prediction
-from memcheck.report.model_prediction import SettingChange
 
 SIZES = ("bsz", "seq_len")
-# Options of a step that no change and no size varies.
-OF_STEP = ("steps", "accumulate", "clip_grad_norm", "set_to_none", "keep_outputs")
 # The lighter of two optimizers, in the sense of their state.
 LIGHTER = {"adam": "adafactor", "adamw": "adafactor", "rmsprop": "sgd", "adagrad": "sgd", "sgd-momentum": "sgd"}
 
 
+def unbuilt() -> None:
+    """Stands for the model of a step until it is built."""
+
+
 @dataclass(frozen=True)
 class Setting:
-    """The options of a step that a search or a change varies. None: what the factory or the configuration says."""
+    """What a model is built with, and its step. None: what the factory or the configuration says."""
 
+    step: Step
     bsz: int | None = None
     seq_len: int | None = None
-    mode: str = "train"
     dtype: str | None = None  # Of parameters and floating-point inputs.
-    autocast: str | None = None
-    optimizer: str = "none"
-    checkpointing: bool = False
     attention: str | None = None
 
     @classmethod
     def of(cls, request: Any, **sizes: Any) -> Setting:
         """The setting of a request. sizes: the batch and the length."""
-        optimizer = "none" if request.mode == "inference" else request.optimizer or "adamw"
-        same: dict[str, Any] = {
-            name: getattr(request, name) for name in ("mode", "dtype", "autocast", "checkpointing", "attention")
-        }
-        return cls(**sizes, **same, optimizer=optimizer)
+        options = {name: getattr(request, name) for name in options_of(Step) if hasattr(request, name)}
+        options["backward"] = request.mode == "train"
+        options["loss"] = load_function("loss", request.loss) if request.loss else None
+        optimizer = (request.optimizer or "adamw") if options["backward"] else "none"
+        options["optimizer"] = load_function("optimizer", optimizer) if ":" in optimizer else optimizer
+        return cls(Step(unbuilt, **options), **sizes, dtype=request.dtype, attention=request.attention)
 
     def but(self, **fields: Any) -> Setting:
-        """The setting with other values of some fields."""
-        return dataclasses.replace(self, **fields)
+        """The setting with other values of some fields, its own or those of its step."""
+        own = {name: fields.pop(name) for name in (*SIZES, "dtype", "attention") if name in fields}
+        return dataclasses.replace(self, step=dataclasses.replace(self.step, **fields), **own)
 
     def words(self) -> str:
-        """ "batch 8, length 4096, bfloat16, train, adamw, checkpointing"."""
+        """ "batch 8, length 4096, bfloat16, train, optimizer adamw, checkpointing"."""
+        step = self.step
         sizes = [f"{title} {size}" for title, size in (("batch", self.bsz), ("length", self.seq_len)) if size]
-        autocast = f"autocast {self.autocast}" if self.autocast else None
-        optimizer = None if self.mode == "inference" else f"optimizer {self.optimizer}"
-        switches = [self.attention, self.mode, optimizer, "checkpointing" if self.checkpointing else None]
-        return ", ".join(word for word in [*sizes, self.dtype, autocast, *switches] if word)
+        autocast = f"autocast {step.autocast}".replace("torch.", "") if step.autocast else None
+        optimizer = step.optimizer or "none"
+        words = [*sizes, self.dtype, autocast, self.attention, step.mode]
+        words += [f"optimizer {getattr(optimizer, '__name__', optimizer)}" if step.backward else None]
+        words += ["checkpointing" if step.checkpointing else None]
+        words += [f"accumulate {step.accumulate}" if step.accumulate > 1 else None]
+        words += [None if step.clip_grad_norm is None else f"clipped to {step.clip_grad_norm:g}"]
+        return ", ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,10 @@ class Built:
     kwargs: dict[str, Any]
     is_configured: bool = False  # Its mode, too, is what the setting says; a factory may freeze parts of its model.
 
-    def training(self, training: bool) -> bool | None:
-        """The module's mode in the step; None: as it was built."""
-        return training if self.is_configured or not training else None
+    def step(self, step: Step) -> Step:
+        """The step of this model. A factory's model keeps its mode in training."""
+        training = step.backward if self.is_configured or not step.backward else None
+        return dataclasses.replace(step, model=self.model, inputs=self.inputs, kwargs=self.kwargs, training=training)
 
 
 class Source(Protocol):
@@ -246,44 +251,30 @@ class ModelPredictor:
     source: Source
     setting: Setting
     place: Place
-    options: dict[str, Any]  # Further options of a step, and those of its model.
-    probe: Probe | bool = True
+    probes: Any = True  # As of predict_memory.
     _built: dict[tuple[Any, ...], Built] = field(default_factory=dict)  # The last one, by what it depends on.
 
     @classmethod
-    def of(
-        cls, request: Any, place: Place, probe: Probe | None = None, setting: Setting | None = None
-    ) -> ModelPredictor:
-        """The predictor of a request. probe: for this machine's CPU. setting: replaces that of the request."""
-        source = source_of(request)
-        setting = setting or Setting.of(request, **{name: getattr(request, name) for name in SIZES})
-        options = {name: getattr(request, name) for name in OF_STEP}
-        options["loss"] = load_function("loss", request.loss) if request.loss else None
-        options["dense_grad"] = getattr(request, "dense_grad", None)
-        place = dataclasses.replace(place, ranks=request.ranks)
-        if (path := getattr(request, "calibration", None)) is not None:
-            probe = CarriedProbe.of(path, place.threads)
-            place = dataclasses.replace(place, threads=probe.threads)
-        if probe is not None:
-            place = dataclasses.replace(place, device="cpu").resolved()
-        return cls(source, source.completed(setting), place, options, True if probe is None else probe)
+    def of(cls, request: Any, setting: Setting) -> ModelPredictor:
+        """The predictor of a request, in that setting."""
+        source, place = source_of(request), dataclasses.replace(request.place(), ranks=request.ranks)
+        probes: Any = True
+        if request.probes is not None:
+            make_room("probes", request.probes)
+            probes, place = probe_for(request.probes, dataclasses.replace(place, device="cpu").resolved())
+        return cls(source, source.completed(setting), place, probes)
 
     def predict(self, setting: Setting | None = None) -> Prediction:
         """The prediction for the setting; by default for the predictor's own."""
         setting = setting or self.setting
-        optimizer = load_function("optimizer", setting.optimizer) if ":" in setting.optimizer else setting.optimizer
         built, ranks = self._build(setting), self.place.ranks
         if ranks is not None and ranks.kind == "tp" and not getattr(built.model, "tp_plan", None):
             rule = "it takes a model with a tp_plan, as those of transformers have"
             python = f"memcheck.Ranks(tp={ranks.over}, split_by=...) in Python takes any"
             raise UsageError(f"{named('tp')}: {rule}, got {type(built.model).__name__}; {python}")
-        training = setting.mode == "train"
-        options = {**self.options, "optimizer": optimizer, "autocast": setting.autocast, "backward": training}
-        options |= {"checkpointing": setting.checkpointing, "training": built.training(training)}
-        step = Step(built.model, built.inputs, built.kwargs, **options)
         try:
             with redirect_stdout(sys.stderr):  # Output of the model's code is no part of the answer.
-                found = predict_memory(step, self.place, probe=self.probe)
+                found = predict_memory(built.step(setting.step), self.place, probes=self.probes)
         except MemcheckError:
             raise
         except Exception as error:  # The model's own code fails.
@@ -293,7 +284,7 @@ class ModelPredictor:
 
     def _build(self, setting: Setting) -> Built:
         """The model and its inputs. A prediction leaves them as they are, so the last ones serve again."""
-        key = setting.bsz, setting.seq_len, setting.dtype, setting.attention, setting.mode
+        key = setting.bsz, setting.seq_len, setting.dtype, setting.attention, setting.step.backward
         if key not in self._built:
             self._built.clear()
             self._built[key] = self.source.build(setting)
@@ -302,58 +293,50 @@ class ModelPredictor:
     def words(self, prediction: Prediction, setting: Setting | None = None) -> str:
         """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""
         words = (setting or self.setting).words()
-        if (accumulate := self.options["accumulate"]) > 1:
-            words += f", accumulate {accumulate}"
-        if (norm := self.options["clip_grad_norm"]) is not None:
-            words += f", clipped to {norm:g}"
         if self.place.torch_version is not None:
             words += f", torch {version_name(cast(Version, self.place.torch_version))}"
         ranks = self.place.ranks
         return words if ranks is None else f"{words}, {ranks.words(prediction.case.model)}"
 
-    def changes(self, base: Prediction, besides: str | None = None) -> dict[str, Setting]:
+    def changes(self, base: Prediction, besides: str | None = None) -> dict[str, dict[str, Any]]:
         """Single changes of the setting that may need less memory, by the flag that makes them.
 
         base: the prediction without a change. besides: a size that stays.
         """
-        setting, training = self.setting, self.setting.mode == "train"
-        found: dict[str, dict[str, Any]] = {}
-        if training and not setting.checkpointing:
-            found["--checkpointing"] = {"checkpointing": True}
-        for name in [name for name in SIZES if name != besides and (getattr(setting, name) or 1) > 1][:1]:
-            half = getattr(setting, name) // 2
-            found[f"--{name.replace('_', '-')} {half}"] = {name: half}
-        if setting.attention == "eager" and "sdpa" in self.source.attentions:
-            found["--attention sdpa"] = {"attention": "sdpa"}
-        if base.record.dtype in ("float32", "float64") and setting.autocast is None:
-            name = "autocast" if training else "dtype"
-            found[f"--{name} bf16"] = {name: "bfloat16"}
-        if lighter := LIGHTER.get(setting.optimizer):
-            found[f"--optimizer {lighter}"] = {"optimizer": lighter}
-        return {flag: setting.but(**fields) for flag, fields in found.items()}
+        setting, step = self.setting, self.setting.step
+        halved = [name for name in SIZES if name != besides and (getattr(setting, name) or 1) > 1][:1]
+        is_wide = base.record.dtype in ("float32", "float64") and step.autocast is None
+        lighter = LIGHTER.get(step.optimizer) if isinstance(step.optimizer, str) else None
+        fewer_scores = setting.attention == "eager" and "sdpa" in self.source.attentions
+        table: list[tuple[bool, str, dict[str, Any]]] = [
+            (step.backward and not step.checkpointing, "--checkpointing", {"checkpointing": True}),
+            *(
+                (True, f"{named(name)} {getattr(setting, name) // 2}", {name: getattr(setting, name) // 2})
+                for name in halved
+            ),
+            (fewer_scores, "--attention sdpa", {"attention": "sdpa"}),
+            (is_wide and step.backward, "--autocast bf16", {"autocast": "bfloat16"}),
+            (is_wide and not step.backward, "--dtype bf16", {"dtype": "bfloat16"}),
+            (lighter is not None, f"--optimizer {lighter}", {"optimizer": lighter}),
+        ]
+        return {flag: change for is_possible, flag, change in table if is_possible}
 
-    def predict_changes(self, base: Prediction) -> list[SettingChange]:
+    def predict_changes(self, base: Prediction) -> dict[str, Prediction]:
         """The single changes, predicted. Those that the model does not allow, or that are not predicted, are left out.
 
         If the base does not fit, nor any of them, all of them together follow.
         """
         changes = self.changes(base)
-        done: dict[str, SettingChange] = {}
+        done: dict[str, Prediction] = {}
         with progress_bar(len(changes), "other settings") as bar:
-            for flag, setting in changes.items():
+            for flag, change in changes.items():
                 with suppress(MemcheckError):
-                    done[flag] = SettingChange(flag, self.predict(setting))
+                    done[flag] = self.predict(self.setting.but(**change))
                 bar.update()
-            if base.fits is False and len(done) > 1 and not any(change.prediction.fits for change in done.values()):
-                flags, setting = " ".join(done), combined(self.setting, [changes[flag] for flag in done])
-                done[flags] = SettingChange(flags, self.predict(setting))
-        return [change for change in done.values() if change.prediction.fits is not None]
-
-
-def combined(setting: Setting, others: Sequence[Setting]) -> Setting:
-    """The setting with every field in which one of the others differs."""
-    fields = {name: value for other in others for name, value in vars(other).items() if value != getattr(setting, name)}
-    return setting.but(**fields)
+            if base.fits is False and len(done) > 1 and not any(found.fits for found in done.values()):
+                together = {name: value for flag in done for name, value in changes[flag].items()}
+                done[" ".join(done)] = self.predict(self.setting.but(**together))
+        return {flag: found for flag, found in done.items() if found.fits is not None}
 
 
 def classes_of(prediction: Prediction) -> dict[str, str]:

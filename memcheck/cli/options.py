@@ -274,10 +274,11 @@ class PredictedModel(ModelStep, Predicting, Printed, Detailed):
 
     include = flags_of(Place)
 
-    calibration: Path | None = option(
+    probes: Path | None = option(
         None,
-        "a table of memcheck calibrate; the prediction is for the CPU, threads and torch that wrote it",
-        converters.existing_file,
+        "a table of what operators take on a CPU, which the prediction is for; if it is this one, what the table lacks "
+        "is run and added",
+        converters.file,
         group=MODELS,
     )
     no_changes: bool = option(False, "do not predict what would need less, or allow more", switch)
@@ -285,8 +286,8 @@ class PredictedModel(ModelStep, Predicting, Printed, Detailed):
 
     def check(self) -> None:
         super().check()
-        if self.calibration and self.device not in (None, "cpu"):
-            raise UsageError(f"{named('calibration')} is of a CPU, and {named('device')} {self.device} is none")
-        if self.calibration and self.torch_version:
+        if self.probes and self.device not in (None, "cpu"):
+            raise UsageError(f"{named('probes')} is of a CPU, and {named('device')} {self.device} is none")
+        if self.probes and self.torch_version:
             rule = f"leave out {named('torch_version')}"
-            raise UsageError(f"{named('calibration')} is of the torch that wrote it: {rule}")
+            raise UsageError(f"{named('probes')} is of the torch that wrote it: {rule}")

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from memcheck.cli.options import (
-    MODES,
     OPERATORS,
     Compiled,
     Detailed,
     Here,
-    ModelStep,
     OfTwoLengths,
     OnThisMachine,
     Operators,
@@ -27,31 +25,10 @@ from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
 from memcheck.core.errors import UsageError
 from memcheck.core.options import Request, flags_of, named, option
-from memcheck.core.place import Place
 from memcheck.core.step import Step
 from memcheck.core.units import Growth
 
 RESULTS = "a folder of results: with records.jsonl, models.jsonl, or both"
-
-
-class Calibrate(ModelStep, Printed):
-    """Runs the operators of a model once each, alone, on this machine's CPU and writes what they take to a table.
-
-    memcheck calibrate --model train.py:make --bsz 8
-    memcheck calibrate --hf-config config.json --bsz 8 --seq-len 512 --output cpu.jsonl
-    """
-
-    include = flags_of(Place, "threads")
-
-    bsz: int | None = option(None, "batch size B", count)
-    seq_len: int | None = option(None, "length of a sequence", count)
-    dtype: str | None = option(None, "dtype of parameters and floating-point inputs", converters.dtype_name)
-    mode: str = option("train", "train: forward and backward; inference: forward", choices=MODES[:2])
-    output: Path = option(
-        Path("calibration.jsonl"),
-        "the table; what it has already is not run again",
-        converters.file,
-    )
 
 
 class Compare(Tables):
@@ -302,7 +279,6 @@ TASKS: dict[str, dict[str, type[Request]]] = {
     "predict": {
         "predict": Predict,
         "fit": Fit,
-        "calibrate": Calibrate,
     },
     "look": {
         "report": Report,

@@ -47,14 +47,6 @@ from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
 
 
-def predict_step(step: Step, place: Place, probe: Probe | None = None) -> Prediction:
-    """The record that measuring the step at the place would give.
-
-    A model that cannot be traced without data is "skipped", and the reason says why.
-    """
-    return predict_last(Program([step], outputs_stay=False), place, probe)
-
-
 def predict_program(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
     """The prediction of the first step that does not fit, else of that with the highest peak; it has those of all."""
     steps: list[Prediction] = []
@@ -84,7 +76,10 @@ def check_predictable(step: Step) -> None:
 
 
 def predict_last(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
-    """The prediction of the program's last step, after the others."""
+    """The prediction of the program's last step, after the others.
+
+    A model that cannot be traced without data is "skipped", and the reason says why.
+    """
     for step in program.steps:
         check_predictable(step)
     # Only the model runs in the caller's inference mode: copies of its tensors cannot be made in it.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memcheck.core.options import named
@@ -16,19 +15,12 @@ from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
     from memcheck.predict.replay import Prediction
+    from memcheck.predict.search import Largest
 
 MOST_ROWS = 16
 # Kinds of memory that a table of modules tells apart.
 KINDS = ("parameters", "gradients", "optimizer state", "kept for backward", "other")
 NOTE = "name.*: layers with the same place in a list. kept for backward: by the forward. other: everything else."
-
-
-@dataclass(frozen=True)
-class SettingChange:
-    """A setting that was predicted: the flags that choose it, and its prediction."""
-
-    flags: str
-    prediction: Prediction
 
 
 def tensors_of(prediction: Prediction) -> int | None:
@@ -78,8 +70,8 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     return Table("modules", title, columns, rows, [NOTE])
 
 
-def changes_table(base: Prediction, changes: Sequence[SettingChange]) -> Table:
-    """What each change would need, beside what is needed without any."""
+def changes_table(base: Prediction, changes: Mapping[str, Prediction]) -> Table:
+    """What each change would need, beside what is needed without any. changes: by the flags that make them."""
     columns = [
         Column("change", "one change"),
         Column("need", "needs"),
@@ -89,40 +81,29 @@ def changes_table(base: Prediction, changes: Sequence[SettingChange]) -> Table:
     ]
     current = need_of(base)
     rows: list[list[Cell]] = []
-    for change in [SettingChange("as it is", base), *changes]:
-        found = change.prediction
+    for flags, found in {"as it is": base, **changes}.items():
         need, limited = need_of(found), found.place.room_bytes is not None
         share = None if need is None or current is None else 100 * need.bytes / current.bytes
         words = str(need) if need is not None else None
-        rows.append([change.flags, words, share, found.fits if limited else None, found.record.oom_phase])
+        rows.append([flags, words, share, found.fits if limited else None, found.record.oom_phase])
     helping = base.fits is False
     title = "What would help, one change at a time" if helping else "What other settings would need"
     notes = ["Each line was predicted in the same way."]
-    if helping and not any(change.prediction.fits for change in changes):
+    if helping and not any(found.fits for found in changes.values()):
         notes.append("None of these is enough.")
     return Table("changes", title, columns, rows, notes)
-
-
-@dataclass(frozen=True)
-class Edge:
-    """The largest size that fits in one setting. at: None if no size fits. beyond: None if every allowed size fits."""
-
-    flags: str
-    size: int
-    at: Prediction | None
-    beyond: Prediction | None
 
 
 SIZE_WORDS = {"bsz": "batch", "seq_len": "length"}
 
 
-def edge_verdict(edge: Edge, axis: str, step: int) -> str:
+def edge_verdict(edge: Largest, axis: str) -> str:
     """The largest size that fits, what it needs, and why the next size does not fit."""
-    words = largest_words(SIZE_WORDS[axis], edge.size, step, edge.at, edge.beyond)
+    words = largest_words(SIZE_WORDS[axis], edge.size, edge.step, edge.at, edge.beyond)
     return words.replace("more may fit.", f"more may fit ({named('up_to')}).")
 
 
-def edges_table(edges: Sequence[Edge], axis: str, step: int) -> Table:
+def edges_table(edges: Mapping[str, Largest], axis: str) -> Table:
     """The largest size in each setting, and both sides of the edge. The first row is the setting without a change."""
     word = SIZE_WORDS[axis]
     columns = [
@@ -134,11 +115,11 @@ def edges_table(edges: Sequence[Edge], axis: str, step: int) -> Table:
         Column("runs_out_in", "runs out in", rank=3),
     ]
     rows: list[list[Cell]] = []
-    for edge in edges:
+    for flags, edge in edges.items():
         needs = [None if side is None else need_of(side) for side in (edge.at, edge.beyond)]
         sides = [None if need is None else str(need) for need in needs]
         phase = edge.beyond.record.oom_phase or edge.beyond.record.status if edge.beyond else None
-        rows.append([edge.flags, edge.size, sides[0], edge.size + step if edge.beyond else None, sides[1], phase])
+        rows.append([flags, edge.size, sides[0], edge.size + edge.step if edge.beyond else None, sides[1], phase])
     several = len(rows) > 1
     title = f"What would allow another {word}" if several else f"The largest {word} that fits, and the next"
     return Table("edges", title, columns, rows, ["Each line was searched in the same way."] if several else [])

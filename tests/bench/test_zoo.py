@@ -142,7 +142,7 @@ def test_copied_steps_are_those_of_a_trace(device: str, repeated: list[bool], mo
         options = {**entry.how(), **(rest[0] if rest else {})}
         options["optimizer"] = options.get("optimizer") or "adamw"
         try:
-            prediction = memcheck.predict_memory(model, *inputs, device=device, probe=False, **options)
+            prediction = memcheck.predict_memory(model, *inputs, device=device, probes=False, **options)
         except Exception as error:  # An entry without parameters.
             return str(error)
         if (trace := prediction.trace) is None:

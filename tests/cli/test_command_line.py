@@ -287,7 +287,7 @@ def folders(tmp_path_factory):
         ("predict --plugin no_such", "cannot be imported: ModuleNotFoundError: No module named 'no_such'\n"),
         ("predict --plugin {}/raising.py", "ZeroDivisionError: division by zero, at "),
         (
-            "predict --model {}/model.py:make --calibration {}/binary.jsonl",
+            "predict --model {}/model.py:make --probes {}/binary.jsonl",
             "binary.jsonl is no table of probes: 'utf-8'",
         ),
         ("predict --model {}/model.py:make --ddp 99999999999 --device T4", "ddp must be below 2^31, got 99999999999"),

@@ -12,7 +12,7 @@ from plotted import labelled, points, texts
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
-from memcheck.bench.capacity import Capacity, Search, capacity_curve, find_capacity, resized
+from memcheck.bench.capacity import Capacity, capacity_curve, find_capacity, resized
 from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
 from memcheck.core.devices import Device, device_named
@@ -20,6 +20,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.predict.replay import Prediction
+from memcheck.predict.search import Search
 from memcheck.report.capacity import capacity_table
 from memcheck.report.plots.capacity import Limit, capacity_figure, plot_capacity
 from memcheck.report.tables import data_rows, to_text

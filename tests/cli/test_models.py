@@ -1,4 +1,4 @@
-"""`memcheck predict`, `fit` and `calibrate` with --model and --hf-config."""
+"""`memcheck predict` and `fit` with --model and --hf-config."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_function_makes_the_optimizer(device: str, capsys: pytest.CaptureFixtu
         found = predicted(capsys, *flags, f"net.py:{name}")
         assert [found[figure] for figure in FIGURES] == [expected[figure] for figure in FIGURES]
     assert main(["predict", "--no-changes", *flags, "net.py:of_model"]) == 0
-    assert "train, optimizer net.py:of_model." in capsys.readouterr().out
+    assert "train, optimizer of_model." in capsys.readouterr().out
 
 
 @pytest.mark.extension
@@ -363,16 +363,15 @@ WRONG = {
     "predict --torch-version 1.13": "--torch-version must be at least 2.7: rules are known for 2.7 to 2.15, got '1.13'",
     "fit --torch-version new --device T4": "--torch-version must look like '2.13', '2.13.0' or (2, 13), got 'new'",
     "profile-model --torch-version 2.13": "--torch-version is for --predict",
-    "predict --model net.py:make --calibration net.py --torch-version 2.13": "leave out --torch-version",
+    "predict --model net.py:make --probes net.py --torch-version 2.13": "leave out --torch-version",
     "fit --doubts": "--doubts needs --model or --hf-config",
     "predict --hf-config nothing.json": "--hf-config nothing.json: there is no such file",
-    "predict --model net.py:make --calibration net.py --device T4": "--calibration is of a CPU, and",
+    "predict --model net.py:make --probes net.py --device T4": "--probes is of a CPU, and",
     "fit --model net.py:make --device cpu --find bsz": "--device cpu has no limit to find",
     "fit --model net.py:make --device T4 --find dim": "--find dim is for operators",
     "fit --model net.py:make --device T4 --find bsz --bsz 4": "--find bsz searches for this size: leave out --bsz",
     "fit --model net.py:make --device T4 --find bsz --seq-len 4,8": "--seq-len must be a single value for a model",
     "fit --model net.py:make --device T4 --find bsz --step 8 --up-to 4": "--up-to must be at least the step of 8",
-    "calibrate": "there is no model to calibrate",
 }
 
 
@@ -429,9 +428,7 @@ def test_a_step_that_accumulates_and_clips(capsys: pytest.CaptureFixture[str]) -
     assert f"optimizer sgd, accumulate 4, clipped to 0.5, torch {version}." in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    "words", ["predict --optimizer adamw", "fit --model no.py:make", "calibrate --hf-config no.json"]
-)
+@pytest.mark.parametrize("words", ["predict --optimizer adamw", "fit --model no.py:make", "fit --hf-config no.json"])
 def test_usage_errors_need_no_torch(words: str) -> None:
     code = "import sys, memcheck_console; code = memcheck_console.main(); print('torch' in sys.modules); sys.exit(code)"
     command = [sys.executable, "-c", code, *words.split()]
@@ -487,19 +484,22 @@ def test_the_largest_batch_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None
     assert 0 < whole < rank
 
 
-# calibrate.
+# Tables of probes.
 
 
 @pytest.mark.extension
-def test_a_calibration_is_carried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_probes_is_carried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--model", "net.py:smooth", "--bsz", "2"]
-    table = ["--calibration", "table.jsonl"]
-    done = said(capsys, "calibrate", *flags, "--output", "table.jsonl")
-    assert done["new"] == done["operators"] + done["functions"] > 0
-    assert said(capsys, "calibrate", *flags, "--output", "table.jsonl")["new"] == 0
-    here = predicted(capsys, *flags, "--device", "cpu")
-    monkeypatch.setattr("memcheck.bench.probe.CpuProbe._run", None)  # Nothing may run where the table is read.
-    monkeypatch.setattr("memcheck.bench.probe.CpuProbe._check", None)
+    table = ["--probes", "table.jsonl"]
+    here = predicted(capsys, *flags, *table)
+    rows = Path("table.jsonl").read_text()
+    assert predicted(capsys, *flags, *table) == here == predicted(capsys, *flags, "--device", "cpu")
+    assert here["exact"]
+    assert Path("table.jsonl").read_text() == rows != ""
+    cpu = json.loads(json.loads(rows.splitlines()[0])["key"])[-1]
+    Path("table.jsonl").write_text(rows.replace(cpu, "cpu elsewhere"))
+    monkeypatch.setattr("memcheck.predict.probe.CpuProbe._run", None)  # Nothing may run where the table is read.
+    monkeypatch.setattr("memcheck.predict.probe.CpuProbe._check", None)
     carried = predicted(capsys, *flags, *table)
     assert (carried["exact"], carried["need_bytes"]) == (True, here["need_bytes"])
     other = predicted(capsys, "--model", "net.py:smooth", "--bsz", "3", *table)
@@ -507,14 +507,14 @@ def test_a_calibration_is_carried(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "gelu was not compared with its prediction" in other["unknown"]
 
 
-def test_a_calibration_of_several_machines_needs_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_several_machines_needs_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     place = json.dumps(["aten::add", "3 threads", f"torch {torch.__version__}", "cpu old"])
     rows = [
         json.dumps({"format": 2, "key": place, "probed": None}),
         json.dumps({"format": 2, "key": place.replace("3 t", "4 t"), "probed": None}),
     ]
     Path("table.jsonl").write_text("\n".join(rows))
-    flags = ["predict", "--model", "net.py:make", "--calibration", "table.jsonl"]
+    flags = ["predict", "--model", "net.py:make", "--probes", "table.jsonl"]
     assert main(flags) == 2
     assert "one machine is needed, choose by --threads; it has 3 threads" in capsys.readouterr().err
     assert predicted(capsys, *flags[1:], "--threads", "4")["threads"] == 4

@@ -103,7 +103,7 @@ def test_a_keyword_of_neither_is_refused(find: Any, name: str) -> None:
     assert ("did you mean memory_limit" in str(refused.value)) == (name == "memory_limi")
 
 
-@pytest.mark.parametrize("name", ["backward", "nonsense", "optimizer", "steps", "loss", "probe", "ranks", "kwargs"])
+@pytest.mark.parametrize("name", ["backward", "nonsense", "optimizer", "steps", "loss", "probes", "ranks", "kwargs"])
 def test_a_case_takes_what_it_does_not_say_itself(name: str) -> None:
     with pytest.raises(TypeError, match=f"predict_memory of a Case takes device, .*, not {name}: the Case says"):
         predicted(CASE, **{name: None})
@@ -111,12 +111,6 @@ def test_a_case_takes_what_it_does_not_say_itself(name: str) -> None:
     for inputs, options in ((("cpu", 3), {}), (("cpu",), {"device": "T4"})):
         with pytest.raises(TypeError, match=r"predict_memory takes one place, got 'cpu', (3|device)"):
             predicted(CASE, *inputs, **options)
-
-
-@pytest.mark.parametrize("name", ["device", "threads", "torch_version", "probe"])
-def test_a_calibration_is_of_this_machine(name: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=f"{name} is no argument of calibrate or of Linear.forward"):
-        memcheck.calibrate(LINEAR, x(), path=tmp_path / "table.jsonl", **{name: 2})
 
 
 def test_largest_takes_keyword_inputs_of_any_name() -> None:
@@ -167,7 +161,7 @@ WRONG_IN_PREDICTIONS: list[tuple[str, Any, str]] = [
     ("torch_version", "2.6.1", "torch_version must be at least 2.7: rules are known for 2.7 to 2.15, got '2.6.1'"),
     ("torch_version", "new", r"torch_version must look like '2.13', '2.13.0' or \(2, 13\), got 'new'"),
     ("torch_version", 2.13, "torch_version must look like .*, got 2.13"),
-    ("probe", "yes", "probe must be True, False or a Probe, got 'yes'"),
+    ("probes", 3, "probes must be a file, True, False or a Probe, got 3"),
     ("ranks", 8, "ranks must be a memcheck.Ranks, got 8"),
     ("device", 3, "device must be a Device or a name such as 'A100-40GB', '40GiB' or 'cpu', got 3"),
 ]

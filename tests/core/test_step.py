@@ -119,15 +119,6 @@ def test_a_predicted_step_is_that_of_the_keywords(tmp_path: Path) -> None:
     assert memcheck.predict_memory(CASE, Place(**GPU)) == memcheck.predict_memory(CASE, **GPU)
 
 
-@pytest.mark.extension
-def test_a_calibration_of_a_step_is_that_of_the_keywords(tmp_path: Path) -> None:
-    by_step, by_name = tmp_path / "step.jsonl", tmp_path / "name.jsonl"
-    model = nn.Softshrink()
-    found = memcheck.calibrate(Step(model, x()), path=by_step), memcheck.calibrate(model, x(), path=by_name)
-    assert found[0].record == found[1].record
-    assert by_step.read_text() == by_name.read_text() != ""
-
-
 def test_the_largest_of_a_step_is_that_of_the_keywords() -> None:
     def step(size: int) -> Step:
         return Step(LINEAR, torch.empty(size, 4), optimizer="sgd")
@@ -174,8 +165,6 @@ def test_a_measurement_happens_here(name: str) -> None:
         memcheck.measure_memory(Step(LINEAR, x()), Place("cpu", **{name: given[name]}))
     with pytest.raises(TypeError, match=f"{name} is no argument of measure_memory or of Linear.forward"):
         memcheck.measure_memory(LINEAR, x(), **{name: given[name]})
-    with pytest.raises(TypeError, match=f"calibrate takes no {name}"):
-        memcheck.calibrate(Step(LINEAR, x()), Place(**{name: given[name]}), path="unused.jsonl")
 
 
 def test_an_operator_is_not_split() -> None:
@@ -208,7 +197,6 @@ def test_signature_and_documentation_list_every_option() -> None:
     assert {name for name in options_of(Place) if name in measured} == set(HERE)
     assert measured.keys() >= {*options_of(Step), "details", "place"}
     assert "Options of the place" in text
-    assert "Options of the place" not in (memcheck.calibrate.__doc__ or "")
 
 
 # What a step arranges.

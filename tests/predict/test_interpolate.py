@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.bench.capacity import Search
 from memcheck.core.devices import device_named
 from memcheck.predict.interpolate import fits_by_interpolation, interpolated
 from memcheck.predict.replay import Prediction
+from memcheck.predict.search import Search
 
 pytestmark = pytest.mark.cpu
 GPU = device_named("64MiB")
@@ -41,8 +41,8 @@ def test_the_trace_of_another_size() -> None:
 
 def test_guesses_lead_to_the_size_of_a_plain_search() -> None:
     plain, led = Search(predict, 1, 2**20), Search(predict, 1, 2**20, fits_by_interpolation)
-    size = plain.largest(64)
-    assert led.largest(64) == size > 1000
+    size = plain.largest(64).size
+    assert led.largest(64).size == size > 1000
     assert led.fits(size)
     assert not led.fits(size + 1)
     assert len(led.found) < len(plain.found) / 2
@@ -55,7 +55,7 @@ def test_other_events_are_no_guess_and_a_wrong_guess_is_found_out() -> None:
     x = torch.empty(128, 32, device="meta", requires_grad=True)
     found = {64: predict(64), 128: memcheck.predict_memory(other, x, device=GPU)}
     assert fits_by_interpolation(found, 100) is None
-    size = Search(predict, 1, 2**20).largest(64)
+    size = Search(predict, 1, 2**20).largest(64).size
     for limit in (size // 3, 3 * size):
         led = Search(predict, 1, 2**20, lambda known, tried, limit=limit: tried <= limit)
-        assert led.nearest(64) == size
+        assert led.nearest(64).size == size

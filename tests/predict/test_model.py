@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memcheck
-from memcheck.bench.probe import CpuProbe, Table
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
+from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
+from memcheck.predict.probe import CpuProbe
+from memcheck.predict.probe_table import Table
 from memcheck.predict.replay import Prediction
 
 pytestmark = pytest.mark.cpu
@@ -406,7 +408,7 @@ def test_code_that_torch_compile_leaves_alone_is_predicted() -> None:
 
 
 def test_without_a_probe_operators_are_named() -> None:
-    prediction = memcheck.predict_memory(nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), probe=False)
+    prediction = memcheck.predict_memory(nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), probes=False)
     assert not prediction.exact
     assert "what aten::convolution takes beside its outputs" in prediction.unknown
     assert "forward_peak_bytes" in prediction.bounds
@@ -414,7 +416,7 @@ def test_without_a_probe_operators_are_named() -> None:
 
 def test_without_a_probe_unknown_functions_are_not_exact() -> None:
     x = torch.rand(4, 4, requires_grad=True)
-    prediction = memcheck.predict_memory(torch.cumsum, x, dim=0, probe=False)
+    prediction = memcheck.predict_memory(torch.cumsum, x, dim=0, probes=False)
     assert not prediction.exact
 
 
@@ -436,12 +438,14 @@ def test_scratch_that_depends_on_contents_is_named() -> None:
 
 
 @pytest.mark.extension
-def test_a_calibration_table_replaces_probing(a_table_of_its_own: Path) -> None:
-    model, x = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8)
-    memcheck.calibrate(model, x, path=str(a_table_of_its_own))
-    lines = a_table_of_its_own.read_text().splitlines()
+def test_a_file_of_probes_is_read_and_gets_what_it_lacks(tmp_path: Path) -> None:
+    model, x, table = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), tmp_path / "new" / "cpu.jsonl"
+    first = memcheck.predict_memory(model, x, probes=str(table))
+    lines = table.read_text().splitlines()
     assert any("convolution" in json.loads(line)["key"] for line in lines)
-    a_table_of_its_own.write_text("\n".join([*lines, '{"key": "cut o']))
+    assert memcheck.predict_memory(Step(model, x), probes=table).record == first.record
+    assert table.read_text().splitlines() == lines
+    table.write_text("\n".join([*lines, '{"key": "cut o']))
 
     class Unused(CpuProbe):
         def _run(self, *args: Any) -> Any:
@@ -449,7 +453,15 @@ def test_a_calibration_table_replaces_probing(a_table_of_its_own: Path) -> None:
 
         _check = _run
 
-    assert memcheck.predict_memory(model, x, probe=Unused(Table(a_table_of_its_own))).exact
+    assert memcheck.predict_memory(model, x, probes=Unused(Table(table))).exact
+
+
+@pytest.mark.parametrize("place", [{"device": "T4"}, {"threads": 77}, {"torch_version": "2.7"}])
+def test_a_file_of_probes_is_of_a_cpu(place: dict[str, Any], tmp_path: Path) -> None:
+    table = tmp_path / "cpu.jsonl"
+    with pytest.raises(UsageError, match=r"probes is of a CPU, and device T4|one machine is needed.* it has no rows"):
+        memcheck.predict_memory(nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), probes=table, **place)
+    assert not table.exists()
 
 
 def test_a_gpu_that_is_not_here() -> None:

@@ -250,7 +250,7 @@ def test_integers_of_new_inputs_are_known() -> None:
     def chosen(tokens: Tensor) -> Tensor:
         return model(tokens[tokens > 0])
 
-    prediction = memcheck.predict_memory(Program(chosen, masked, backward=False), probe=False)
+    prediction = memcheck.predict_memory(Program(chosen, masked, backward=False), probes=False)
     assert [step.record.output_bytes for step in prediction.steps] == [3 * 16, 16]
 
 

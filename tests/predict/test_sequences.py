@@ -54,7 +54,7 @@ def inputs(name: str, layout: str, dtype: torch.dtype = torch.float32) -> tuple[
 def assert_same(function: Callable[..., Any], *given: Tensor, backward: bool = True, dense: bool = False) -> Prediction:
     """Asserts that every figure is as measured, and that nothing of our operators is unknown."""
     how: dict[str, Any] = {"backward": backward, "dense_grad": dense}
-    prediction = predict_memory(function, *given, **how, probe=False)
+    prediction = predict_memory(function, *given, **how, probes=False)
     measured = measure_memory(function, *given, **how)
     figures = {name: (getattr(prediction.record, name), getattr(measured, name)) for name in FIGURES}
     assert {name: pair for name, pair in figures.items() if pair[0] != pair[1]} == {}
@@ -93,7 +93,7 @@ def test_lengths_may_be_inputs() -> None:
     given = inputs("softplus", "packed")
     assert_same(function, *given, SEQUENCES["packed"]["cu_seqlens"])
     on_meta = [x.to("meta") for x in (*given, SEQUENCES["packed"]["cu_seqlens"])]
-    prediction = predict_memory(function, *on_meta, probe=False)
+    prediction = predict_memory(function, *on_meta, probes=False)
     assert not prediction.exact
     assert "the scratch of sequences whose lengths are not known" in prediction.unknown
 
@@ -112,7 +112,7 @@ def test_scratch_on_a_gpu_needs_the_number_of_sequences_alone(name: str) -> None
         given = (*inputs(name, layout), SEQUENCES[layout][argument])
         on_meta = [x.to("meta") for x in given]
         known, unknown = (
-            predict_memory(function, *tensors, device="A100-40GB", probe=False) for tensors in (given, on_meta)
+            predict_memory(function, *tensors, device="A100-40GB", probes=False) for tensors in (given, on_meta)
         )
         assert [words for words in unknown.unknown if "was not compared" not in words] == []
         assert unknown.record == known.record
@@ -319,7 +319,7 @@ def test_every_form_is_predicted(name: str, dtype: torch.dtype) -> None:
     backward = given[0].requires_grad
     if name not in PRODUCTS or dtype == torch.float32:
         assert_same(function, *given, backward=backward)
-    prediction = predict_memory(function, *given, device="A100-40GB", backward=backward, probe=False)
+    prediction = predict_memory(function, *given, device="A100-40GB", backward=backward, probes=False)
     assert [words for words in prediction.unknown if "was not compared" not in words] == []
 
 

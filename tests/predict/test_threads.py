@@ -20,7 +20,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 import memcheck
-from memcheck.bench import probe
+from memcheck.predict import probe
 from memcheck.predict.python_functions import ANSWERED, function_named
 from memcheck.predict.second_step import TRACE_ALL
 

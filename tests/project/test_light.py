@@ -133,7 +133,7 @@ CODE = {
     "memcheck.decompositions()": "memcheck.decompositions",
     "memcheck.measure_memory(torch.nn.Linear(2, 2), torch.ones(1, 2))": "measuring memory on the CPU",
     "memcheck.track().__enter__()": "measuring memory on the CPU",
-    "memcheck.calibrate(torch.nn.Linear(2, 2), torch.ones(1, 2), path=Path('table'))": "probing operators on the CPU",
+    "memcheck.predict_memory(torch.nn.Linear(2, 2), torch.ones(1, 2), probes='table')": "probing operators on the CPU",
     "memcheck.predict_memory(memcheck.linear_r, torch.ones(1, 2, 2), torch.ones(2, 2))": "memcheck.linear_r",
 }
 
@@ -168,7 +168,7 @@ COMMANDS = {
     "sweep --seq-len 8 --attention-type naive --device cpu --output sweep": "measuring on the CPU",
     "run gpt.py": "measuring memory on the CPU",
     "gradcheck --device cpu": "memcheck.softplus_attention",
-    "calibrate --model gpt.py:gpt --output table.jsonl": "probing operators on the CPU",
+    "predict --model gpt.py:gpt --probes table.jsonl": "probing operators on the CPU",
 }
 
 

@@ -13,7 +13,6 @@ from typing_extensions import assert_type
 import memcheck
 import memcheck.compat
 from memcheck import CompressedAttentionState, CompressedAttentionWindowState, MemoryTracker, Ranks, Results, nn
-from memcheck.bench.api import Largest
 from memcheck.bench.capacity import Capacity, find_capacity
 from memcheck.bench.catalog import make_case
 from memcheck.compat import softplus_attention as closed_module
@@ -24,6 +23,7 @@ from memcheck.integrations.transformers import StateCache, register
 from memcheck.measure.timeline import Timeline, record_timeline
 from memcheck.ops import gradcheck
 from memcheck.predict.replay import Peak, Prediction
+from memcheck.predict.search import Largest
 from memcheck.report.comparison import Comparison
 
 Pair = tuple[Tensor, Tensor]
@@ -132,7 +132,7 @@ def predicting(model: torch.nn.Module, x: Tensor) -> None:
     assert_type(prediction.record, Record)
     assert_type(memcheck.predict_memory(model, x, ranks=Ranks(fsdp=8), torch_version=(2, 13)), Prediction)
     assert_type(memcheck.predict_memory(model, x, kwargs={"steps": 5}, optimizer="adamw", autocast="bf16"), Prediction)
-    assert_type(memcheck.calibrate(model, x, path="probes.jsonl"), Prediction)
+    assert_type(memcheck.predict_memory(model, x, probes="probes.jsonl"), Prediction)
     found = memcheck.largest(lambda n: torch.empty(n, 512), model, "A100-40GB", optimizer=torch.optim.AdamW)
     assert_type(found, Largest)
     assert_type(found.at, Prediction | None)

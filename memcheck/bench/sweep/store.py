@@ -200,6 +200,25 @@ class Store(Generic[R]):
         print(f"note: {self.path}: {what}", file=sys.stderr)
 
 
+def write_record(folder: Path | str, record: Record, *, name: str) -> Path:
+    """Writes the record to folder/records.jsonl as the case `name`, for memcheck compare, report and plot.
+
+    A measured record replaces the measured one of that name, and a predicted record the predicted one; all other lines
+    stay as they are. Processes may write to a folder at the same time. The folder is created if needed.
+
+    Returns the path of the file.
+
+    Raises:
+        TypeError: it is no record; that of a prediction is prediction.record.
+        ValueError: the name is empty or longer than a line.
+    """
+    if not isinstance(record, Record):
+        raise TypeError(f"write_record takes a Record, such as prediction.record, got {type(record).__name__}")
+    if len(name.splitlines()) != 1 or not name.strip():
+        raise ValueError(f"name must be one line of text, got {name!r}")
+    return Store(folder).replace(f"{record.source}: {name}", dataclasses.replace(record, operator=name))
+
+
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[None]:
     """Locks the file, which is created if needed. The system ends a lock with the process, however that ends.

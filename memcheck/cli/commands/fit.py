@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.capacity import Capacity, Search, capacity_curve, capacity_object, check_has_limit, find_capacity
+from memcheck.bench.capacity import Capacity, capacity_curve, capacity_object, check_has_limit, find_capacity
 from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.cases import attention_fields_of, batches_of, check_takes_window, make_any_case
@@ -27,10 +27,10 @@ from memcheck.core.record import sequence_words
 from memcheck.core.verdict import certainty, size_words
 from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.replay import Prediction
+from memcheck.predict.search import Largest, Search
 from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.model_prediction import (
     SIZE_WORDS,
-    Edge,
     edge_verdict,
     edges_table,
     tensors_of,
@@ -44,6 +44,7 @@ DRAWN_AGAINST = {"seq_len": "bsz", "bsz": "seq_len", "dim": "bsz"}
 # For models: the steps of a search, and the first sizes that are tried.
 STEPS = {"bsz": 1, "seq_len": 64}
 FIRST_SIZES = {"bsz": 8, "seq_len": 1024}
+AS_IT_IS = "as it is"  # The row of the setting without a change.
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -87,26 +88,27 @@ def run(request: Fit) -> int:
 def fit_model(request: Fit) -> int:
     axis = request.axis
     setting = model_setting(request, axis)
-    predictor = ModelPredictor.of(request, request.place(), setting=setting)
+    predictor = ModelPredictor.of(request, setting)
     check_has_limit(predictor.place)
     step = request.step or STEPS[axis]
     if request.up_to < step:
         raise UsageError(f"{named('up_to')} must be at least the step of {step}, got {request.up_to}")
     with progress_bar(0, "fit") as bar:
-        edges = list(edges_of(predictor, axis, step, request, bar))
+        edges = edges_of(predictor, axis, step, request, bar)
+    first = edges[AS_IT_IS]
     if request.format == "json":
-        print(json.dumps(model_object(edges, predictor, axis, step), indent=1))
+        print(json.dumps(model_object(edges, predictor, axis), indent=1))
     else:
         screen = Screen.of(sys.stdout)
-        print(screen.fill(edge_verdict(edges[0], axis, step)))
-        known = edges[0].at or edges[0].beyond
+        print(screen.fill(edge_verdict(first, axis)))
+        known = first.at or first.beyond
         if known is not None:
-            words = predictor.words(known, predictor.setting.but(**{axis: edges[0].size or step}))
+            words = predictor.words(known, predictor.setting.but(**{axis: first.size or step}))
             print(*map(screen.fill, filter(None, [certainty(known), f"{words}."])), sep="\n")
             if request.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
-        print(f"\n{render([edges_table(edges, axis, step)], 'table', sys.stdout)}")
-    return DOES_NOT_FIT if request.fail_on_oom and edges[0].at is None else 0
+        print(f"\n{render([edges_table(edges, axis)], 'table', sys.stdout)}")
+    return DOES_NOT_FIT if request.fail_on_oom and first.at is None else 0
 
 
 def model_setting(request: Fit, axis: str) -> Setting:
@@ -117,7 +119,7 @@ def model_setting(request: Fit, axis: str) -> Setting:
     return Setting.of(request, **{**sizes, axis: min(FIRST_SIZES[axis], request.up_to)})
 
 
-def edges_of(predictor: ModelPredictor, axis: str, step: int, request: Fit, bar: Any) -> Iterator[Edge]:
+def edges_of(predictor: ModelPredictor, axis: str, step: int, request: Fit, bar: Any) -> dict[str, Largest]:
     """The largest size that fits, as it is and with each single change."""
 
     def search(setting: Setting) -> Search:
@@ -127,35 +129,31 @@ def edges_of(predictor: ModelPredictor, axis: str, step: int, request: Fit, bar:
 
         return Search(predict, step, request.up_to, fits_by_interpolation)
 
-    def edge(flags: str, found: Search, size: int) -> Edge:
-        return Edge(flags, size, found.found.get(size), found.found.get(size + step))
-
-    whole = search(predictor.setting)
-    size = whole.largest(getattr(predictor.setting, axis))
-    first = edge("as it is", whole, size)
-    yield first
-    base = first.at or first.beyond
+    first = search(predictor.setting).largest(getattr(predictor.setting, axis))
+    edges, base = {AS_IT_IS: first}, first.at or first.beyond
     if request.no_changes or base is None or base.fits is None or first.beyond is None:
-        return
-    for flag, setting in predictor.changes(base, axis).items():
-        other = search(setting)
+        return edges
+    for flag, change in predictor.changes(base, axis).items():
         with suppress(MemcheckError):  # The model or the optimizer does not allow the change.
-            yield edge(flag, other, other.nearest(max(size, step)))
+            edges[flag] = search(predictor.setting.but(**change)).nearest(max(first.size, step))
+    return edges
 
 
-def model_object(edges: list[Edge], predictor: ModelPredictor, axis: str, step: int) -> dict[str, Any]:
-    first = edges[0]
+def model_object(edges: Mapping[str, Largest], predictor: ModelPredictor, axis: str) -> dict[str, Any]:
+    """The largest sizes for JSON."""
+    first = edges[AS_IT_IS]
     return {
         "device": asdict(predictor.place.for_device),
         "limit_bytes": predictor.place.limit_bytes,
         "find": axis.replace("_", "-"),
-        "step": step,
+        "step": first.step,
         "largest": first.size if first.at else None if first.beyond and first.beyond.fits is None else 0,
         "record": asdict(first.at.record) if first.at else None,
         "next_record": asdict(first.beyond.record) if first.beyond else None,
         "changes": [
-            {"change": edge.flags, "largest": edge.size, "need_bytes": edge.at and tensors_of(edge.at)}
-            for edge in edges[1:]
+            {"change": flags, "largest": edge.size, "need_bytes": edge.at and tensors_of(edge.at)}
+            for flags, edge in edges.items()
+            if flags != AS_IT_IS
         ],
     }
 

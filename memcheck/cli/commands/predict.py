@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from memcheck.bench.case_predictions import predict_case, predicted_or_skipped
@@ -25,7 +26,6 @@ from memcheck.core.case import Case
 from memcheck.core.verdict import certainty, verdict
 from memcheck.predict.replay import Prediction
 from memcheck.report.model_prediction import (
-    SettingChange,
     buffers_words,
     changes_table,
     modules_table,
@@ -52,9 +52,9 @@ def run(request: Predict) -> int:
 
 def predict_model(request: Predict) -> Prediction:
     setting = Setting.of(request, **{name: request.single(name, "for a model") for name in SIZES})
-    predictor = ModelPredictor.of(request, request.place(), setting=setting)
+    predictor = ModelPredictor.of(request, setting)
     prediction = predictor.predict()
-    changes = [] if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
+    changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
     if request.format == "json":
         print(json.dumps(model_object(prediction, changes)))
         return prediction
@@ -69,7 +69,7 @@ def predict_model(request: Predict) -> Prediction:
     return prediction
 
 
-def model_object(prediction: Prediction, changes: list[SettingChange]) -> dict[str, Any]:
+def model_object(prediction: Prediction, changes: Mapping[str, Prediction]) -> dict[str, Any]:
     """The prediction for JSON, with its changes."""
     peak = prediction.peak
     return {
@@ -84,12 +84,12 @@ def model_object(prediction: Prediction, changes: list[SettingChange]) -> dict[s
         "buffers": prediction.buffers,
         "changes": [
             {
-                "change": change.flags,
-                "need_bytes": tensors_of(change.prediction),
-                "fits": change.prediction.fits,
-                "oom_phase": change.prediction.record.oom_phase,
+                "change": flags,
+                "need_bytes": tensors_of(found),
+                "fits": found.fits,
+                "oom_phase": found.record.oom_phase,
             }
-            for change in changes
+            for flags, found in changes.items()
         ],
     }
 
@@ -128,13 +128,11 @@ def print_case(request: Predict, prediction: Prediction) -> None:
     words = [verdict(prediction), certainty(prediction), alive_sentence(prediction)]
     words += [f"doubt: {doubt}" for doubt in doubts[: None if request.doubts else FEW]]
     print(*map(screen.fill, filter(None, words)), sep="\n")
-    changes: list[SettingChange] = []
+    changes: dict[str, Prediction] = {}
     if prediction.record.oom_phase and not request.no_changes:
-        changes = [
-            SettingChange(flag, predicted_or_skipped(other, place, dense_grad=request.dense_grad))
-            for flag, other in single_changes(prediction.case)
-        ]
-        changes = [change for change in changes if change.prediction.record.status != "skipped"]
+        others = single_changes(prediction.case)
+        changes = {flag: predicted_or_skipped(it, place, dense_grad=request.dense_grad) for flag, it in others}
+        changes = {flag: found for flag, found in changes.items() if found.record.status != "skipped"}
     tables = [changes_table(prediction, changes)] if changes else []
     if prediction.terms and (request.explain or not changes):
         tables.insert(0, figures_table(prediction, with_terms=request.explain))

@@ -1,17 +1,14 @@
-"""Measures operators one at a time on this machine: what each allocates besides its operands and results.
+"""Measures operators one at a time on this machine's CPU: what each allocates besides its operands and results.
 
-Predictions use these figures for operators without a rule. memcheck.predict may not import the package that measures,
-so it gets the probe as an argument. The figures are kept in a table by operator, layouts, dtypes, threads, torch
-version and device. Another machine can read the table.
+Predictions for this CPU use these figures for operators without a rule. They are kept in a table by operator, layouts,
+dtypes, threads, torch version and device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-import os
 import threading
 import warnings
 from collections import Counter
@@ -23,25 +20,25 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from memcheck._extension import extension
+from memcheck._extension import MISSING, extension
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.core.outputs import start_of
 from memcheck.core.place import Place
 from memcheck.core.step import Step
 from memcheck.core.tensors import dtype_name, gradients_for, storages_in, tensors_in
+from memcheck.core.torch_versions import running
 from memcheck.core.workload import Workload
 from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents, flagged_as
-from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
+from memcheck.predict.probe_table import CarriedProbe, Table, environment, key_of, table_path
+from memcheck.predict.probed import FunctionCall, Layout, Probe, Probed, Result
 from memcheck.predict.replay import target_at
 from memcheck.predict.sparse import dense_parts, is_sparse, parts_of, with_parts
 from memcheck.predict.trace_runner import TraceRunner
 
 # Factors of the contents of floating-point operands in further runs of an operator. Unequal peaks are a doubt.
 FACTORS = (1.0, 0.001, 100.0)
-# The format of a table's rows. Rows of other formats say too little about their operands and are not read.
-FORMAT = 2
 # The largest sum of operands that is probed.
 MOST_BYTES = 2**30
 # Elements after which made up numbers repeat: odd, so that rows of a matrix differ.
@@ -51,64 +48,6 @@ ONE_AT_A_TIME = threading.RLock()
 REPEATS = 9
 
 Found = TypeVar("Found")
-
-
-def table_path() -> Path:
-    """MEMCHECK_PROBES, else a file in the user's cache."""
-    if (given := os.environ.get("MEMCHECK_PROBES")) is not None:
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "memcheck" / "probes.jsonl"
-
-
-class Table:
-    """Probed operators by key, in memory and, with a path, in a file of JSON lines."""
-
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path
-        self.found: dict[str, Probed | None] = {}
-        self.checks: dict[str, str | None] = {}  # Doubts about functions.
-        if path is not None and path.exists():
-            self._read(path)
-
-    def add(self, key: str, probed: Probed | None) -> None:
-        self.found[key] = probed
-        self._write({"key": key, "probed": probed and dataclasses.asdict(probed)})
-
-    def add_check(self, key: str, doubt: str | None) -> None:
-        self.checks[key] = doubt
-        self._write({"key": key, "doubt": doubt})
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps({"format": FORMAT, **row}) + "\n")
-
-    def _read(self, path: Path) -> None:
-        """Skips lines that were cut off, and rows of another format. UsageError: the file is no text."""
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{path} is no table of probes: {error}") from None
-        for line in lines:
-            try:
-                row = json.loads(line)
-                if row["format"] != FORMAT:
-                    continue
-                if "doubt" in row:
-                    self.checks[row["key"]] = row["doubt"]
-                else:
-                    self.found[row["key"]] = row["probed"] and read_probed(row["probed"])
-            except (ValueError, KeyError, TypeError):
-                continue
-
-
-def read_probed(row: dict[str, Any]) -> Probed:
-    results = (
-        {**result, "shape": tuple(result["shape"]), "stride": tuple(result["stride"])} for result in row["results"]
-    )
-    return Probed(row["scratch_bytes"], tuple(Result(**result) for result in results), row["doubt"])
 
 
 class CpuProbe:
@@ -175,103 +114,64 @@ class CpuProbe:
         return dataclasses.replace(worst, doubt="it took different amounts for different contents")
 
 
-class CarriedProbe(CpuProbe):
-    """A table of another machine. It runs nothing: operators that the table lacks are unknown.
+# The probes of this process, by the path of their table.
+PROBES: dict[Path, Probe] = {}
 
-    place: the threads, the torch version and the device of the rows that count.
+
+def probe_for(probes: Path | str | Probe | bool | None, place: Place) -> tuple[Probe | None, Place]:
+    """The probe of a prediction, and the place that it is for. probes: as of predict_memory.
+
+    With a file it is the CPU whose rows the file has. If that is this one, what the file lacks is probed and added.
+
+    UsageError: the place is no CPU, or the file has rows of several other machines, or of another torch.
+    ExtensionError: the file has no rows, and what would count the bytes is missing.
     """
-
-    def __init__(self, table: Table, place: tuple[str, ...]) -> None:
-        self.table, self.place = table, place
-
-    def __call__(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contents: KnownContents
-    ) -> Probed | None:
-        return self.table.found.get(key_of(func, args, kwargs, contents, self.place))
-
-    def check(self, call: FunctionCall) -> str | None:
-        if call.name == "untyped_storage":  # Predictions themselves call it. It allocates nothing.
-            return None
-        untried = f"{call.name} was not compared with its prediction"
-        return self.table.checks.get(json.dumps([call.key, *self.place]), untried)
-
-    @property
-    def threads(self) -> int:
-        return int(self.place[0].split()[0])
-
-    @classmethod
-    def of(cls, path: Path, threads: int | None = None) -> CarriedProbe:
-        """The table in that file, with the rows of so many threads.
-
-        UsageError: it has none, rows of several machines, or of another torch version.
-        """
-        table = Table(path)
-        places = {tuple(json.loads(key)[-3:]) for key in (*table.found, *table.checks)}
-        found = [place for place in places if threads is None or place[0] == f"{threads} threads"]
-        if len(found) != 1:
-            known = "; ".join(sorted(map(", ".join, places))) or "no rows"
-            rule = f"one machine is needed, choose by {named('threads')}"
-            raise UsageError(f"{named('calibration')} {path}: {rule}; it has {known}")
-        if found[0][1] != environment()[1]:
-            raise UsageError(f"{named('calibration')} {path} is of {found[0][1]}, and this is {environment()[1]}")
-        return cls(table, found[0])
+    target = target_at(place)
+    is_here = target.kind == "cpu" and (target.threads, target.torch_version) == (torch.get_num_threads(), running())
+    if probes is True:
+        path = table_path()
+        if path not in PROBES and is_here:
+            PROBES[path] = CarriedProbe(Table(path), environment()) if MISSING else CpuProbe(Table(path))
+        return PROBES[path] if is_here else None, place
+    if not isinstance(probes, Path | str):
+        return probes or None, place
+    if target.kind != "cpu":
+        raise UsageError(f"{named('probes')} is of a CPU, and {named('device')} {place.for_device.name} is none")
+    table, here = Table(Path(probes)), environment()
+    known = [it for it in table.machines if place.threads is None or it[0] == f"{place.threads} threads"]
+    if is_here and (here in known or not known):
+        return CarriedProbe(table, here) if MISSING and known else CpuProbe(table), place
+    if len(known) != 1:
+        rows = "; ".join(map(", ".join, table.machines)) or "no rows"
+        rule = f"one machine is needed, choose by {named('threads')}"
+        raise UsageError(f"{named('probes')} {probes}: {rule}; it has {rows}")
+    if known[0][1] != here[1] or target.torch_version != running():
+        raise UsageError(f"{named('probes')} {probes} is of {known[0][1]}, and this is {here[1]}")
+    probe = CarriedProbe(table, known[0])
+    return probe, dataclasses.replace(place, threads=probe.threads)
 
 
 # Operators whose allocations depend on no integers. A mask among their operands is known, or assumed.
-OF_ANY_INTEGERS = frozenset(
-    [
-        "adaptive_max_pool2d_backward",
-        "adaptive_max_pool3d_backward",
-        "argmax",
-        "argmin",
-        "_linalg_check_errors",
-        "embedding",
-        "mkldnn_rnn_layer_backward",
-        "fractional_max_pool2d_backward",
-        "gather",
-        "index",
-        "index_add",
-        "index_add_",
-        "index_copy",
-        "index_copy_",
-        "index_fill",
-        "index_fill_",
-        "index_put",
-        "index_put_",
-        "_index_put_impl_",
-        "index_select",
-        "max",
-        "max_pool2d_with_indices_backward",
-        "masked_scatter_backward",
-        "masked_select",
-        "max_pool3d_with_indices_backward",
-        "min",
-        "multi_margin_loss",
-        "multi_margin_loss_backward",
-        "nll_loss2d_backward",
-        "nll_loss2d_forward",
-        "nll_loss_backward",
-        "nll_loss_forward",
-        "scatter",
-        "scatter_add",
-        "scatter_",
-        "scatter_add_",
-        "sort",
-        "topk",
-    ]
-)
+INTEGER_NAMES = """
+    adaptive_max_pool2d_backward adaptive_max_pool3d_backward argmax argmin _linalg_check_errors embedding
+    mkldnn_rnn_layer_backward fractional_max_pool2d_backward gather index index_add index_add_ index_copy
+    index_copy_ index_fill index_fill_ index_put index_put_ _index_put_impl_ index_select max
+    max_pool2d_with_indices_backward masked_scatter_backward masked_select max_pool3d_with_indices_backward min
+    multi_margin_loss multi_margin_loss_backward nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+    nll_loss_forward scatter scatter_add scatter_ scatter_add_ sort topk
+    """
+OF_ANY_INTEGERS = frozenset(INTEGER_NAMES.split())
 
 
 # Operators whose allocations depend on no value of their operands. Pointwise ones, too, need no further run.
-OF_ANY_NUMBERS = frozenset(
-    [
-        *("addmm", "baddbmm", "bmm", "mm", "mv", "dot", "convolution", "convolution_backward", "mkldnn_convolution"),
-        *("native_batch_norm", "native_batch_norm_backward", "native_group_norm", "native_group_norm_backward"),
-        *("native_layer_norm", "native_layer_norm_backward", "avg_pool2d", "avg_pool2d_backward", "gelu_backward"),
-        *("max_pool2d_with_indices", "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "linalg_vector_norm"),
-        *("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "upsample_nearest2d", "upsample_bilinear2d"),
-    ]
-)
+NUMBER_NAMES = """
+    addmm baddbmm bmm mm mv dot convolution convolution_backward mkldnn_convolution native_batch_norm
+    native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm
+    native_layer_norm_backward avg_pool2d avg_pool2d_backward gelu_backward max_pool2d_with_indices
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward linalg_vector_norm mkldnn_rnn_layer
+    mkldnn_rnn_layer_backward upsample_nearest2d upsample_bilinear2d
+    """
+OF_ANY_NUMBERS = frozenset(NUMBER_NAMES.split())
 
 
 def is_of_any_numbers(func: Any) -> bool:
@@ -398,39 +298,6 @@ def span(tensor: Tensor) -> int:
 
 def span_bytes(tensor: Tensor) -> int:
     return int((tensor.storage_offset() + span(tensor)) * tensor.element_size())
-
-
-def key_of(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    contents: KnownContents,
-    place: tuple[str, ...] | None = None,
-) -> str:
-    """The operator and its arguments, the threads, torch's version and the device; by default those of this process."""
-    words = tree_map(lambda part: described(part, contents), (args, kwargs))
-    # Some operators return more where gradients are wanted.
-    return json.dumps([str(func), repr(words), f"grad {torch.is_grad_enabled()}", *(place or environment())])
-
-
-def environment() -> tuple[str, ...]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{torch.get_num_threads()} threads", f"torch {torch.__version__}", f"cpu {capability}"
-
-
-def described(part: Any, contents: KnownContents) -> Any:
-    if not isinstance(part, Tensor):
-        return part
-    if is_sparse(part):
-        own = [described(inner, contents) for inner in parts_of(part)]
-        return f"{part.layout}{list(part.shape)}{own}{part.layout == torch.sparse_coo and part.is_coalesced()}"
-    words = f"{dtype_name(part)}{list(part.shape)}{list(part.stride())}+{part.storage_offset()}"
-    words += f"{' conjugated' * part.is_conj()}{' negated' * part.is_neg()}"
-    known = None if part.is_floating_point() and not contents.decides(part) else contents.of(part)
-    if known is not None:
-        plain = known.resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
-        words += hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    return words
 
 
 def layout_bytes(layout: Layout) -> int:

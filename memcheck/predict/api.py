@@ -1,21 +1,16 @@
-"""The public functions that predict: a case of the catalog, any model with its inputs, and the largest that fits; and
-the one that writes a record.
-"""
+"""The functions that predict: a step of any model or a case of the catalog, and the largest size that fits."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memcheck._extension import MISSING
-from memcheck.bench.case_predictions import predict_case
 from memcheck.core.arguments import argument, place_of, takes_step
 from memcheck.core.case import Case
 from memcheck.core.converters import count
@@ -23,30 +18,22 @@ from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
-from memcheck.core.record import Record
 from memcheck.core.step import MEASURED_ONLY, Program, Step
-from memcheck.core.torch_versions import running
-from memcheck.core.verdict import few_lines, largest_words
+from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.probed import Probe
-from memcheck.predict.replay import Prediction, target_at
-
-if TYPE_CHECKING:
-    from memcheck.bench.capacity import Search
-    from memcheck.bench.probe import CpuProbe
+from memcheck.predict.replay import Prediction
+from memcheck.predict.search import Largest, Search
 
 
-def predicted_of_case(
-    case: Case, *places: Place | Device | torch.device | str, dense_grad: bool = False, **options: Any
-) -> Prediction:
-    """predict_memory of a case of the catalog, at a place or at a device with the options of a Place."""
-    known = [*(name for name in options_of(Place) if name != "ranks"), "place", "dense_grad"]
-    if wrong := [name for name in options if name not in known]:
-        raise TypeError(f"predict_memory of a Case takes {', '.join(known)}, not {wrong[0]}: the Case says all else")
-    return predict_case(case, place_of("predict_memory", places, options), dense_grad=dense_grad)
+def predicted_of_case(case: Case, *places: Any, **options: Any) -> Prediction:
+    """predict_memory of a case. The catalog is above this package, so the function is found by its name."""
+    function = pkgutil.resolve_name("memcheck.bench.case_predictions:predicted_of_case")
+    prediction: Prediction = function(case, *places, **options)
+    return prediction
 
 
 @takes_step(without=MEASURED_ONLY, instead={Case: predicted_of_case}, programs=True)
-def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = True) -> Prediction:
+def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | Probe | bool = True) -> Prediction:
     """The record that measuring the step at the place would give. Nothing of its size is allocated.
 
     Examples:
@@ -54,6 +41,7 @@ def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = 
         >>> memcheck.predict_memory(Step(model, x), Place("A100-40GB", torch_version="2.13"))
         >>> last = Step(model, x[:3], optimizer="adamw")
         >>> memcheck.predict_memory(Program([Step(model, x, optimizer="adamw"), last]))
+        >>> memcheck.predict_memory(model, x, probes="cpu.jsonl")
 
     Args:
         model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only
@@ -62,9 +50,10 @@ def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = 
         inputs: its positional inputs.
         kwargs: its keyword inputs, whatever their names. A keyword that this function lacks is one of them, too; one
             that both have must be given in kwargs, and with kwargs={} it is this function's.
-        probe: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and in
-            a table on disk (memcheck.bench.probe.table_path). With False these operators are unknown. A Probe replaces
-            it.
+        probes: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and
+            in a table on disk (memcheck.predict.probe_table.table_path). With a file, that is the table: the prediction
+            is for the CPU whose rows it has, and if that is this one, or there are no rows, what it lacks is run and
+            added. With False these operators are unknown. A Probe replaces it.
 
     The prediction of a Program has that of every step, and is itself that of the first step which does not fit, else
     that of the step with the highest peak.
@@ -80,72 +69,15 @@ def predict_memory(step: Step | Program, place: Place, *, probe: Probe | bool = 
         TypeError: a keyword belongs to the model as well as to this function, or to neither; or a case is given what it
             says itself.
     """
-    if not isinstance(probe, bool | None) and not hasattr(probe, "check"):
-        raise ValueError(f"probe must be True, False or a Probe, got {probe!r}")
-    place = place.resolved()
-    target = target_at(place)
-    here = target.kind == "cpu" and (target.threads, target.torch_version) == (torch.get_num_threads(), running())
-    chosen = (default_probe() if here else None) if probe is True else probe or None
-    from memcheck.predict.model import predict_program, predict_step
+    if not isinstance(probes, bool | str | Path | None) and not hasattr(probes, "check"):
+        raise ValueError(f"probes must be a file, True, False or a Probe, got {probes!r}")
+    from memcheck.predict.model import predict_last, predict_program  # Loaded with the first prediction.
+    from memcheck.predict.probe import probe_for
 
+    probe, place = probe_for(probes, place.resolved())
     if isinstance(step, Program):
-        return predict_program(step, place, chosen)
-    return predict_step(step, place, chosen)
-
-
-PROBES: dict[str, CpuProbe] = {}
-
-
-def default_probe() -> CpuProbe:
-    """The probe of this process, with the table on disk. Without the extension it only looks there."""
-    from memcheck.bench.probe import CarriedProbe, CpuProbe, Table, environment, table_path
-
-    path = table_path()
-    if MISSING is not None:
-        return PROBES.setdefault(str(path), CarriedProbe(Table(path), environment()))
-    return PROBES.setdefault(str(path), CpuProbe(Table(path)))
-
-
-@takes_step(without=MEASURED_ONLY, places=())
-def calibrate(step: Step, place: Place, *, path: Path | str) -> Prediction:
-    """Probes the operators of a step on this machine's CPU and adds them to the table at `path`.
-
-    Examples:
-        >>> memcheck.calibrate(model, x, path="cpu.jsonl")
-
-    Another machine can use the table: MEMCHECK_PROBES=path. Other arguments and the result are those of predict_memory.
-    Operators run on this machine, in as many threads as torch.set_num_threads says.
-    """
-    from memcheck.bench.probe import CpuProbe, Table
-
-    return predict_memory(step, probe=CpuProbe(Table(Path(path))))
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest size that fits, and the predictions for it and for the next size.
-
-    Attributes:
-        size: 0 if nothing fits.
-        at: the prediction at that size.
-        beyond: the prediction at the next size, which does not fit; None if every size that was allowed fits.
-        tried: the number of sizes that were predicted.
-    """
-
-    size: int
-    step: int
-    at: Prediction | None
-    beyond: Prediction | None
-    tried: int
-
-    def __repr__(self) -> str:
-        return few_lines([largest_words("size", self.size, self.step, self.at, self.beyond)])
-
-    @classmethod
-    def of(cls, search: Search, start: int) -> Largest:
-        """The result of the search, begun at that size."""
-        size, found = search.largest(start), search.found
-        return cls(size, search.step, found.get(size), found.get(size + search.step), len(found))
+        return predict_program(step, place, probe)
+    return predict_last(Program([step], outputs_stay=False), place, probe)
 
 
 # Sizes that `largest` finds by the inputs of a model: the dimension of a tensor.
@@ -235,28 +167,4 @@ def largest(
         inputs = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)
         return predict_memory(model, *inputs, **{**options, "place": place, "kwargs": keywords})
 
-    from memcheck.bench.capacity import Search
-    from memcheck.predict.interpolate import fits_by_interpolation
-
-    return Largest.of(Search(predict, step, most, fits_by_interpolation), start)
-
-
-def write_record(folder: Path | str, record: Record, *, name: str) -> Path:
-    """Writes the record to folder/records.jsonl as the case `name`, for memcheck compare, report and plot.
-
-    A measured record replaces the measured one of that name, and a predicted record the predicted one; all other lines
-    stay as they are. Processes may write to a folder at the same time. The folder is created if needed.
-
-    Returns the path of the file.
-
-    Raises:
-        TypeError: it is no record; that of a prediction is prediction.record.
-        ValueError: the name is empty or longer than a line.
-    """
-    if not isinstance(record, Record):
-        raise TypeError(f"write_record takes a Record, such as prediction.record, got {type(record).__name__}")
-    if len(name.splitlines()) != 1 or not name.strip():
-        raise ValueError(f"name must be one line of text, got {name!r}")
-    from memcheck.bench.sweep.store import Store
-
-    return Store(folder).replace(f"{record.source}: {name}", dataclasses.replace(record, operator=name))
+    return Search(predict, step, most, fits_by_interpolation).largest(start)
