@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +278,22 @@ def saved_for_backward(function: Callable[[], Tensor]) -> list[Tensor]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         function()
     return saved
+
+
+def assert_threads_change_no_bit(
+    numbers: Sequence[int], function: Callable[..., Sequence[Tensor]], *arguments: Any
+) -> Iterator[int]:
+    """Asserts that results have the same bits with so many threads. Yields each number, which is then in use.
+
+    For a process of its own. On few cores threads take turns.
+    """
+    expected = None
+    for threads in numbers:
+        torch.set_num_threads(threads)
+        results = function(*arguments)
+        expected = results if expected is None else expected
+        assert same_bits(results, expected)
+        yield threads
 
 
 class NoGradient(torch.autograd.Function):

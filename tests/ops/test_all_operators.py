@@ -1,14 +1,14 @@
-"""Tests that every operator passes: autograd, torch.compile, autocast and meta tensors.
+"""Tests that every operator passes: values, strides, bytes, autograd, torch.compile, autocast and meta tensors.
 
-Each operator's own properties, such as the tensors it saves for backward, are tested in its own file.
+ops.operators describes the operators. What is particular to one is tested in its own file.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,8 +21,9 @@ from ops.checks import (
     ON_HOST,
     Function,
     NoGradient,
+    assert_contract,
     assert_strides,
-    generator,
+    assert_threads_change_no_bit,
     gradients_moved_by_autograd,
     laid_out,
     run,
@@ -31,166 +32,219 @@ from ops.checks import (
     saved_for_backward,
     subsets,
 )
+from ops.operators import (
+    EACH,
+    EVERY,
+    LINEAR,
+    LINEAR_SPLIT,
+    OPERATORS,
+    POOLED,
+    SOFTPLUS,
+    WINDOW,
+    Operator,
+    Options,
+    Sizes,
+    Target,
+    assert_memory_is_planned,
+    every,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import memcheck
-from memcheck.ops import derivatives
+from memcheck import track
 from memcheck.ops import gradcheck as gradchecking
 
-Sizes = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Operator:
-    name: str  # as in its error messages
-    function: Function  # its arguments are the inputs
-    shapes: Callable[..., tuple[Sizes, ...]]  # from sizes, such as those below, to the shapes of the inputs
-    small: Sizes
-    middle: Sizes
-    large: Sizes  # enough work for several threads
-    # Sizes of the first are distinct, and differ from constants in shapes: torch.compile would take equal ones for one.
-    traced: tuple[Sizes, Sizes, Sizes]
-    roles: Callable[[Tensor], tuple[Tensor, ...]]  # all inputs as views of one square tensor (2,4,4)
-    linear_in: tuple[int, ...]  # inputs whose gradient does not depend on themselves
-    free: tuple[int, ...] = ()  # inputs that are not saved for backward, except as copies
-
-    def inputs(self, sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-        """Returns the inputs and a gradient of y."""
-        random = generator()
-        shapes = self.shapes(*sizes)
-        of_y = self.function(*(torch.empty(shape, device="meta") for shape in shapes)).shape
-        *inputs, grad_y = (torch.randn(shape, generator=random).to(dtype) for shape in (*shapes, of_y))
-        return inputs, grad_y
-
-    def leaves(self, sizes: Sizes) -> tuple[list[Tensor], Tensor]:
-        inputs, grad_y = self.inputs(sizes)
-        return [x.requires_grad_() for x in inputs], grad_y
-
-
-SOFTPLUS = Operator(
-    "softplus_attention",
-    memcheck.softplus_attention,
-    lambda B, S, T, R: ((B, S, R), (B, R, T), (B, R, T)),
-    small=(2, 5, 7, 3),
-    middle=(2, 70, 300, 40),
-    large=(1, 300, 700, 33),
-    # One graph serves all lengths with two or more carries.
-    traced=((3, 5, 600, 7), (2, 30, 900, 4), (4, 70, 1200, 5)),
-    roles=lambda x: (x, x.mT, x),
-    linear_in=(2,),
-)
-
-
-def lengths_of(q: Tensor, k: Tensor, dimension: int) -> Tensor:
-    """The last row of a batch is full, and each row before it is one position shorter."""
-    return torch.arange(k.shape[dimension] - len(q), k.shape[dimension], device=q.device) + 1
-
-
-def padded_softplus(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return memcheck.softplus_attention(q, k, v, lengths=lengths_of(q, k, 2), **options)
-
-
-PADDED_SOFTPLUS = replace(SOFTPLUS, function=padded_softplus)
-LINEAR = Operator(
-    "linear_attention",
-    memcheck.linear_attention,
-    lambda B, H, Hkv, S, T, D, Dv: ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv)),
-    small=(2, 4, 2, 5, 7, 3, 2),
-    middle=(2, 8, 4, 70, 300, 40, 24),
-    large=(1, 2, 1, 700, 1300, 20, 9),
-    traced=((3, 4, 2, 5, 60, 7, 9), (5, 6, 3, 30, 90, 4, 8), (7, 8, 4, 70, 120, 6, 11)),
-    roles=lambda x: (x[None],) * 3,
-    linear_in=(2,),
-)
-
-
-def padded_linear(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return memcheck.linear_attention(q, k, v, lengths=lengths_of(q, k, 2), **options)
-
-
-PADDED_LINEAR = replace(LINEAR, function=padded_linear)
-COMPRESSED = Operator(
-    "compressed_attention",
-    functools.partial(memcheck.compressed_attention, factor=3),
-    lambda B, H, Hkv, S, T, D: ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D)),
-    small=(2, 4, 2, 5, 7, 3),
-    middle=(2, 4, 2, 70, 100, 40),
-    large=(3, 4, 2, 150, 350, 70),
-    traced=((2, 6, 3, 5, 60, 7), (3, 4, 2, 30, 91, 4), (2, 6, 2, 70, 120, 5)),
-    roles=lambda x: (x[None],) * 3,
-    linear_in=(2,),
-    free=(1, 2),
-)
-
-
-def padded_compressed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return memcheck.compressed_attention(q, k, v, factor=3, lengths=lengths_of(q, k, 2), **options)
-
-
-PADDED_COMPRESSED = replace(COMPRESSED, function=padded_compressed)
-
-
-def attend_to_blocks(q: Tensor, kc: Tensor, vc: Tensor, **options: Any) -> Tensor:
-    return memcheck.compressed_attention_pooled(q, kc, vc, factor=3, kv_len=3 * kc.shape[2], **options)
-
-
-POOLED = replace(COMPRESSED, name="compressed_attention_pooled", function=attend_to_blocks, free=())
-COMBINATOR = Operator(
-    "combinator",
-    memcheck.combinator,
-    lambda *shape: (shape, (2, shape[-1], shape[-1])),
-    small=(5, 7),
-    middle=(3, 70, 40),
-    large=(3, 1290, 127),
-    traced=((3, 5, 7), (2, 30, 8), (4, 9, 6)),
-    roles=lambda x: (x, x),
-    linear_in=(),
-)
-LINEAR_R = Operator(
-    "linear_r",
-    memcheck.linear_r,
-    lambda B, S, E, R: ((B, S, E), (E, R)),
-    small=(2, 5, 7, 3),
-    middle=(3, 40, 35, 50),
-    large=(3, 129, 65, 127),
-    traced=((2, 5, 7, 3), (3, 30, 8, 4), (4, 9, 6, 5)),
-    roles=lambda x: (x, x[0]),
-    linear_in=(0, 1),
-)
-LINEAR_L = replace(LINEAR_R, name="linear_l", function=memcheck.linear_l)
-
-
-def variants(operator: Operator, *options: dict[str, bool]) -> dict[str, Operator]:
-    """Returns the operator with each of the options; names include the options."""
-
-    def name(given: dict[str, bool]) -> str:
-        return " ".join([operator.name, *(f"{key}={value}" for key, value in given.items())])
-
-    return {name(given): replace(operator, function=functools.partial(operator.function, **given)) for given in options}
-
-
-OPERATORS = {
-    **variants(PADDED_SOFTPLUS, {"padding": "right"}, {"padding": "left"}, {"padding": "left", "causal": False}),
-    **variants(SOFTPLUS, {"causal": True}, {"causal": False}),
-    **variants(PADDED_LINEAR, {"causal": True, "padding": "right"}, {"causal": False, "padding": "left"}),
-    **variants(LINEAR, {"causal": True}, {"causal": False}),
-    **variants(PADDED_COMPRESSED, {"padding": "right"}, {"padding": "left"}, {"padding": "left", "causal": False}),
-    **variants(COMPRESSED, {"strict": False}, {"strict": True}, {"causal": False}),
-    **variants(replace(COMPRESSED, free=()), {"window": 20}),
-    **variants(POOLED, {"strict": False}, {"strict": True}, {"causal": False}),
-    **variants(COMBINATOR, {"low_memory": False}, {"low_memory": True}),
-    **variants(LINEAR_R, {}),
-    **variants(LINEAR_L, {}),
-}
-EVERY = pytest.mark.parametrize("it", OPERATORS.values(), ids=OPERATORS)
-# One variant of each operator.
-EACH = pytest.mark.parametrize("it", {it.name: it for it in OPERATORS.values()}.values(), ids=lambda it: it.name)
+# Without options; the contract of each case has them.
+PLAIN = {it.name: replace(it, options={}) for it in OPERATORS.values()} | {"compressed_attention window": WINDOW}
+DENSE = every({name: it for name, it in OPERATORS.items() if not it.padded})
 
 
 def test_every_operator_is_here() -> None:
     assert {it.name for it in OPERATORS.values()} == set(gradchecking.operators())
+
+
+# ---- values and strides
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("it", "runs"),
+    [pytest.param(it, runs, id=f"{name} {case}") for name, it in PLAIN.items() for case, runs in it.cases.items()],
+)
+def test_values_and_gradients(it: Operator, runs: list[tuple[Sizes, Options]], dtype: torch.dtype) -> None:
+    for sizes, options in runs:
+        inputs, grad_y = it.inputs(sizes, dtype)
+        if DEVICE == "cpu" and dtype == torch.float16 and it.name == "combinator" and grad_y.numel() > 200_000:
+            pytest.skip("torch's float16 product takes seconds")
+        assert_contract(it.contract(**options), inputs, grad_y, against_plain=it.against_plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("it", "layout"),
+    [
+        pytest.param(it, layout, id=f"{name} {layout}")
+        for name, it in OPERATORS.items()
+        for layout in LAYOUTS
+        if not it.padded
+    ],
+)
+def test_any_strides(it: Operator, layout: str, dtype: torch.dtype) -> None:
+    inputs, grad_y = it.inputs(it.middle, dtype)
+    for *given, grad in laid_out([*inputs, grad_y], layout):
+        before = [x.clone() for x in (*given, grad)]
+        assert_strides(assert_contract(it.contract(), given, grad), given)
+        assert same_bits(before, [*given, grad])
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("it", "layout"),
+    [
+        pytest.param(it, layout, id=f"{name} {layout}")
+        for name, it in OPERATORS.items()
+        for layout in LAYOUTS
+        if it.copies_nothing and not it.padded and it.name != POOLED.name
+    ],
+)
+def test_strides_cost_no_byte(it: Operator, layout: str) -> None:
+    """The operator makes no contiguous copy."""
+    inputs, grad_y = it.inputs(it.middle)
+    planned = it.memory(*inputs, **it.options)
+    for *given, grad in laid_out([*inputs, grad_y], layout):
+        leaves = [x.detach().requires_grad_() for x in given]
+        with track(device=DEVICE) as memory:
+            y = it.function(*leaves)
+            assert memory.peak_bytes == y.nbytes + planned.kept + planned.forward
+            memory.reset_peak()
+            y.backward(grad)
+            gradients = sum(leaf.grad.nbytes for leaf in leaves)
+            assert memory.peak_bytes == y.nbytes + planned.kept + gradients + planned.backward
+            del y
+            assert memory.current_bytes == gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("it", "sizes", "options"),
+    [
+        *[
+            (it, it.middle, it.options)
+            for it in OPERATORS.values()
+            if it.memory and not (it.padded or it.name == POOLED.name)
+        ],
+        *[
+            (LINEAR, sizes, {"causal": causal})
+            for sizes in (LINEAR.small, LINEAR_SPLIT, (1, 2, 1, 70, 600, 260, 40), (1, 2, 1, 600, 600, 40, 40))
+            for causal in (True, False)
+        ],
+        (POOLED, (2, 4, 2, 300, 100, 40), {"factor": 8, "kv_len": 800}),
+    ],
+    ids=str,
+)
+def test_memory_to_the_byte(it: Operator, sizes: Sizes, options: Options, dtype: torch.dtype) -> None:
+    inputs, _ = it.inputs(sizes, dtype)
+    assert_memory_is_planned(it, inputs, **options)
+
+
+TARGETS = [
+    pytest.param(it, target, id=f"{name} {target.sizes} {target.dtype} {target.options}", marks=marks)
+    for name, it in PLAIN.items()
+    for target in it.targets
+    for marks in [[] if it.name == SOFTPLUS.name else [pytest.mark.slow]]
+]
+
+
+@pytest.mark.parametrize(("it", "target"), TARGETS)
+def test_memory_is_within_the_targets(it: Operator, target: Target) -> None:
+    """And planned to the byte."""
+    inputs, _ = it.inputs(target.sizes, target.dtype)
+    for dense, record in enumerate(assert_memory_is_planned(it, inputs, **target.options)):
+        for measured, units in (
+            (record.forward_peak_bytes, target.forward),
+            (record.saved_bytes, target.kept),
+            (record.backward_peak_bytes, target.backward + dense),
+        ):
+            assert measured <= target.slack * units * inputs[0].nbytes + 2**20
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+@pytest.mark.isolated
+def test_memory_is_within_the_targets_with_one_thread() -> None:
+    torch.set_num_threads(1)
+    for it in PLAIN.values():
+        for target in it.targets:
+            test_memory_is_within_the_targets(it, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DENSE
+def test_only_what_backward_reads_is_kept(it: Operator, dtype: torch.dtype) -> None:
+    """Inputs, y, and the planned bytes: for each choice of gradients that are wanted."""
+    for wanted in subsets(len(it.names)):
+        inputs = [x.requires_grad_(one) for x, one in zip(it.inputs(it.middle, dtype)[0], wanted, strict=True)]
+        outputs: list[Tensor] = []
+        saved = saved_for_backward(lambda inputs=inputs, outputs=outputs: outputs.append(it.function(*inputs)))
+        places = dict(zip((x.data_ptr() for x in (*inputs, *outputs)), (*it.names, "y"), strict=True))
+        kept = [places[x.data_ptr()] for x in saved if x.data_ptr() in places]
+        assert sorted(kept) == sorted(it.kept(wanted, dtype))
+        if it.memory and it.name != POOLED.name and (wanted[0] or "compressed" not in it.name):
+            beside = it.memory(*inputs, **it.options).kept
+            assert sum(x.nbytes for x in saved if x.data_ptr() not in places) == beside
+
+
+# ---- bits
+
+
+# Sizes and options.
+THREADED: dict[str, list[tuple[Sizes, Options]]] = {
+    "softplus_attention": [
+        (sizes, {"causal": causal})
+        for sizes in ((1, 300, 700, 70), (1, 900, 1000, 20), (17, 300, 300, 33))
+        for causal in (True, False)
+    ],
+    # Two heads of nine segments are split for three threads or more, one head for two.
+    "linear_attention": [
+        (sizes, {"causal": causal})
+        for sizes in (
+            LINEAR_SPLIT,
+            (1, 4, 2, 1500, 2100, 33, 20),
+            (1, 1, 1, 2100, 2100, 9, 70),
+            (5, 4, 2, 300, 300, 33, 20),
+        )
+        for causal in (True, False)
+    ],
+    "compressed_attention": [
+        (sizes, {"factor": 8, **options})
+        for sizes in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64))
+        for options in ({}, {"strict": True}, {"causal": False}, {"window": 50})
+    ],
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+@pytest.mark.parametrize("name", THREADED)
+def test_threads_change_no_bit_and_only_the_planned_bytes(name: str) -> None:
+    it = PLAIN[name]
+    for sizes, options in THREADED[name]:
+        inputs, grad_y = it.inputs(sizes)
+        function = functools.partial(getattr(memcheck, name), **options)
+        plans = []
+        for _ in assert_threads_change_no_bit((1, 2, 3, 7, 16), run, function, inputs, grad_y):
+            assert_memory_is_planned(it, inputs, **options)
+            plans.append(it.memory(*inputs, **options))
+        # Work that more threads share takes more scratch.
+        assert plans[0] != plans[-1] or sizes[0] > 1 or "compressed" in name
+        if sizes == THREADED[name][2][0]:
+            for dtype in (torch.float64, torch.bfloat16):
+                inputs, grad_y = it.inputs(sizes, dtype)
+                [*assert_threads_change_no_bit((1, 7), run, function, inputs, grad_y)]
 
 
 # ---- autograd
@@ -278,7 +332,7 @@ def test_one_tensor_in_every_role(it: Operator) -> None:
 
 @EVERY
 def test_a_kept_input_changed_in_place_is_an_error(it: Operator) -> None:
-    for changed in range(len(it.shapes(*it.small))):
+    for changed in range(len(it.names)):
         leaves, _ = it.leaves(it.small)
         held = [x * 1 for x in leaves]
         y = it.function(*held)
@@ -294,36 +348,8 @@ def test_a_kept_input_changed_in_place_is_an_error(it: Operator) -> None:
 # ---- derivatives in plain PyTorch
 
 
-PADDED = (padded_softplus, padded_linear, padded_compressed)
-
-
-def innermost(function: Any) -> Any:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
-
-
-DENSE = pytest.mark.parametrize(
-    "it", [pytest.param(it, id=name) for name, it in OPERATORS.items() if innermost(it.function) not in PADDED]
-)
-
-
-def reference_of(it: Operator) -> Function:
-    """The operator's formulas in plain PyTorch, with the options of its function."""
-    options: dict[str, Any] = {}
-    function: Any = it.function
-    while isinstance(function, functools.partial):
-        options = function.keywords | options
-        function = function.func
-    if function is attend_to_blocks:
-        return lambda q, kc, vc: derivatives.in_plain_torch(
-            it.name, options | {"factor": 3, "kv_len": 3 * kc.shape[2]}
-        )(q, kc, vc)
-    return derivatives.in_plain_torch(it.name, options)
-
-
 def subsets_of(it: Operator) -> list[tuple[bool, ...]]:
-    return subsets(len(it.shapes(*it.small)))
+    return subsets(len(it.names))
 
 
 def second_gradients(
@@ -349,7 +375,7 @@ def test_double_backward(it: Operator) -> None:
         inputs, grad_y = it.inputs(it.small, torch.float64)
         wanted = [i for i, x in enumerate(mask) if x]
         found = second_gradients(it.function, inputs, wanted, grad_y)
-        torch.testing.assert_close(found, second_gradients(reference_of(it), inputs, wanted, grad_y))
+        torch.testing.assert_close(found, second_gradients(it.reference, inputs, wanted, grad_y))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -359,7 +385,7 @@ def test_double_backward_is_in_float32(it: Operator, dtype: torch.dtype) -> None
     inputs, grad_y = it.inputs(it.small, dtype)
     wanted = list(range(len(inputs)))
     found = second_gradients(it.function, inputs, wanted, grad_y)
-    exact = second_gradients(reference_of(it), [x.double() for x in inputs], wanted, grad_y.double())
+    exact = second_gradients(it.reference, [x.double() for x in inputs], wanted, grad_y.double())
     unit = torch.finfo(dtype).eps
     for rows in zip(found, exact, strict=True):
         for x, truth in zip(*rows, strict=True):
@@ -387,7 +413,7 @@ def test_third_derivatives(it: Operator) -> None:
         gradients = torch.autograd.grad(loss, leaves, create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
 
-    torch.testing.assert_close(third(it.function), third(reference_of(it)))
+    torch.testing.assert_close(third(it.function), third(it.reference))
 
 
 @DENSE
@@ -402,7 +428,7 @@ def test_a_penalty_on_a_gradient(it: Operator) -> None:
         (y.sum() + penalty).backward()
         return [x.grad for x in leaves]
 
-    torch.testing.assert_close(gradients(it.function), gradients(reference_of(it)))
+    torch.testing.assert_close(gradients(it.function), gradients(it.reference))
 
 
 @pytest.mark.glue
@@ -429,7 +455,7 @@ def test_torch_func(it: Operator) -> None:
             torch.func.jacfwd(function, everywhere)(*inputs),
         ]
 
-    torch.testing.assert_close(results(it.function), results(reference_of(it)))
+    torch.testing.assert_close(results(it.function), results(it.reference))
 
 
 @pytest.mark.glue
@@ -446,8 +472,7 @@ def test_gradients_of_torch_func_are_those_of_autograd(it: Operator) -> None:
 def test_operators_of_the_dispatcher_refuse_torch_func(it: Operator) -> None:
     """The functions of memcheck choose another way; a direct call says which to use."""
     inputs, _ = it.inputs(it.small)
-    options = {} if "compressed" not in it.name else {"factor": 3}
-    options |= {"kv_len": 3 * inputs[1].shape[2]} if "pooled" in it.name else {}
+    options = it.options | ({"kv_len": 3 * inputs[1].shape[2]} if "pooled" in it.name else {})
 
     def loss(*inputs: Tensor) -> Tensor:
         result = getattr(torch.ops.memcheck, it.name)(*inputs, **options)
@@ -467,7 +492,7 @@ def test_forward_mode(it: Operator) -> None:
             return forward_ad.unpack_dual(function(*inputs[:which], x, *inputs[which + 1 :])).tangent
 
     for which in range(len(inputs)):
-        torch.testing.assert_close(tangent(it.function, which), tangent(reference_of(it), which))
+        torch.testing.assert_close(tangent(it.function, which), tangent(it.reference, which))
 
 
 @DENSE
@@ -664,17 +689,15 @@ def not_plain(x: Tensor) -> dict[str, Any]:
 
 @pytest.mark.cpu
 @pytest.mark.filterwarnings("ignore")  # torch.nested is a prototype, and quantization goes to another package
-@pytest.mark.parametrize("it", [it for name, it in OPERATORS.items() if "padding" not in name], ids=lambda it: it.name)
+@pytest.mark.parametrize("it", [it for it in OPERATORS.values() if not it.padded], ids=lambda it: it.name)
 def test_an_error_for_what_is_no_plain_tensor_is_one_line(it: Operator) -> None:
     """It names the operator and the argument, and prints no values."""
     inputs, _ = it.inputs(it.small)
-    if it.name == POOLED.name:  # whose function here looks at its arguments first
-        blocks = {"factor": 3, "kv_len": 3 * inputs[1].shape[2]}
-        it = replace(it, function=functools.partial(memcheck.compressed_attention_pooled, **blocks))
+    options = it.options | ({"kv_len": 3 * inputs[1].shape[2]} if "pooled" in it.name else {})
     for i, x in enumerate(inputs):
         for kind, wrong in not_plain(x).items():
             with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
-                it.function(*inputs[:i], wrong, *inputs[i + 1 :])
+                getattr(memcheck, it.name)(*inputs[:i], wrong, *inputs[i + 1 :], **options)
             message = str(raised.value)
             assert re.match(rf"{it.name}: \w+ (must|is)", message), f"{kind}: {message}"
             assert "\n" not in message, f"{kind}: {message}"
