@@ -10,123 +10,35 @@ import pytest
 import torch
 from ops import error_bounds
 from ops.checks import (
-    CPU_LEVELS,
     DEVICE,
     DTYPES,
     HALF_DTYPES,
-    HERE,
     KERNELS,
     LAYOUTS,
-    RESULT_UNIT,
-    SUM_UNIT,
-    Bound,
-    Contract,
     assert_contract,
     assert_strides,
-    generator,
+    assert_threads_change_no_bit,
     is_dense,
     laid_out,
     run,
     same_bits,
     same_where_not_finite,
-    saved_for_backward,
-    subsets,
 )
-from torch import Tensor
+from ops.operators import COMBINATOR, MIB, assert_memory_is_planned
+from ops.operators import combinator_contract as contract
+from ops.operators import combinator_plan as plan_of
+from ops.operators import is_matrix as reads_in_place
 from torch.profiler import ProfilerActivity, profile
 
-from memcheck import combinator, measure_memory, track
+from memcheck import combinator, track
 from memcheck._extension import _C
-from memcheck.core.record import Record
-from memcheck.ops.reference import combinator as reference
-from memcheck.ops.reference.softplus_attention import softplus
 
-forward_op = torch.ops.memcheck.combinator.default
-backward_op = torch.ops.memcheck.combinator_backward.default
 low_memory_combinator = functools.partial(combinator, low_memory=True)
+make_inputs = COMBINATOR.inputs
 MODES = pytest.mark.parametrize("low_memory", [False, True])
-MIB = 2**20
-
-# The shape of x, (...,E).
-SHAPES = [
-    (1,),
-    (127,),
-    (1, 1, 1),
-    (63, 127),
-    (2, 129, 63),
-    (3, 1, 129),
-    (300, 1),
-    (2, 3, 5, 7, 11),
-    (5000, 63),  # several chunks
-    (3, 513, 300),
-]
-EMPTY_SHAPES = [(0,), (0, 7), (2, 0, 7), (2, 5, 0), (0, 0)]
-
-
-class Stored(torch.autograd.Function):
-    """The identity, but a number or gradient that a dtype cannot hold becomes infinite."""
-
-    @staticmethod
-    def forward(ctx, x, dtype):
-        ctx.dtype = dtype
-        return Stored.held(x, dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return Stored.held(grad, ctx.dtype), None
-
-    @staticmethod
-    def held(x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A margin of 1 % has all that rounding may make infinite."""
-        return torch.where(x.abs() * 1.01 > torch.finfo(dtype).max, x * math.inf, x)
-
-
-def stored_reference(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """The reference, whose pre-activations and their gradients are stored in a dtype, and may overflow there."""
-    a, b = (Stored.apply(x @ matrix.mT, dtype) for matrix in weight)
-    return softplus(a) * b
-
-
-def contract(low_memory: bool = False, dtype: torch.dtype | None = None) -> Contract:
-    """dtype: of the pre-activations, if these may overflow or be subnormal, or their errors large."""
-    smallest = torch.finfo(dtype or torch.float32).smallest_normal
-
-    def bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
-        E = x.shape[-1]
-        rows = x.numel() // max(E, 1)
-        unit = RESULT_UNIT[dtype] + (32 + math.sqrt(E)) * SUM_UNIT[dtype] if dtype else 0.0
-        of_each = error_bounds.combinator_bounds(grad_y, x, weight, smallest=smallest, unit=unit)
-        # The pre-activations and their gradients are stored in the dtype of x.
-        return [Bound(values, n, stored=True) for values, n in zip(of_each, (E, 3 * E, E + rows), strict=True)]
-
-    truth = functools.partial(stored_reference, dtype=dtype) if dtype else reference.combinator
-    return Contract(functools.partial(combinator, low_memory=low_memory), truth, bounds)
-
-
-def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    """[x (...,E), weight (2,E,E)] and grad_y (...,E)"""
-    random = generator()
-    E = shape[-1]
-    x, weight, grad_y = (torch.randn(size, generator=random) for size in (shape, (2, E, E), shape))
-    return [x.to(dtype), (weight / max(E, 1) ** 0.5).to(dtype)], grad_y.to(dtype)
-
-
-def plan_of(x: Tensor) -> dict[str, int]:
-    E = x.shape[-1]
-    dtype = str(x.dtype).removeprefix("torch.")
-    return _C.combinator_plan(N=x.numel() // E, E=E, dtype=dtype, copies=not reads_in_place(x), device=KERNELS)
 
 
 # ---- values and gradients
-
-
-@MODES
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, *EMPTY_SHAPES], ids=str)
-def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool) -> None:
-    if DEVICE == "cpu" and dtype == torch.float16 and math.prod(shape) > 200_000:
-        pytest.skip("torch's float16 product takes seconds")
-    assert_contract(contract(low_memory), *make_inputs(shape, dtype), against_plain=True)
 
 
 def test_bounds_are_the_formulas_without_cancellation() -> None:
@@ -193,20 +105,8 @@ def test_threads_change_no_bit() -> None:
     for shape in ((700, 63), (4000, 128), (5, 7)):
         for dtype in (torch.float32, torch.bfloat16):
             for low_memory in (False, True):
-                inputs, grad_y = make_inputs(shape, dtype)
-                results = []
-                for threads in (1, 2, 3):
-                    torch.set_num_threads(threads)
-                    results.append(run(contract(low_memory).function, inputs, grad_y))
-                    assert same_bits(results[0], results[-1])
-
-
-@CPU_LEVELS
-def test_every_cpu_level(level: str) -> None:
-    assert _C.cpu_level() == level
-    for dtype in DTYPES:
-        for shape in ((2, 63, 65), (40, 128), (7, 3)):
-            assert_contract(contract(), *make_inputs(shape, dtype))
+                function = contract(low_memory).function
+                [*assert_threads_change_no_bit((1, 2, 3), run, function, *make_inputs(shape, dtype))]
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -222,17 +122,6 @@ def test_many_chunks_do_not_lose_grad_weight(dtype: torch.dtype) -> None:
 
 
 # ---- strides
-
-
-@MODES
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides(layout: str, dtype: torch.dtype, low_memory: bool) -> None:
-    (x, weight), grad_y = make_inputs((3, 70, 40), dtype)
-    for *inputs, grad in laid_out([x, weight, grad_y], layout):
-        before = [tensor.clone() for tensor in (*inputs, grad)]
-        assert_strides(assert_contract(contract(low_memory), inputs, grad), inputs)
-        assert same_bits(before, [*inputs, grad])
 
 
 @MODES
@@ -283,73 +172,10 @@ def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> Non
             assert memory.current_bytes == gradients
 
 
-def reads_in_place(x: Tensor) -> bool:
-    """Returns whether the rows form one matrix with stride 1 along one dimension."""
-    try:
-        rows = x.view(-1, x.shape[-1])
-    except RuntimeError:
-        return False
-    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
-
-
 # ---- autograd
 
 
-def saved_bytes_beside(inputs: list[Tensor], mask: tuple[bool, bool], low_memory: bool) -> tuple[list[bool], int]:
-    """Returns the inputs that are saved for backward, and the bytes of all other saved tensors."""
-    leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
-    saved = saved_for_backward(lambda: combinator(*leaves, low_memory=low_memory))
-    pointers = [x.data_ptr() for x in saved]
-    kept = [x.data_ptr() in pointers for x in inputs]
-    return kept, sum(x.nbytes for x in saved if x.data_ptr() not in [y.data_ptr() for y in inputs])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_what_backward_reads_is_kept(dtype: torch.dtype) -> None:
-    """By default, a frozen weight saves no x and a frozen x no weight. Low memory saves both and nothing else."""
-    inputs, _ = make_inputs((3, 70, 40), dtype)
-    twice = 2 * inputs[0].nbytes
-    assert saved_bytes_beside(inputs, (True, True), low_memory=False) == ([True, True], twice)
-    assert saved_bytes_beside(inputs, (True, False), low_memory=False) == ([False, True], twice)
-    assert saved_bytes_beside(inputs, (False, True), low_memory=False) == ([True, False], twice)
-    for mask in subsets(2):
-        assert saved_bytes_beside(inputs, mask, low_memory=True) == ([True, True], 0)
-
-
 # ---- torch's own checks
-
-
-@pytest.mark.glue
-@MODES
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
-def test_opcheck_forward(layout: str, requires_grad: bool, low_memory: bool) -> None:
-    inputs = [LAYOUTS[layout](x).requires_grad_(requires_grad) for x in make_inputs((2, 5, 7))[0]]
-    torch.library.opcheck(forward_op, inputs, {"low_memory": low_memory})
-    if not requires_grad:
-        torch.library.opcheck(forward_op, inputs, {"low_memory": low_memory, "keep_preactivations": True})
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
-def test_opcheck_backward(layout: str, requires_grad: bool) -> None:
-    (x, weight), grad_y = make_inputs((2, 5, 7))
-    _, kept = forward_op(x, weight, keep_preactivations=True)
-    x, weight = (LAYOUTS[layout](tensor).requires_grad_(requires_grad) for tensor in (x, weight))
-    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    # Tracing differentiates the backward, which raises by contract.
-    if not requires_grad:
-        utilities.append("test_aot_dispatch_dynamic")
-    for given, mask in (
-        ((x, weight, kept), [True, True]),
-        ((x, weight, None), [True, True]),
-        ((x, weight, None), [True, False]),
-        ((None, weight, kept), [True, False]),
-        ((x, None, kept), [False, True]),
-    ):
-        arguments = (grad_y, *given)
-        torch.library.opcheck(backward_op, arguments, {"output_mask": mask}, test_utils=utilities)
 
 
 # ---- extremes
@@ -411,40 +237,6 @@ def test_a_plan_is_of_a_device() -> None:
         _C.combinator_plan(N=1, E=1, dtype="float32", copies=False, device="tpu")
 
 
-def library_bytes(x: Tensor, record: Record) -> int:
-    """Returns the scratch of GEMM. oneDNN takes an unknown amount for 16-bit products; cuBLAS reports its own."""
-    if DEVICE == "cuda":
-        return record.library_workspace_bytes
-    return 0 if x.dtype in (torch.float32, torch.float64) or plan_of(x)["weight"] else MIB
-
-
-def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> list[Record]:
-    """Asserts that peaks are inputs, output, saved tensors, gradients and the plan's chunks.
-
-    Returns the records for an expanded and for a dense gradient of y.
-    """
-    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-    plan = plan_of(x)
-    kept = 0 if low_memory else plan["preactivations"]
-    in_float = plan["weight"] and plan["wide"] + plan["weight"]
-    records = [measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense) for dense in (False, True)]
-    for record, dense in zip(records, (False, True), strict=True):
-        held = record.input_bytes + record.output_bytes
-        assert record.saved_bytes == kept
-        assert record.gradient_bytes == x.nbytes + weight.nbytes
-        forward_peak = held + (kept or plan["chunk"]) + in_float
-        assert 0 <= record.forward_peak_bytes - forward_peak <= library_bytes(x, record)
-        grad_y = record.output_bytes if dense else x.itemsize
-        scratch = plan["chunk"] + plan["wide"] + plan["sums"] + plan["weight"]
-        backward_peak = held + kept + grad_y + record.gradient_bytes + scratch
-        assert 0 <= record.backward_peak_bytes - backward_peak <= library_bytes(x, record)
-    record = measure_memory(combinator, *leaves, low_memory=low_memory, backward=False)
-    alone = record.input_bytes + record.output_bytes + plan["chunk"] + in_float
-    assert 0 <= record.forward_peak_bytes - alone <= library_bytes(x, record)
-    assert record.saved_bytes == 0
-    return records
-
-
 TARGETS = [
     *((shape, torch.float32) for shape in ((16, 512, 512), (2, 4096, 512), (8, 512, 1024), (3, 1000, 129))),
     *((shape, torch.bfloat16) for shape in ((16, 512, 512), (3, 1000, 129))),
@@ -462,7 +254,7 @@ def test_memory_to_the_byte_and_within_the_targets(
     wide_weight = weight.numel() * 4 if dtype == torch.bfloat16 else 0
     converts = plan_of(x)["weight"] > 0
     forward, kept, backward = (2, 0, 3) if low_memory else (4, 2, 5)
-    for dense, record in enumerate(assert_memory_is_planned(x, weight, low_memory)):
+    for dense, record in enumerate(assert_memory_is_planned(COMBINATOR, [x, weight], low_memory=low_memory)):
         for measured, units, more in (
             (
                 record.forward_peak_bytes,
@@ -476,121 +268,3 @@ def test_memory_to_the_byte_and_within_the_targets(
 
 
 # ---- what is refused
-
-RAISES = {
-    "x of rank 0": ({"x": torch.ones(())}, ValueError, r"x must be \(...,E\), of 1 dimension or more, got \[\]"),
-    "weight of rank 2": (
-        {"weight": torch.ones(7, 7)},
-        ValueError,
-        r"weight must be \(2,E,E\), of 3 dimensions, got \[7, 7\]",
-    ),
-    "another E": (
-        {"weight": torch.ones(2, 6, 7)},
-        ValueError,
-        r"weight must be \(2,E,E\) = \[2, 7, 7\] to match x, got \[2, 6, 7\]",
-    ),
-    "one weight": (
-        {"weight": torch.ones(1, 7, 7)},
-        ValueError,
-        r"weight must be \(2,E,E\) = \[2, 7, 7\] to match x, got \[1, 7, 7\]",
-    ),
-    "float64 weight": (
-        {"weight": torch.ones(2, 7, 7).double()},
-        TypeError,
-        "weight must be float32 to match x, got float64",
-    ),
-    "integers": ({"x": torch.ones(5, 7).int()}, TypeError, "x must be float64, .* or bfloat16, got int32"),
-    "booleans": ({"x": torch.ones(5, 7).bool()}, TypeError, "x must be float64, .* or bfloat16, got bool"),
-    "complex": ({"x": torch.ones(5, 7).cfloat()}, TypeError, "x must be float64, .* or bfloat16, got complex64"),
-    "weight elsewhere": (
-        {"weight": torch.ones(2, 7, 7, device="meta")},
-        ValueError,
-        f"weight must be on {HERE} as x is, got meta",
-    ),
-    "x elsewhere": ({"x": torch.ones(5, 7, device="meta")}, ValueError, f"weight must be on meta as x is, got {HERE}"),
-    "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
-    "no weight": ({"weight": None}, TypeError, "weight must be a tensor, got None"),
-    # The dispatcher raises these two before the operator is called.
-    "a list": ({"x": [1.0]}, TypeError, "x must be a tensor, got a list of length 1"),
-    "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
-}
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("wrong", RAISES)
-def test_wrong_input(wrong: str, requires_grad: bool) -> None:
-    changed, kind, message = RAISES[wrong]
-    (x, weight), _ = make_inputs((2, 5, 7))
-    if requires_grad and "weight" not in changed:
-        weight.requires_grad_()
-    arguments = {"x": x, "weight": weight, **changed}
-    with pytest.raises(kind, match=f"combinator.*{message}"):
-        combinator(arguments["x"], arguments["weight"])
-
-
-# No two leading dimensions lie one behind the other.
-MANY_DIMENSIONS = torch.ones(10).as_strided([2] * 18 + [7], [0, 1] * 9 + [0])
-BACKWARD_RAISES = {
-    "rank of grad_y": ({"grad_y": torch.ones(())}, ValueError, r"grad_y must be \(...,E\), of 1 dimension or more"),
-    "shape of grad_y": (
-        {"grad_y": torch.ones(2, 4, 7)},
-        ValueError,
-        r"x must be \(...,E\) = \[2, 4, 7\] to match grad_y, got \[2, 5, 7\]",
-    ),
-    "rank of x": (
-        {"x": torch.ones(10, 7)},
-        ValueError,
-        r"x must be \(...,E\) = \[2, 5, 7\] to match grad_y, got \[10, 7\]",
-    ),
-    "shape of weight": (
-        {"weight": torch.ones(2, 7, 6)},
-        ValueError,
-        r"weight must be \(2,E,E\) = \[2, 7, 7\] to match grad_y, got \[2, 7, 6\]",
-    ),
-    "shape of preactivations": (
-        {"preactivations": torch.ones(2, 5, 7)},
-        ValueError,
-        r"preactivations must be \(...,2E\) = \[2, 5, 14\] to match grad_y, got \[2, 5, 7\]",
-    ),
-    "dtype of preactivations": (
-        {"preactivations": torch.ones(2, 5, 14).double()},
-        TypeError,
-        "preactivations must be float32 to match grad_y, got float64",
-    ),
-    "dtype of x": ({"x": torch.ones(2, 5, 7).half()}, TypeError, "x must be float32 to match grad_y, got float16"),
-    "preactivations elsewhere": (
-        {"preactivations": torch.ones(2, 5, 14, device="meta")},
-        ValueError,
-        f"preactivations must be on {HERE} as grad_y is, got meta",
-    ),
-    "too many leading dimensions": (
-        {"grad_y": MANY_DIMENSIONS, "x": MANY_DIMENSIONS, "preactivations": None},
-        ValueError,
-        "grad_y must have at most 16 leading dimensions that do not lie one behind the other",
-    ),
-    "integer grad_y": ({"grad_y": torch.ones(2, 5, 7).int()}, TypeError, "grad_y must be float64, .* got int32"),
-    "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
-    "no x": ({"x": None}, ValueError, "x is needed for the gradient of weight, and without preactivations"),
-    "no weight": ({"weight": None}, ValueError, "weight is needed for the gradient of x, and without preactivations"),
-    "neither x nor preactivations": (
-        {"x": None, "preactivations": None, "output_mask": [True, False]},
-        ValueError,
-        "x is needed for the gradient of weight, and without preactivations",
-    ),
-    "neither weight nor preactivations": (
-        {"weight": None, "preactivations": None, "output_mask": [False, True]},
-        ValueError,
-        "weight is needed for the gradient of x, and without preactivations",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", BACKWARD_RAISES)
-def test_wrong_backward(wrong: str) -> None:
-    changed, kind, message = BACKWARD_RAISES[wrong]
-    (x, weight), grad_y = make_inputs((2, 5, 7))
-    given = {"grad_y": grad_y, "x": x, "weight": weight, "preactivations": torch.ones(2, 5, 14)}
-    arguments = {**given, "output_mask": [True, True], **changed}
-    mask = arguments.pop("output_mask")
-    with pytest.raises(kind, match=f"combinator_backward: {message}"):
-        backward_op(*arguments.values(), output_mask=mask)

@@ -35,9 +35,6 @@ from memcheck import compressed_attention, compressed_attention_pooled, decompos
 from memcheck.ops.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
-backward_op = torch.ops.memcheck.compressed_attention_backward.default
-pooled_op = torch.ops.memcheck.compressed_attention_pooled.default
-pooled_backward_op = torch.ops.memcheck.compressed_attention_pooled_backward.default
 
 # B, H, Hkv, S, T, D
 SHAPES = [
@@ -323,33 +320,13 @@ def test_memory_to_the_byte() -> None:
 
 
 @pytest.mark.glue
-@pytest.mark.parametrize("mode", MODES)
-def test_opcheck(mode: str) -> None:
-    inputs, grads = make_more(2, 4, 2, 5, 7, 3)
-    options = {"factor": 3, **MODES[mode]}
-    backward_options = {"factor": 3, "causal": mode != "not causal", "strict": mode == "strict", "scale": None}
-    for requires_grad in (False, True):
-        leaves = [x.detach().requires_grad_(requires_grad) for x in inputs]
-        torch.library.opcheck(forward_op, leaves, {**options, "return_lse": True})
-        torch.library.opcheck(pooled_op, leaves, {**options, "kv_len": 21, "return_lse": True})
-    q, k, v, sink = inputs
-    y, lse, kc, vc = forward_op(q, k, v, sink, **options, keep=True)
-    for mask in ([True, True, True, True], [False, False, False, True]):
-        arguments = (grads[0], q, kc, vc, y, lse, grads[1], sink)
-        more = {**backward_options, "kv_len": 7}
-        torch.library.opcheck(pooled_backward_op, arguments, more | {"output_mask": [*mask, False, False]})
-        more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride(), "output_mask": mask}
-        torch.library.opcheck(backward_op, arguments, more)
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_compile(dynamic: bool) -> None:
+@pytest.mark.parametrize(("dynamic", "window"), [(True, None), (False, None), (True, 11)])
+def test_compile(dynamic: bool, window: int | None) -> None:
     torch._dynamo.reset()
     inputs, grads = make_more(2, 4, 2, 40, 50, 20)
 
     def merged(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
-        with_sink = compressed_attention(q, k, v, factor=7, sink=sink, return_lse=return_lse)
+        with_sink = compressed_attention(q, k, v, factor=7, sink=sink, return_lse=return_lse, window=window)
         return merge_attention(*zip(with_sink, compressed_attention(q, k, v, factor=3, return_lse=True), strict=True))
 
     compiled = torch.compile(merged, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -463,49 +440,6 @@ def test_a_merge_is_rounded_once(dtype: torch.dtype) -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize(
-    ("changed", "kind", "message"),
-    [
-        ({"lses": []}, ValueError, "lses must be as many as outputs, one or more, got 0 and 2"),
-        ({"outputs": [], "lses": []}, ValueError, "one or more, got 0 and 0"),
-        ({"outputs": [torch.ones(2, 3)] * 2}, ValueError, r"outputs\[0\] must be \(B,H,S,D\), of 4 dimensions"),
-        ({"outputs": [torch.ones(1, 2, 4, 3).int()] * 2}, TypeError, r"outputs\[0\] must be float64, .* got int32"),
-        (
-            {"outputs": [torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4, 2)]},
-            ValueError,
-            r"outputs\[1\] must be \(B,H,S,D\) = \[1, 2, 4, 3\] to match outputs\[0\], got \[1, 2, 4, 2\]",
-        ),
-        ({"lses": [torch.ones(1, 2, 3)] * 2}, ValueError, r"lses\[0\] must be \(B,H,S\) = \[1, 2, 4\]"),
-        ({"lses": [torch.ones(1, 2, 4).double()] * 2}, TypeError, r"lses\[0\] must be float32 to match outputs\[0\]"),
-        ({"lses": [None, None]}, TypeError, r"lses\[0\] must be a tensor, got None"),
-    ],
-)
-def test_a_wrong_merge(changed: dict[str, Any], kind: type[Exception], message: str) -> None:
-    given = {"outputs": [torch.ones(1, 2, 4, 3)] * 2, "lses": [torch.ones(1, 2, 4)] * 2, **changed}
-    with pytest.raises(kind, match=f"merge_attention: .*{message}"):
-        merge_attention(given["outputs"], given["lses"])
-
-
-@pytest.mark.parametrize(
-    ("sink", "kind", "message"),
-    [
-        (torch.ones(3), ValueError, r"sink must be \(H,\) = \[4\] to match q, got \[3\]"),
-        (torch.ones(4, 1), ValueError, r"sink must be \(H,\), of 1 dimensions, got \[4, 1\]"),
-        (torch.ones(4).int(), TypeError, "sink must be float64, .* got int32"),
-        (torch.ones(4, device="meta"), ValueError, "sink must be on .* as q is, got meta"),
-        (1.0, TypeError, "sink must be a tensor, got 1.0"),
-    ],
-)
-def test_a_wrong_sink(sink: Any, kind: type[Exception], message: str) -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 5, 7, 3)
-    for op, function in (
-        ("compressed_attention", functools.partial(compressed_attention, factor=2)),
-        ("compressed_attention_pooled", functools.partial(compressed_attention_pooled, factor=2, kv_len=14)),
-    ):
-        with pytest.raises(kind, match=f"{op}: {message}"):
-            function(q, k, v, sink=sink)
-
-
 # ---- packed and padded
 
 
@@ -543,31 +477,6 @@ def test_lse_and_sinks_of_sequences(kind: str, return_lse: bool) -> None:
     torch.testing.assert_close(sink.grad, of_sink.float())
     assert (lse[~inside] == -math.inf).all()
     assert not y[~inside].any()
-
-
-SEQUENCES = {
-    "packed": {"cu_seqlens_q": torch.tensor([0, 2, 2, 30]), "cu_seqlens_k": torch.tensor([0, 5, 9, 60])},
-    "padded": {"lengths": torch.tensor([50]), "left_padded": True},
-}
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("kind", SEQUENCES)
-@pytest.mark.parametrize("mode", MODES)
-def test_opcheck_sequences(kind: str, mode: str) -> None:
-    (q, k, v, _), (grad_y, _) = make_more(1, 4, 2, 30, 60, 3)
-    options = {"factor": 3, **MODES[mode], **SEQUENCES[kind]}
-    for requires_grad in (False, True):
-        leaves = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
-        torch.library.opcheck(forward_op, leaves, {**options, "return_lse": True})
-    torch.library.opcheck(forward_op, (q, k, v), {**options, "keep": True})
-    y, lse, kc, vc = forward_op(q, k, v, **options, keep=True)
-    more = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, **SEQUENCES[kind]}
-    more |= {"factor": 3, "causal": mode != "not causal", "strict": mode == "strict", "scale": None, "kv_len": 60}
-    more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride()}
-    for mask in ([True, True, True, False], [False, True, False, False], [True, False, True, False]):
-        arguments = (grad_y, q, kc, vc, y, lse)
-        torch.library.opcheck(backward_op, arguments, {**more, "output_mask": mask})
 
 
 @pytest.mark.cpu

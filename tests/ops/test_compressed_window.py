@@ -10,24 +10,19 @@ from typing import Any
 import pytest
 import torch
 from ops.checks import (
-    CPU_LEVELS,
     DEVICE,
     DTYPES,
     HALF_DTYPES,
-    KERNELS,
-    LAYOUTS,
     assert_contract,
-    assert_strides,
     doubles,
-    laid_out,
     largest_error,
     run,
     same_bits,
     same_numbers,
-    saved_for_backward,
-    subsets,
 )
-from ops.test_compressed_attention import backward_op, contract, forward_op, make_inputs, pooled_backward_op, pooled_op
+from ops.operators import compressed_contract as contract
+from ops.operators import compressed_plan
+from ops.test_compressed_attention import make_inputs, pooled_op
 from ops.test_compressed_merging import make_more, run_both
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -40,20 +35,8 @@ from memcheck import (
     compressed_attention_step,
     measure_memory,
 )
-from memcheck._extension import _C
 from memcheck.ops.reference import compressed_attention as reference
 
-# B, H, Hkv, S, T, D
-SHAPES = [
-    (1, 1, 1, 1, 1, 1),
-    (2, 4, 2, 9, 9, 3),
-    (1, 6, 2, 63, 129, 33),
-    (1, 2, 1, 127, 127, 64),
-    (1, 12, 1, 3, 40, 16),  # a tile of queries has several heads
-    (3, 8, 2, 1, 257, 65),  # decoding
-    (1, 1, 1, 700, 700, 32),
-]
-EMPTY_SHAPES = [(0, 2, 1, 5, 7, 3), (2, 0, 0, 5, 7, 3), (2, 2, 1, 0, 7, 3), (2, 2, 1, 0, 0, 3), (2, 2, 1, 5, 7, 0)]
 FACTORS = [1, 3, 8, 64, 1000]
 WINDOWS = [1, 2, 20, 64, 129, 5000]
 MODES = {"causal": False, "strict": True}
@@ -100,21 +83,6 @@ def test_a_window_of_all_positions_is_softmax_attention(function: Any, window: i
 
 
 # ---- values and gradients
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@EVERY_MODE
-@pytest.mark.parametrize("shape", SHAPES + EMPTY_SHAPES)
-def test_values_and_gradients(shape: tuple[int, ...], strict: bool, dtype: torch.dtype) -> None:
-    for factor, window in itertools.product(FACTORS, (20,) if shape[4] > 300 else (1, 20, 64, 5000)):
-        if shape[4] < 50 or factor in (3, 64):
-            assert_contract(contract(factor, window=window, strict=strict), *make_inputs(*shape, dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2, 1, 70, 150, 200), (1, 1, 1, 9, 70, 300), (1, 300, 1, 2, 20, 8)])
-def test_wide_heads_and_many_heads_of_a_key_head(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    assert_contract(contract(3, window=17), *make_inputs(*shape, dtype))
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -218,36 +186,6 @@ def test_bits_do_not_depend_on_a_cut(factor: int, window: int, T: int, dtype: to
         *before, state = compressed_attention(*(x[:, :, :cut] for x in (q, k, v)), return_state=True, **options)
         after = compressed_attention(*(x[:, :, cut:] for x in (q, k, v)), initial_state=state, **options)
         assert same_bits([torch.cat(x, 2) for x in zip(before, after, strict=True)], expected)
-
-
-@pytest.mark.cpu
-@pytest.mark.isolated
-def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
-    for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
-        inputs, grad_y = make_inputs(*shape)
-        results = []
-        for threads in (1, 2, 3, 7, 16):
-            torch.set_num_threads(threads)
-            results.append(run(contract(8, window=50).function, inputs, grad_y))
-            assert same_bits(results[0], results[-1])
-            assert_memory_is_planned(*inputs, factor=8, window=50)
-
-
-@CPU_LEVELS
-def test_every_cpu_level(level: str) -> None:
-    assert _C.cpu_level() == level
-    for dtype in DTYPES:
-        for shape in ((2, 4, 2, 63, 129, 35), (1, 2, 1, 200, 300, 64), (1, 8, 2, 1, 300, 64)):
-            for strict in (False, True):
-                assert_contract(contract(3, window=40, strict=strict), *make_inputs(*shape, dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides(layout: str, dtype: torch.dtype) -> None:
-    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40, dtype)
-    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
-        assert_strides(assert_contract(contract(3, window=17), inputs, grad), inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -397,43 +335,6 @@ def test_steps_share_memory_and_fork() -> None:
             y, state = compressed_attention_step(*(x[:, :, :1] for x in (q, k, v)), state, **options)
 
 
-QKV = torch.ones(1, 2, 5, 3)
-STATE = compressed_attention_state(QKV, QKV, factor=2, window=3)
-STATE_RAISES = {
-    "another window": (
-        {"window": 4},
-        ValueError,
-        "factor and window must be those of the state, factor 2 and window 3",
-    ),
-    "another kind": ({"window": None}, TypeError, "must be a CompressedAttentionState or None"),
-    "more queries": ({"k": torch.ones(2, 2, 2, 3), "v": torch.ones(2, 2, 2, 3)}, ValueError, "got S = 5 and n = 2"),
-    "no tensor": ({"of_state": {"k": None}}, TypeError, "k must be a tensor, got None"),
-    "other values": ({"of_state": {"vc": torch.ones(2, 2, 9, 3)}}, ValueError, r"vc must be \(B,Hkv,C,D\) ="),
-    "one state of two": (
-        {"q": QKV, "k": QKV, "v": QKV, "cu_seqlens": torch.tensor([0, 2, 5])},
-        TypeError,
-        "initial_state must be a sequence of CompressedAttentionWindowState",
-    ),
-    "another window of one": (
-        {"q": QKV, "k": QKV, "v": QKV, "cu_seqlens": torch.tensor([0, 5]), "window": 4, "initial_state": [STATE]},
-        ValueError,
-        "factor and window must be those of the state, factor 2 and window 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", STATE_RAISES)
-def test_wrong_state(wrong: str) -> None:
-    changed, kind, message = STATE_RAISES[wrong]
-    (q, k, v), _ = make_inputs(2, 4, 2, 5, 5, 3)
-    state = compressed_attention_state(k, v, factor=2, window=3)
-    state = state._replace(**changed.get("of_state", {}))
-    given = {"q": q, "k": k, "v": v, "window": 3, "initial_state": state, **changed}
-    given.pop("of_state", None)
-    with pytest.raises(kind, match=f"compressed_attention: .*{message}"):
-        compressed_attention(given.pop("q"), given.pop("k"), given.pop("v"), factor=2, **given)
-
-
 @pytest.mark.glue
 def test_states_under_compile_autocast_and_torch_func() -> None:
     torch._dynamo.reset()
@@ -460,37 +361,6 @@ def test_states_under_compile_autocast_and_torch_func() -> None:
 # ---- memory
 
 
-def window_plan(q: Tensor, k: Tensor, factor: int, window: int, **more: int) -> dict[str, int]:
-    (B, H, S, D), (_, Hkv, T, _) = q.shape, k.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": factor, "window": min(window, T)}
-    dtype = str(q.dtype).removeprefix("torch.")
-    how = {"causal": True, "dtype": dtype, "threads": torch.get_num_threads(), "device": KERNELS}
-    return _C.compressed_attention_plan(**sizes, **how, **more)
-
-
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, window: int) -> list[Any]:
-    """Asserts to the byte that peaks are inputs, output, saved tensors, gradients and the plan's scratch. k and v are
-    inputs, which a caller of the operator keeps. Returns the records for an expanded and a dense gradient of y."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    options = {"factor": factor, "window": window}
-    plan = window_plan(q, k, factor, window)
-    kept = plan["lse"] + plan["compressed"]
-    records = [measure_memory(compressed_attention, *leaves, **options, dense_grad=dense) for dense in (False, True)]
-    for record, dense in zip(records, (False, True), strict=True):
-        held = record.input_bytes + record.output_bytes
-        assert record.saved_bytes == kept
-        assert record.forward_peak_bytes == held + kept + plan["forward_scratch"]
-        assert record.gradient_bytes == q.nbytes + k.nbytes + v.nbytes
-        grad_y_bytes = record.output_bytes if dense else q.itemsize
-        working = kept + grad_y_bytes + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
-        assert record.backward_peak_bytes == held + working
-    record = measure_memory(compressed_attention, *leaves, **options, backward=False)
-    held = record.input_bytes + record.output_bytes
-    assert record.forward_peak_bytes == held + plan["compressed"] + plan["forward_scratch"]
-    assert record.saved_bytes == 0
-    return records
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_pooled_keys_to_the_byte(dtype: torch.dtype) -> None:
     """With no more blocks and positions than queries see, and one query, whose keys several blocks of threads share."""
@@ -499,7 +369,7 @@ def test_memory_of_pooled_keys_to_the_byte(dtype: torch.dtype) -> None:
         first, blocks = (3000 - S - 63) // 8 * 8, (3000 - 64) // 8
         given = [q, *(reference.compress(x, 8)[:, :, :blocks] for x in (k, v)), *(x[:, :, first:] for x in (k, v))]
         leaves = [x.clone().requires_grad_() for x in given]
-        plan = window_plan(q, k, 8, 64, first=first, blocks=blocks)
+        plan = compressed_plan(q, k, 8, window=64, first=first, blocks=blocks)
 
         def attend(q: Tensor, kc: Tensor, vc: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return compressed_attention_pooled(q, kc, vc, k=k, v=v, window=64, factor=8, kv_len=3000)
@@ -510,41 +380,6 @@ def test_memory_of_pooled_keys_to_the_byte(dtype: torch.dtype) -> None:
         assert record.forward_peak_bytes == held + plan["lse"] + plan["pooled_forward_scratch"]
         working = plan["lse"] + q.itemsize + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
         assert record.backward_peak_bytes == held + working
-
-
-@pytest.mark.slow
-@pytest.mark.isolated
-@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.ci), 2])
-def test_memory_to_the_byte_and_within_the_targets(threads: int) -> None:
-    """In units of q: kept 2/factor and lse, peaks 4 and 7 (8 with a dense gradient) with that and delta."""
-    torch.set_num_threads(threads)
-    for dtype, length in itertools.product((torch.float32, torch.bfloat16), (512, 2048)):
-        (q, k, v), _ = make_inputs(1, 8, 8, length, length, 64, dtype)
-        per_query = 4 / q.itemsize / 64
-        for factor, window in ((8, 64), (16, 200)):
-            records = assert_memory_is_planned(q, k, v, factor=factor, window=window)
-            kept = 2 / factor + per_query
-            for record, backward in zip(records, (7, 8), strict=True):
-                for measured, units in (
-                    (record.forward_peak_bytes, 4 + kept),
-                    (record.saved_bytes, kept),
-                    (record.backward_peak_bytes, backward + kept + per_query),
-                ):
-                    assert measured <= 1.03 * units * q.nbytes + 2**20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mask", subsets(3))
-def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...], dtype: torch.dtype) -> None:
-    """The gradient of v reads neither v nor its blocks nor y; a 16-bit y is never saved."""
-    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40, dtype)
-    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
-    kept = saved_for_backward(lambda: compressed_attention(*leaves, factor=8, window=20))
-    y, lse, kc, vc = forward_op(q.detach(), k.detach(), v.detach(), factor=8, window=20, keep=True)
-    if not (mask[0] or mask[1]):
-        assert same_bits(kept, [q, kc, lse, k])
-    else:
-        assert same_bits(kept, [q, kc, vc, *([y] if dtype == torch.float32 else []), lse, k, v])
 
 
 # ---- torch's own checks
@@ -583,52 +418,6 @@ def test_gradgradcheck_of_sequences_and_pooled_keys() -> None:
 
 
 @pytest.mark.glue
-@EVERY_MODE
-def test_opcheck(strict: bool) -> None:
-    (q, k, v, sink), grads = make_more(2, 4, 2, 5, 7, 3)
-    options = {"factor": 2, "strict": strict, "window": 3}
-    kc, vc = (reference.compress(x, 2) for x in (k, v))
-    for requires_grad in (False, True):
-        leaves = [x.detach().requires_grad_(requires_grad) for x in (q, k, v, sink)]
-        torch.library.opcheck(forward_op, leaves, {**options, "return_lse": True})
-        leaves = [x.detach().requires_grad_(requires_grad) for x in (q, kc, vc, sink, k, v)]
-        torch.library.opcheck(pooled_op, leaves, {**options, "kv_len": 7, "return_lse": True})
-    y, lse, kc, vc = forward_op(q, k, v, sink, **options, keep=True)
-    arguments = (grads[0], q, kc, vc, y, lse, grads[1], sink, k, v)
-    more = {**options, "causal": True, "scale": None, "kv_len": 7}
-    for mask in ([True] * 6, [False, False, False, True, False, True], [False, True, True, False, True, False]):
-        torch.library.opcheck(pooled_backward_op, arguments, more | {"output_mask": mask})
-        of_plain = {"grad_k_stride": k.stride(), "grad_v_stride": v.stride(), "output_mask": mask[:4]}
-        torch.library.opcheck(backward_op, arguments, more | of_plain)
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_compile(dynamic: bool) -> None:
-    torch._dynamo.reset()
-    inputs, grads = make_more(2, 4, 2, 40, 50, 20)
-    function = functools.partial(compressed_attention, factor=7, window=11)
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    assert same_bits(run_both(compiled, inputs, grads), run_both(function, inputs, grads))
-
-
-@pytest.mark.glue
-def test_autocast_vmap_and_torch_func() -> None:
-    (q, k, v), grad_y = make_inputs(2, 4, 2, 40, 50, 20)
-    function = functools.partial(compressed_attention, factor=7, window=11)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = function(q, k, v)
-    assert same_bits([y], [function(*(x.bfloat16() for x in (q, k, v)))])
-    rows = torch.func.vmap(lambda *x: function(*(one[None] for one in x))[0])(q, k, v)
-    torch.testing.assert_close(rows, function(q, k, v))
-    y, pull = torch.func.vjp(function, q, k, v)
-    torch.testing.assert_close([y, *pull(grad_y)], run(function, [q, k, v], grad_y))
-    primal, tangent = torch.func.jvp(function, (q, k, v), (q, k, v))
-    theirs = torch.func.jvp(functools.partial(reference.compressed_attention, factor=7, window=11), *[(q, k, v)] * 2)
-    torch.testing.assert_close((primal, tangent), theirs)
-
-
-@pytest.mark.glue
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_decomposition(dynamic: bool) -> None:
     (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20)
@@ -648,20 +437,6 @@ def test_decomposition(dynamic: bool) -> None:
 
 
 # ---- what is refused
-
-RAISES = {
-    "window 0": ({"window": 0}, ValueError, "window must be from 1 to 4611686018427387904, got 0"),
-    "half a window": ({"window": 1.5}, TypeError, "window must be an int, got 1.5"),
-    "not causal": ({"window": 3, "causal": False}, ValueError, "window needs causal, got causal=False"),
-}
-
-
-@pytest.mark.parametrize("wrong", RAISES)
-def test_wrong_window(wrong: str) -> None:
-    changed, kind, message = RAISES[wrong]
-    (q, k, v), _ = make_inputs(2, 4, 2, 5, 7, 3)
-    with pytest.raises(kind, match=f"compressed_attention: {message}"):
-        compressed_attention(q, k, v, factor=2, **changed)
 
 
 @pytest.mark.glue

@@ -177,7 +177,7 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Tensor], Any], str, type[Exception]]] =
 
 
 def tensors_of(call: str) -> Iterator[tuple[str, Tensor, Callable[[Any], Arguments]]]:
-    """Names of tensors as errors give them, the tensors, and functions that return the arguments with another in its place."""
+    """Names of tensors in errors, the tensors, and functions that return the arguments with another in its place."""
     name, arguments = call.split()[0], CALLS[call]()
     for argument, x in arguments.items():
         if isinstance(x, Tensor) and not argument.startswith("cu_seqlens"):

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
 import pytest
 import torch
 from ops import error_bounds
 from ops.checks import (
-    CPU_LEVELS,
     DEVICE,
     DTYPES,
     HALF_DTYPES,
-    HERE,
-    KERNELS,
     LAYOUTS,
     ON_HOST,
     Bound,
@@ -24,66 +20,23 @@ from ops.checks import (
     assert_strides,
     assert_within,
     doubles,
-    generator,
     laid_out,
     run,
     run_subset,
     run_truth,
     same_bits,
-    saved_for_backward,
     subsets,
 )
+from ops.operators import LINEAR
+from ops.operators import LINEAR_SPLIT as SPLIT
+from ops.operators import linear_plan as plan_of
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from memcheck import linear_attention, linear_attention_step, measure_memory, track
+from memcheck import linear_attention, linear_attention_step, measure_memory
 from memcheck._extension import _C
-from memcheck.core.record import Record
 from memcheck.ops.reference import linear_attention as reference
 
-forward_op = torch.ops.memcheck.linear_attention.default
-backward_op = torch.ops.memcheck.linear_attention_backward.default
-step_op = torch.ops.memcheck.linear_attention_step.default
-
-# B, H, Hkv, S, T, D, Dv
-SHAPES = [
-    (1, 1, 1, 1, 1, 1, 1),
-    (3, 4, 4, 1, 129, 63, 64),
-    (2, 6, 2, 63, 63, 127, 33),
-    (2, 4, 1, 127, 129, 63, 129),
-    (2, 8, 8, 129, 257, 1, 63),
-    (5, 2, 2, 257, 257, 33, 1),
-    (3, 3, 3, 33, 300, 64, 64),
-    (1, 2, 2, 257, 513, 63, 9),  # few heads and many positions: each segment is a task
-    (1, 6, 3, 513, 513, 17, 5),
-    (1, 5, 1, 300, 1100, 9, 15),
-    (1, 4, 2, 129, 201, 64, 40),  # this and the next six run on tensor cores in 16 bits
-    (2, 3, 1, 65, 70, 128, 72),
-    (3, 2, 2, 3, 3, 33, 47),
-    (1, 4, 2, 33, 65, 17, 16),
-    (1, 4, 2, 65, 70, 129, 200),
-    (1, 2, 1, 40, 40, 256, 31),
-    (1, 2, 1, 600, 700, 40, 64),
-    (1, 2, 1, 600, 600, 70, 33),  # states of segments lie in results on CUDA
-    (1, 2, 1, 70, 130, 260, 9),  # the state of a CUDA block exceeds shared memory
-]
-NOT_CAUSAL_SHAPES = [(2, 4, 2, 129, 63, 127, 31), (1, 1, 1, 513, 1, 63, 5), (1, 4, 2, 1030, 300, 33, 9)]
-EMPTY_SHAPES = [
-    (0, 2, 1, 5, 7, 3, 2),
-    (2, 0, 0, 5, 7, 3, 2),
-    (2, 0, 3, 5, 7, 3, 2),
-    (2, 2, 1, 0, 7, 3, 2),
-    (2, 2, 1, 0, 0, 3, 2),
-    (2, 2, 1, 5, 7, 0, 2),
-    (2, 2, 1, 5, 7, 3, 0),
-]
-CASES = [
-    *(pytest.param(*shape, causal, id=f"{shape} {causal=}") for shape in SHAPES for causal in (True, False)),
-    *(pytest.param(*shape, False, id=f"{shape} causal=False") for shape in NOT_CAUSAL_SHAPES),
-    *(pytest.param(*shape, causal, id=f"{shape} {causal=}") for shape in EMPTY_SHAPES for causal in (True, False)),
-    pytest.param(2, 4, 2, 5, 0, 3, 2, False, id="(2, 4, 2, 5, 0, 3, 2) causal=False"),
-]
-SMALL, SPLIT = (2, 4, 2, 5, 7, 3, 2), (1, 2, 1, 700, 1300, 20, 9)
+SMALL, make_inputs = LINEAR.small, LINEAR.make
 MIDDLE = (2, 4, 2, 70, 130, 40, 24) if ON_HOST else (2, 8, 4, 70, 300, 40, 24)  # some chunks, and a rest
 TENSOR = (1, 4, 2, 70, 130, 40, 33)  # on tensor cores in 16 bits
 IN_RESULTS = (1, 2, 1, 600, 600, 40, 33)  # the same, and states of segments lie in results on CUDA
@@ -98,47 +51,10 @@ GROUPED = [
 
 
 def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6) -> Contract:
-    options = {"causal": causal, "feature_map": feature_map, "eps": eps}
-
-    def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
-        of_y = error_bounds.linear_attention_bound(q, k, v, **options)
-        of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, q, k, v, **options)
-        return [Bound(bound, terms=k.shape[2]) for bound in (of_y, *of_gradients)]
-
-    return Contract(
-        functools.partial(linear_attention, **options), functools.partial(reference.linear_attention, **options), bounds
-    )
-
-
-def make_inputs(
-    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, dtype: torch.dtype = torch.float32, device: str = DEVICE
-) -> tuple[list[Tensor], Tensor]:
-    """[q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv)] and grad_y (B,H,S,Dv)"""
-    random = generator()
-    shapes = [(B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (B, H, S, Dv)]
-    q, k, v, grad_y = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
-    return [q, k, v], grad_y
-
-
-def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int | None = None) -> dict[str, int]:
-    """The plan for so many threads; by default those there are."""
-    (B, H, S, D), (_, Hkv, T, Dv) = q.shape, v.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
-    dtype = str(q.dtype).removeprefix("torch.")
-    threads = torch.get_num_threads() if threads is None else threads
-    return _C.linear_attention_plan(**sizes, causal=causal, dtype=dtype, threads=threads, device=KERNELS)
+    return LINEAR.contract(causal=causal, feature_map=feature_map, eps=eps)
 
 
 # ---- values and gradients
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "H", "Hkv", "S", "T", "D", "Dv", "causal"), CASES)
-def test_values_and_gradients(
-    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, causal: bool, dtype: torch.dtype
-) -> None:
-    inputs, grad_y = make_inputs(B, H, Hkv, S, T, D, Dv, dtype)
-    assert_contract(contract(causal), inputs, grad_y, against_plain=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -275,49 +191,6 @@ def test_an_unknown_device_is_refused() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.isolated
-def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
-    """Two heads of nine segments are split for three threads or more, one head for two."""
-    for shape in (SPLIT, (1, 4, 2, 1500, 2100, 33, 20), (1, 1, 1, 2100, 2100, 9, 70), (5, 4, 2, 300, 300, 33, 20)):
-        for causal in (True, False):
-            inputs, grad_y = make_inputs(*shape)
-            results, states = [], []
-            for threads in (1, 2, 3, 7, 16):
-                torch.set_num_threads(threads)
-                results.append(run(contract(causal).function, inputs, grad_y))
-                states.append(plan_of(*inputs, causal)["forward_states"])
-                assert same_bits(results[0], results[-1])
-                assert_memory_is_planned(*inputs, causal=causal)
-            assert states[0] == 0
-            assert states[-1] > 0
-
-
-@pytest.mark.cpu
-@pytest.mark.isolated
-def test_threads_change_no_bit_in_16_and_64_bits() -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        inputs, grad_y = make_inputs(1, 4, 2, 1500, 2100, 33, 20, dtype)
-        for causal in (True, False):
-            results = []
-            for threads in (1, 7):
-                torch.set_num_threads(threads)
-                results.append(run(contract(causal).function, inputs, grad_y))
-            assert same_bits(*results)
-
-
-@pytest.mark.cpu
-@pytest.mark.isolated
-def test_threads_change_no_bit_of_a_step() -> None:
-    results = []
-    for threads in (1, 3, 16):
-        torch.set_num_threads(threads)
-        (q, k, v), _ = make_inputs(4, 8, 4, 1, 900, 40, 24)
-        y, state = linear_attention_step(q, k, v)
-        results.append([y, *state])
-        assert same_bits(results[0], results[-1])
-
-
-@pytest.mark.cpu
 def test_results_do_not_depend_on_the_batch() -> None:
     """Segments depend on neither B nor Hkv."""
     inputs, grad_y = make_inputs(9, 2, 2, 1100, 1100, 8, 9)
@@ -327,26 +200,16 @@ def test_results_do_not_depend_on_the_batch() -> None:
         assert same_bits(alone, [x[3:4, 1:] for x in whole])
 
 
-@CPU_LEVELS
-def test_every_cpu_level(level: str) -> None:
-    assert _C.cpu_level() == level
-    for causal in (True, False):
-        for dtype in DTYPES:
-            for shape in (MIDDLE, (1, 2, 1, 257, 300, 33, 65)):
-                assert_contract(contract(causal), *make_inputs(*shape, dtype))
-    assert_step_is_right(torch.float32, prompt=300)
-
-
 # ---- strides
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(MIDDLE, torch.float32), (MIDDLE, torch.bfloat16), (TENSOR, torch.bfloat16), (IN_RESULTS, torch.bfloat16)],
+    [(TENSOR, torch.bfloat16), (IN_RESULTS, torch.bfloat16)],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides(layout: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
+def test_any_strides_on_tensor_cores(layout: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
     (q, k, v), grad_y = make_inputs(*shape, dtype)
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         before = [x.clone() for x in (*inputs, grad)]
@@ -355,36 +218,7 @@ def test_any_strides(layout: str, shape: tuple[int, ...], dtype: torch.dtype, ca
         assert same_bits(before, [*inputs, grad])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
-    """The operator makes no contiguous copy."""
-    (q, k, v), grad_y = make_inputs(*MIDDLE)
-    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        plan = plan_of(q, k, v, causal)
-        with track(device=DEVICE) as memory:
-            y = linear_attention(*leaves, causal=causal)
-            assert memory.peak_bytes == y.nbytes + plan["forward_scratch"]
-            memory.reset_peak()
-            y.backward(grad)
-            gradients = sum(leaf.grad.nbytes for leaf in leaves)
-            assert memory.peak_bytes == y.nbytes + gradients + plan["backward_scratch"]
-            del y
-            assert memory.current_bytes == gradients
-
-
 # ---- autograd
-
-
-@pytest.mark.parametrize("mask", subsets(3))
-def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
-    inputs, _ = make_inputs(*MIDDLE)
-    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
-    kept = saved_for_backward(lambda: linear_attention(*leaves))
-    # grad_v is N^T phi(k), which does not need v.
-    expected = [q, k, v] if mask[0] or mask[1] else [q, k]
-    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -438,52 +272,6 @@ def test_grad_q_finds_denominators_if_a_block_has_all_columns(
 # ---- torch's own checks
 
 
-def opcheck_inputs(requires_grad: bool) -> list[list[Tensor]]:
-    dense, _ = make_inputs(*SMALL)
-    long, _ = make_inputs(1, 2, 1, 257, 300, 3, 5)
-    strided = [LAYOUTS["transposed"](x) for x in dense]
-    return [[x.detach().requires_grad_(requires_grad) for x in inputs] for inputs in (dense, long, strided)]
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_opcheck_forward(causal: bool, requires_grad: bool) -> None:
-    for inputs in opcheck_inputs(requires_grad):
-        torch.library.opcheck(forward_op, inputs, {"causal": causal})
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
-    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    # Tracing differentiates the backward, which raises by contract.
-    if not requires_grad:
-        utilities.append("test_aot_dispatch_dynamic")
-    for q, k, v in opcheck_inputs(requires_grad):
-        grad_y = torch.randn(*q.shape[:3], v.shape[3])
-        for mask in ([True, True, True], [False, True, False], [False, False, True]):
-            options = {"causal": causal, "feature_map": "elu+1", "eps": 1e-6, "output_mask": [*mask, *[False] * 3]}
-            torch.library.opcheck(backward_op, (grad_y, None, None, q, k, v), options, test_utils=utilities)
-        torch.library.opcheck(backward_op, (grad_y, None, None, q, k, None), options, test_utils=utilities)
-
-
-@pytest.mark.glue
-def test_opcheck_step() -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
-    torch.library.opcheck(step_op, (q, k, v, torch.rand(2, 2, 3, 2), torch.rand(2, 2, 3)))
-
-
-@pytest.mark.glue
-def test_autocast_of_a_step_leaves_the_state() -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y, state = linear_attention_step(q, k, v)
-        y, state = linear_attention_step(q, k, v, state)
-    assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_long_sum_of_keys_in_16_bits_is_exact(dtype: torch.dtype) -> None:
@@ -521,33 +309,6 @@ def assert_step_is_right(
         assert_within(x, sum_truth, Bound(sum_bound, terms=T), name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("prompt", [0, 1, 63, 300, 513])
-def test_step(prompt: int, dtype: torch.dtype) -> None:
-    assert_step_is_right(dtype, prompt)
-
-
-def test_a_state_drifts_by_a_rounding_a_step() -> None:
-    """As documented: rounding errors of a sum of equal terms have one sign. Keys of one step have smaller errors."""
-    steps, before = 3000, 200_000
-    q = k = torch.linspace(-3, 3, 8).view(1, 1, 1, 8)
-    v = torch.linspace(0.5, 1.9, 8).view(1, 1, 1, 8)
-    phi_k = reference.features(k.double())
-    terms = [phi_k.mT @ v.double(), phi_k[:, :, 0]]
-    start = [(before * x).float() for x in terms]
-    truths = [x.double() + steps * term for x, term in zip(start, terms, strict=True)]
-    state = (start[0], start[1])
-    for _ in range(steps):
-        _, state = linear_attention_step(q, k, v, state)
-    drifts = [(x.double() - truth).abs() / truth for x, truth in zip(state, truths, strict=True)]
-    assert all((drift <= steps * 2.0**-24).all() for drift in drifts)
-    assert min(drift.max() for drift in drifts) > 100 * 2.0**-24
-    keys, values = (x.expand(1, 1, steps, 8) for x in (k, v))
-    roundings = 4 + (steps // 64 if KERNELS == "cuda" else 0)
-    for x, truth in zip(linear_attention_step(q, keys, values, (start[0], start[1]))[1], truths, strict=True):
-        assert ((x.double() - truth).abs() / truth).max() <= roundings * 2.0**-24
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 6, 1), (2, 5, 5)])
 def test_step_of_any_group(shape: tuple[int, ...]) -> None:
     assert_step_is_right(torch.float32, prompt=5, shape=shape)
@@ -555,57 +316,6 @@ def test_step_of_any_group(shape: tuple[int, ...]) -> None:
 
 def test_step_with_other_options() -> None:
     assert_step_is_right(torch.float32, prompt=5, feature_map="identity", eps=0.5)
-
-
-@pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])
-def test_step_takes_any_strides(layout: str) -> None:
-    (q, k, v), _ = make_inputs(3, 4, 2, 1, 5, 35, 20)
-    state = (torch.randn(3, 2, 35, 20), torch.rand(3, 2, 35))
-    expected = linear_attention_step(q, k, v, state)
-    change = LAYOUTS[layout]
-    y, new_state = linear_attention_step(change(q), change(k), change(v), (change(state[0]), change(state[1])))
-    assert same_bits([y, *new_state], [expected[0], *expected[1]])
-    assert all(x.is_contiguous() for x in (y, *new_state))
-
-
-def test_step_leaves_the_old_state_alone() -> None:
-    (q, k, v), _ = make_inputs(3, 4, 2, 1, 5, 35, 20)
-    _, state = linear_attention_step(q, k, v)
-    before = [x.clone() for x in state]
-    linear_attention_step(q, k, v, state)
-    assert same_bits(state, before)
-
-
-@pytest.mark.parametrize(("B", "T", "D", "Dv"), [(0, 5, 3, 2), (2, 5, 0, 2), (2, 5, 3, 0), (2, 0, 3, 2)])
-def test_step_of_nothing(B: int, T: int, D: int, Dv: int) -> None:
-    """Without new keys the query reads the unchanged state."""
-    (q, k, v), _ = make_inputs(B, 4, 2, 1, T, D, Dv)
-    state = (torch.randn(B, 2, D, Dv), torch.rand(B, 2, D) + 1)
-    y, (m, z) = linear_attention_step(q, k, v, state)
-    assert (y.shape, m.shape, z.shape) == ((B, 4, 1, Dv), (B, 2, D, Dv), (B, 2, D))
-    if T == 0:
-        assert same_bits([m, z], state)
-
-
-@pytest.mark.parametrize("wanted", range(5))
-def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
-    tensors = [q, k, v, torch.rand(2, 2, 3, 2), torch.rand(2, 2, 3)]
-    tensors[wanted].requires_grad_()
-    q, k, v, *state = tensors
-    with pytest.raises(NotImplementedError, match="linear_attention_step: has no gradient"):
-        linear_attention_step(q, k, v, (state[0], state[1]))
-    with torch.no_grad():
-        linear_attention_step(q, k, v, (state[0], state[1]))
-
-
-@pytest.mark.parametrize("dual", [0, 1, 2])
-def test_forward_mode_through_a_step_raises(dual: int) -> None:
-    inputs = list(make_inputs(2, 4, 2, 1, 7, 3, 2)[0])
-    with forward_ad.dual_level():
-        inputs[dual] = forward_ad.make_dual(inputs[dual], torch.ones_like(inputs[dual]))
-        with pytest.raises(NotImplementedError, match="linear_attention_step: forward-mode differentiation"):
-            linear_attention_step(*inputs)
 
 
 # ---- extremes
@@ -743,48 +453,6 @@ def test_a_long_sequence_keeps_its_accuracy(heads: int) -> None:
 # ---- memory
 
 
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Record]:
-    """Asserts to the byte that peaks are inputs, output, gradients and the plan's scratch.
-
-    Returns the records for an expanded and for a dense gradient of y.
-    """
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    plan = plan_of(q, k, v, causal)
-    records = [measure_memory(linear_attention, *leaves, causal=causal, dense_grad=dense) for dense in (False, True)]
-    for record, dense in zip(records, (False, True), strict=True):
-        held = record.input_bytes + record.output_bytes
-        assert record.saved_bytes == 0
-        assert record.forward_peak_bytes == held + plan["forward_scratch"]
-        assert record.gradient_bytes == q.nbytes + k.nbytes + v.nbytes
-        grad_y_bytes = record.output_bytes if dense else q.itemsize
-        assert record.backward_peak_bytes == held + grad_y_bytes + record.gradient_bytes + plan["backward_scratch"]
-    record = measure_memory(linear_attention, *leaves, causal=causal, backward=False)
-    assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
-    return records
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [SMALL, SPLIT, (1, 2, 1, 70, 600, 260, 40), (1, 2, 1, 600, 600, 40, 40)])
-def test_memory_to_the_byte(shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
-    assert_memory_is_planned(*make_inputs(*shape, dtype)[0], causal=causal)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("B", "H", "length", "D"), [(8, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128), (8, 8, 512, 128)]
-)
-def test_memory_to_the_byte_and_within_the_targets(
-    B: int, H: int, length: int, D: int, dtype: torch.dtype, causal: bool
-) -> None:
-    (q, k, v), _ = make_inputs(B, H, H, length, length, D, D, dtype)
-    for record, backward in zip(assert_memory_is_planned(q, k, v, causal=causal), (7, 8), strict=True):
-        assert record.forward_peak_bytes <= 1.03 * 4 * q.nbytes + 2**20
-        assert record.backward_peak_bytes <= 1.03 * backward * q.nbytes + 2**20
-
-
 @pytest.mark.slow
 @pytest.mark.isolated
 def test_a_state_for_every_position_is_never_held() -> None:
@@ -798,193 +466,9 @@ def test_a_state_for_every_position_is_never_held() -> None:
 
 # ---- what is refused
 
-RAISES = {
-    "q of rank 3": ({"q": torch.ones(2, 5, 3)}, ValueError, r"q must be \(B,H,S,D\), of 4 dimensions, got \[2, 5, 3\]"),
-    "k of rank 2": ({"k": torch.ones(7, 3)}, ValueError, r"k must be \(B,Hkv,T,D\), of 4 dimensions, got \[7, 3\]"),
-    "v of rank 1": ({"v": torch.ones(7)}, ValueError, r"v must be \(B,Hkv,T,Dv\), of 4 dimensions, got \[7\]"),
-    "another D": (
-        {"k": torch.ones(2, 2, 7, 4)},
-        ValueError,
-        r"k must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match q, got \[2, 2, 7, 4\]",
-    ),
-    "another B": (
-        {"k": torch.ones(1, 2, 7, 3)},
-        ValueError,
-        r"k must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match q, got \[1, 2, 7, 3\]",
-    ),
-    "another T": (
-        {"v": torch.ones(2, 2, 6, 2)},
-        ValueError,
-        r"v must be \(B,Hkv,T,Dv\) = \[2, 2, 7, 2\] to match k, got \[2, 2, 6, 2\]",
-    ),
-    "heads that do not divide": (
-        {"k": torch.ones(2, 3, 7, 3), "v": torch.ones(2, 3, 7, 2)},
-        ValueError,
-        "H, the heads of q, must be a multiple of Hkv, the heads of k, got H = 4 and Hkv = 3",
-    ),
-    "no key heads": (
-        {"k": torch.ones(2, 0, 7, 3), "v": torch.ones(2, 0, 7, 2)},
-        ValueError,
-        "H, the heads of q, must be a multiple of Hkv, the heads of k, got H = 4 and Hkv = 0",
-    ),
-    "float64 k": ({"k": torch.ones(2, 2, 7, 3).double()}, TypeError, "k must be float32 to match q, got float64"),
-    "bfloat16 v": ({"v": torch.ones(2, 2, 7, 2).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
-    "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),
-    "complex": ({"q": torch.ones(2, 4, 5, 3).cfloat()}, TypeError, "q must be float64, .* or bfloat16, got complex64"),
-    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, f"k must be on {HERE} as q is, got meta"),
-    "v elsewhere": ({"v": torch.ones(2, 2, 7, 2, device="meta")}, ValueError, f"v must be on {HERE} as q is, got meta"),
-    "more queries than keys": (
-        {"q": torch.ones(2, 4, 8, 3)},
-        ValueError,
-        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
-    ),
-    "an unknown feature map": (
-        {"feature_map": "relu"},
-        ValueError,
-        r"feature_map must be 'elu\+1' or 'identity', got 'relu'",
-    ),
-    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
-    "eps that is none": ({"eps": math.nan}, ValueError, "eps must be a positive number, got nan"),
-    "eps that float32 makes 0": ({"eps": 1e-60}, ValueError, "eps must be a normal number of float32, got 1e-60"),
-    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
-    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
-    # The dispatcher raises these before the operator is called.
-    "a list": ({"q": [1.0]}, TypeError, "q must be a tensor, got a list of length 1"),
-    "a number for the map": ({"feature_map": 1}, RuntimeError, "Expected a value of type 'str' for argument"),
-    "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
-}
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("wrong", RAISES)
-def test_wrong_input(wrong: str, requires_grad: bool) -> None:
-    changed, kind, message = RAISES[wrong]
-    (q, k, v), _ = make_inputs(*SMALL)
-    if requires_grad and "v" not in changed:
-        v.requires_grad_()
-    arguments = {"q": q, "k": k, "v": v, "causal": True, **changed}
-    with pytest.raises(kind, match=f"linear_attention.*{message}"):
-        linear_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
-
-
-STEP_RAISES = {
-    "two positions": (
-        {"q": torch.ones(2, 4, 2, 3)},
-        ValueError,
-        r"q must be one position, \(B,H,1,D\), got \[2, 4, 2, 3\]",
-    ),
-    "M of another shape": (
-        {"m": torch.ones(2, 2, 4, 2)},
-        ValueError,
-        r"m must be \(B,Hkv,D,Dv\) = \[2, 2, 3, 2\] to match k and v, got \[2, 2, 4, 2\]",
-    ),
-    "z of another rank": (
-        {"z": torch.ones(2, 2, 1, 3)},
-        ValueError,
-        r"z must be \(B,Hkv,D\) = \[2, 2, 3\] to match k, got \[2, 2, 1, 3\]",
-    ),
-    "state of another dtype": (
-        {"z": torch.ones(2, 2, 3).double()},
-        TypeError,
-        "z must be float32 to match the accumulation type of q, got float64",
-    ),
-    "state elsewhere": (
-        {"m": torch.ones(2, 2, 3, 2, device="meta")},
-        ValueError,
-        f"m must be on {HERE} as q is, got meta",
-    ),
-    "no state": ({"z": None}, TypeError, "z must be a tensor, got None"),
-    "another T": ({"v": torch.ones(2, 2, 6, 2)}, ValueError, "v must be .* to match k"),
-    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
-}
-
-
-@pytest.mark.parametrize("wrong", STEP_RAISES)
-def test_wrong_step(wrong: str) -> None:
-    changed, kind, message = STEP_RAISES[wrong]
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 7, 3, 2)
-    arguments = {"q": q, "k": k, "v": v, "m": torch.ones(2, 2, 3, 2), "z": torch.ones(2, 2, 3), "eps": 1e-6, **changed}
-    q, k, v, m, z = (arguments[name] for name in "qkvmz")
-    with pytest.raises(kind, match=f"linear_attention_step: {message}"):
-        linear_attention_step(q, k, v, (m, z), eps=arguments["eps"])
-
-
-@pytest.mark.parametrize("wrong", ["q", "k", "v"])
-def test_a_first_step_without_tensors(wrong: str) -> None:
-    arguments = dict(zip("qkv", make_inputs(2, 4, 2, 1, 7, 3, 2)[0], strict=True))
-    arguments[wrong] = arguments[wrong][0]
-    with pytest.raises(ValueError, match=f"linear_attention_step: {wrong} must be .*, of 4 dimensions, got"):
-        linear_attention_step(**arguments)
-    arguments[wrong] = None
-    with pytest.raises(TypeError, match=f"linear_attention_step: {wrong} must be a tensor, got None"):
-        linear_attention_step(**arguments)
-
-
-BACKWARD_RAISES = {
-    "another shape of grad_y": (
-        {"grad_y": torch.ones(2, 4, 4, 2)},
-        ValueError,
-        r"grad_y must be \(B,H,S,Dv\) = \[2, 4, 5, 2\] to match q and v, got \[2, 4, 4, 2\]",
-    ),
-    "rank of grad_y": (
-        {"grad_y": torch.ones(())},
-        ValueError,
-        r"grad_y must be \(B,H,S,Dv\), of 4 dimensions, got \[\]",
-    ),
-    "dtype of grad_y": (
-        {"grad_y": torch.ones(2, 4, 5, 2).half()},
-        TypeError,
-        "grad_y must be float32 to match q, got float16",
-    ),
-    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
-    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
-    "more queries than keys": (
-        {"q": torch.ones(2, 4, 8, 3), "grad_y": torch.ones(2, 4, 8, 2)},
-        ValueError,
-        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
-    ),
-    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
-}
-
-
-@pytest.mark.parametrize("wrong", BACKWARD_RAISES)
-def test_wrong_backward(wrong: str) -> None:
-    changed, kind, message = BACKWARD_RAISES[wrong]
-    (q, k, v), grad_y = make_inputs(*SMALL)
-    arguments = {"grad_y": grad_y, "q": q, "k": k, "v": v, "eps": 1e-6, **changed}
-    grad_y, *tensors = (arguments.pop(name) for name in ("grad_y", "q", "k", "v"))
-    mask = [True] * 3 + [False] * 3
-    with pytest.raises(kind, match=f"linear_attention_backward: {message}"):
-        backward_op(grad_y, None, None, *tensors, causal=True, feature_map="elu+1", output_mask=mask, **arguments)
-
 
 def test_queries_that_see_nothing() -> None:
     """Without causal and without keys, M = z = 0, so y = 0."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 5, 0, 3, 2)
     y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
     assert same_bits([y, grad_q], [torch.zeros(2, 4, 5, 2), torch.zeros(2, 4, 5, 3)])
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_first_step_refuses_other_arguments(name: str) -> None:
-    x = torch.ones(2, 4, 1, 3)
-    letters = {"q": "(B,H,S,D)", "k": "(B,Hkv,T,D)", "v": "(B,Hkv,T,Dv)"}[name]
-    for wrong, kind, message in (
-        (None, TypeError, "a tensor, got None"),
-        ("x", TypeError, "a tensor, got 'x'"),
-        (torch.ones(2), ValueError, f"{letters}, of 4 dimensions, got [2]"),
-    ):
-        arguments = {"q": x, "k": x, "v": x, name: wrong}
-        with pytest.raises(kind, match=re.escape(f"linear_attention_step: {name} must be {message}")):
-            linear_attention_step(*arguments.values())
-
-
-@pytest.mark.parametrize("state", [(), torch.ones(2, 4, 3, 3), [torch.ones(2, 4, 3)] * 3, 1.5], ids=str)
-def test_a_state_of_another_type_is_refused(state: object) -> None:
-    x = torch.ones(2, 4, 1, 3)
-    with pytest.raises(
-        TypeError, match=r"linear_attention_step: state must be a pair of tensors \(m, z\) or None, got"
-    ):
-        linear_attention_step(x, x, x, state)
-    with pytest.raises(TypeError, match=r"linear_attention_step: z must be a tensor, got 2\.0"):
-        linear_attention_step(x, x, x, (torch.ones(2, 4, 3, 3), 2.0))

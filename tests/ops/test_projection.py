@@ -6,25 +6,18 @@ import pytest
 import torch
 from ops.checks import (
     DEVICE,
-    DTYPES,
     HALF_DTYPES,
-    HERE,
     KERNELS,
     LAYOUTS,
     ON_HOST,
-    Bound,
-    Contract,
     Function,
     assert_contract,
-    assert_strides,
     every_second,
-    generator,
-    laid_out,
     run,
     same_bits,
-    saved_for_backward,
     transposed,
 )
+from ops.operators import LINEAR_L, LINEAR_R, MIB
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -36,66 +29,14 @@ from memcheck.predict.operators.products import products_are_plain
 from memcheck.predict.scratch import OperatorCall, Scratch, Target
 
 FUNCTIONS = [linear_r, linear_l]
+OPERATORS = {linear_r: LINEAR_R, linear_l: LINEAR_L}
 BACKWARD = {
     linear_r: torch.ops.memcheck.linear_r_backward.default,
     linear_l: torch.ops.memcheck.linear_l_backward.default,
 }
-MIB = 2**20
-
-# B, S, E, R
-SHAPES = [
-    (1, 1, 1, 1),
-    (2, 63, 127, 129),
-    (3, 129, 1, 63),
-    (1, 300, 63, 1),
-    (17, 1, 129, 63),
-    (2, 513, 300, 127),
-    (3, 257, 65, 300),
-]
-EMPTY_SHAPES = [(0, 5, 7, 3), (2, 0, 7, 3), (2, 5, 0, 3), (2, 5, 7, 0), (0, 0, 0, 0)]
-
-
-def contract(function: Function) -> Contract:
-    plain = getattr(reference, function.__name__)
-
-    def bounds(grad_y: Tensor, x: Tensor, w: Tensor) -> list[Bound]:
-        B, S, E = x.shape
-        magnitudes = run(plain, [x.abs(), w.abs()], grad_y.abs())
-        terms = (E, w.shape[1], B * S)
-        return [Bound(values, n) for values, n in zip(magnitudes, terms, strict=True)]
-
-    return Contract(function, plain, bounds)
-
-
-def make_inputs(
-    function: Function, B: int, S: int, E: int, R: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], Tensor]:
-    """[x (B,S,E), w (E,R)] and grad_y, (B,S,R) or (B,R,S)"""
-    random = generator()
-    of_y = (B, S, R) if function is linear_r else (B, R, S)
-    x, w, grad_y = (torch.randn(shape, generator=random).to(dtype) for shape in ((B, S, E), (E, R), of_y))
-    return [x, w], grad_y
 
 
 # ---- values and gradients
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, *EMPTY_SHAPES], ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_values_and_gradients(function: Function, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    assert_contract(contract(function), *make_inputs(function, *shape, dtype), against_plain=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_any_strides(function: Function, layout: str, dtype: torch.dtype) -> None:
-    (x, w), grad_y = make_inputs(function, 3, 40, 35, 50, dtype)
-    for *inputs, grad in laid_out([x, w, grad_y], layout):
-        before = [tensor.clone() for tensor in (*inputs, grad)]
-        assert_strides(assert_contract(contract(function), inputs, grad), inputs)
-        assert same_bits(before, [*inputs, grad])
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -121,7 +62,7 @@ def test_grad_w_is_rounded_once(
     function: Function, shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype
 ) -> None:
     """grad_w is not rounded after every product that it sums: its error is at most that of plain PyTorch."""
-    (x, w), grad_y = make_inputs(function, *shape, dtype)
+    (x, w), grad_y = OPERATORS[function].make(*shape, dtype)
     grad_y = LAYOUTS[layout](grad_y)
     plain = getattr(reference, function.__name__)
     _, _, truth = run(plain, [x.double(), w.double()], grad_y.double())
@@ -133,7 +74,7 @@ def test_grad_w_is_rounded_once(
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_grad_w_of_many_rows(dtype: torch.dtype) -> None:
     """Rows of float32 sums follow each other in steps, of which the last is shorter."""
-    assert_contract(contract(linear_l), *make_inputs(linear_l, 2, 2500, 33, 65, dtype))
+    assert_contract(LINEAR_L.contract(), *LINEAR_L.make(2, 2500, 33, 65, dtype))
 
 
 def packs_rows() -> bool:
@@ -145,7 +86,7 @@ def packs_rows() -> bool:
 @pytest.mark.skipif(not packs_rows(), reason="the CPU has no AVX512-BF16")
 @pytest.mark.parametrize("shape", [(2, 700, 129, 63), (2, 64, 300, 200)], ids=str)
 def test_threads_change_no_bit_of_grad_w(shape: tuple[int, int, int, int]) -> None:
-    inputs, grad_y = make_inputs(linear_l, *shape, torch.bfloat16)
+    inputs, grad_y = LINEAR_L.make(*shape, torch.bfloat16)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -156,7 +97,7 @@ def test_threads_change_no_bit_of_grad_w(shape: tuple[int, int, int, int]) -> No
 @pytest.mark.cpu
 @pytest.mark.skipif(not packs_rows(), reason="the CPU has no AVX512-BF16")
 def test_no_row_is_converted_where_the_cpu_has_products() -> None:
-    inputs, grad_y = make_inputs(linear_l, 3, 200, 64, 70, torch.bfloat16)
+    inputs, grad_y = LINEAR_L.make(3, 200, 64, 70, torch.bfloat16)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         BACKWARD[linear_l](grad_y, *inputs, output_mask=[False, True])
     # The sum, rounded, is the one copy.
@@ -169,8 +110,8 @@ def test_no_row_is_converted_where_the_cpu_has_products() -> None:
 @pytest.mark.parametrize("shape", [(2, 330, 129, 65), (1, 1500, 300, 64), (1, 129, 64, 511)], ids=str)
 def test_float32_products_by_onednn(shape: tuple[int, int, int, int]) -> None:
     """Of linear_r's products of many rows, those for y and grad_x. The number of threads and rows changes no bit."""
-    (x, w), grad_y = make_inputs(linear_r, *shape, torch.float32)
-    assert_contract(contract(linear_r), (x, w), grad_y)
+    (x, w), grad_y = LINEAR_R.make(*shape, torch.float32)
+    assert_contract(LINEAR_R.contract(), (x, w), grad_y)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         y = linear_r(x, w)
         grad_x = BACKWARD[linear_r](grad_y, None, w, output_mask=[True, False])[0]
@@ -192,41 +133,14 @@ ROWS = {
 @pytest.mark.parametrize("rows", ROWS)
 def test_many_rows(rows: str) -> None:
     """Rows of x that are a matrix for GEMM, and rows that are none, though they are one tensor of two dimensions."""
-    (x, w), grad_y = make_inputs(linear_r, 1, 200, 65, 70)
-    assert_contract(contract(linear_r), (ROWS[rows](x), transposed(w)), grad_y)
+    (x, w), grad_y = LINEAR_R.make(1, 200, 65, 70)
+    assert_contract(LINEAR_R.contract(), (ROWS[rows](x), transposed(w)), grad_y)
 
 
 # ---- autograd
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_only_what_backward_reads_is_kept(function: Function) -> None:
-    """A frozen weight saves no x, a frozen x no weight."""
-    inputs, _ = make_inputs(function, 3, 40, 35, 50)
-    for mask, kept in (((True, True), inputs), ((True, False), inputs[1:]), ((False, True), inputs[:1])):
-        leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
-        saved = saved_for_backward(lambda leaves=leaves: function(*leaves))
-        assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in kept]
-
-
 # ---- torch's own checks
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_opcheck(function: Function, layout: str, requires_grad: bool) -> None:
-    (x, w), grad_y = make_inputs(function, 2, 5, 7, 3)
-    x, w = (LAYOUTS[layout](tensor).requires_grad_(requires_grad) for tensor in (x, w))
-    torch.library.opcheck(getattr(torch.ops.memcheck, function.__name__).default, (x, w))
-    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    # Tracing differentiates the backward, which raises by contract.
-    if not requires_grad:
-        utilities.append("test_aot_dispatch_dynamic")
-    for given, mask in (((x, w), [True, True]), ((x, None), [False, True]), ((None, w), [True, False])):
-        arguments = (grad_y, *given)
-        torch.library.opcheck(BACKWARD[function], arguments, {"output_mask": mask}, test_utils=utilities)
 
 
 # ---- memory
@@ -259,7 +173,7 @@ def test_memory_to_the_byte(
     """An expanded gradient is copied in pieces. 16-bit sums of products take a float32 grad_w, and on the CPU some
     float32 rows of both factors. If the CPU has no 16-bit products, all of them take such rows, and w in float32."""
     B, S, E, R = shape
-    (x, w), _ = make_inputs(function, *shape, dtype)
+    (x, w), _ = OPERATORS[function].make(*shape, dtype)
     record = measure_memory(function, x.requires_grad_(), w.requires_grad_(), dense_grad=dense)
     held = record.input_bytes + record.output_bytes
     assert record.saved_bytes == 0
@@ -296,7 +210,7 @@ def test_predicted_scratch_is_what_is_taken(
     name = str(dtype).removeprefix("torch.")
     if _C.cpu_multiplies(dtype=name, rows=10) and not products_are_plain(name):
         pytest.skip("oneDNN takes scratch of its own")
-    inputs, grad_y = make_inputs(function, *shape, dtype)
+    inputs, grad_y = OPERATORS[function].make(*shape, dtype)
     record = measure_memory(function, *(x.detach().requires_grad_() for x in inputs), dense_grad=dense)
     held = record.input_bytes + record.output_bytes
     parts = scratch_of(
@@ -315,65 +229,3 @@ def test_predicted_scratch_is_what_is_taken(
 
 
 # ---- what is refused
-
-RAISES = {
-    "x of rank 2": ({"x": torch.ones(5, 7)}, ValueError, r"x must be \(B,S,E\), of 3 dimensions, got \[5, 7\]"),
-    "w of rank 1": ({"w": torch.ones(7)}, ValueError, r"w must be \(E,R\), of 2 dimensions, got \[7\]"),
-    "another E": ({"w": torch.ones(6, 3)}, ValueError, r"w must be \(E,R\) = \[7, 3\] to match x, got \[6, 3\]"),
-    "float64 w": ({"w": torch.ones(7, 3).double()}, TypeError, "w must be float32 to match x, got float64"),
-    "integers": ({"x": torch.ones(2, 5, 7).int()}, TypeError, "x must be float64, .* or bfloat16, got int32"),
-    "booleans": ({"x": torch.ones(2, 5, 7).bool()}, TypeError, "x must be float64, .* or bfloat16, got bool"),
-    "complex": ({"x": torch.ones(2, 5, 7).cfloat()}, TypeError, "x must be float64, .* or bfloat16, got complex64"),
-    "w elsewhere": ({"w": torch.ones(7, 3, device="meta")}, ValueError, f"w must be on {HERE} as x is, got meta"),
-    "x elsewhere": ({"x": torch.ones(2, 5, 7, device="meta")}, ValueError, f"w must be on meta as x is, got {HERE}"),
-    "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
-    "no w": ({"w": None}, TypeError, "w must be a tensor, got None"),
-    # The dispatcher raises these two before the operator is called.
-    "a list": ({"x": [1.0]}, TypeError, "x must be a tensor, got a list of length 1"),
-    "sparse": ({"w": torch.ones(7, 3).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
-}
-
-
-@pytest.mark.parametrize("wrong", RAISES)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_wrong_input(function: Function, wrong: str) -> None:
-    changed, kind, message = RAISES[wrong]
-    (x, w), _ = make_inputs(function, 2, 5, 7, 3)
-    arguments = {"x": x, "w": w, **changed}
-    with pytest.raises(kind, match=f"{function.__name__}.*{message}"):
-        function(arguments["x"], arguments["w"])
-
-
-BACKWARD_RAISES = {
-    "rank of grad_y": ({"grad_y": torch.ones(5, 3)}, ValueError, "grad_y must be .*, of 3 dimensions, got"),
-    "R of grad_y": ({"grad_y": torch.ones(2, 4, 4)}, ValueError, "x must be .* to match grad_y, got"),
-    "B of grad_y": ({"grad_y": torch.ones(1, 5, 5)}, ValueError, "x must be .* to match grad_y, got"),
-    "dtype of grad_y": (
-        {"grad_y": torch.ones(2, 5, 5).double()},
-        TypeError,
-        "x must be float64 to match grad_y, got float32",
-    ),
-    "grad_y elsewhere": (
-        {"grad_y": torch.ones(2, 5, 5, device="meta")},
-        ValueError,
-        f"x must be on meta as grad_y is, got {HERE}",
-    ),
-    "integer grad_y": ({"grad_y": torch.ones(2, 5, 5).int()}, TypeError, "grad_y must be float64, .* got int32"),
-    "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
-    "no x": ({"x": None}, ValueError, "x is needed for the gradient of w"),
-    "no w": ({"w": None}, ValueError, "w is needed for the gradient of x"),
-    "another E": (
-        {"w": torch.ones(6, 5)},
-        ValueError,
-        r"w must be \(E,R\) = \[7, 5\] to match x and grad_y, got \[6, 5\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", BACKWARD_RAISES)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_wrong_backward(function: Function, wrong: str) -> None:
-    changed, kind, message = BACKWARD_RAISES[wrong]
-    arguments = {"grad_y": torch.ones(2, 5, 5), "x": torch.ones(2, 5, 7), "w": torch.ones(7, 5), **changed}
-    with pytest.raises(kind, match=f"{function.__name__}_backward: {message}"):
-        BACKWARD[function](*arguments.values(), output_mask=[True, True])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import pytest
 import torch
-from ops.checks import DEVICE, DTYPES, HERE, generator, same_bits
+from ops.checks import DEVICE, DTYPES, generator, same_bits
 from torch import Tensor
 
 from memcheck import softplus_attention, softplus_attention_step, track
@@ -189,22 +188,6 @@ def test_only_the_state_has_a_gradient() -> None:
     assert same_bits(others, grads)
 
 
-@pytest.mark.glue
-@CAUSAL
-def test_opcheck(causal: bool) -> None:
-    random = generator()
-    q, k, v = (torch.randn(shape, generator=random) for shape in ((1, 300, 3), (1, 3, 600), (1, 3, 600)))
-    state, rest = torch.rand(2, 1, 3), torch.zeros(2, 1, 3)
-    for wanted in (True, False):
-        inputs = [x.detach().requires_grad_(wanted) for x in (q, k, v, state)]
-        torch.library.opcheck(forward_op, (*inputs, rest), {"causal": causal, "return_state": True})
-    carries = forward_op(q, k, v, state, causal=causal, keep_carries=True)[1]
-    options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, "causal": causal}
-    for mask in ([True] * 5, [False, False, False, True, False]):
-        arguments = (torch.ones_like(q), q, k, v, carries, state, torch.ones_like(state), rest)
-        torch.library.opcheck(backward_op, arguments, options | {"eps": 1e-6, "output_mask": mask})
-
-
 @CAUSAL
 @EVERY
 def test_states_take_their_own_bytes(kind: str, causal: bool) -> None:
@@ -273,47 +256,4 @@ def test_a_step_of_several_positions_has_no_gradient() -> None:
         softplus_attention_step(q, k, v)
 
 
-def test_a_state_with_rests_does_not_drift() -> None:
-    """Equal tokens, whose rounding errors have one sign. Without rests the error grows with the number of steps."""
-    steps, before = 3000, 200_000
-    q, k, v = torch.zeros(1, 1, 8), torch.linspace(-3, 3, 8).view(1, 8, 1), torch.linspace(0.5, 1.9, 8).view(1, 8, 1)
-    weights = reference.softplus(k.double())[..., 0]
-    terms = torch.stack([weights, weights * v.double()[..., 0]])
-    start = (terms * before).float()
-    truth = start.double() + steps * terms
-    state = (*start, *torch.zeros_like(start))
-    for _ in range(steps):
-        _, state = softplus_attention_step(q, k, v, state)
-    drift = (torch.stack(state[:2]).double() - truth).abs() / truth
-    assert drift.max() <= 4 * 2.0**-24
-    assert len(softplus_attention_step(q, k, v, state_rest=True)[1]) == 4
-
-
 # ---- errors
-
-
-@pytest.mark.parametrize(
-    ("state", "kind", "message"),
-    [
-        ((), TypeError, "initial_state must be (Z, A), (Z, A, Z_rest, A_rest) or None, got a tuple of length 0"),
-        (1.5, TypeError, "initial_state must be (Z, A), (Z, A, Z_rest, A_rest) or None, got 1.5"),
-        ([torch.ones(2, 3), 1], TypeError, "A of initial_state must be a tensor, got 1"),
-        ([torch.ones(2)] * 2, ValueError, "Z of initial_state must be (B,R), packed (N,R), of 2 dimensions, got [2]"),
-        (
-            [torch.ones(2, 3), torch.ones(2, 4)],
-            ValueError,
-            f"the tensors of initial_state must have one shape and dtype and be on {HERE} as q is, got A [2, 4]",
-        ),
-        ([torch.ones(1, 3)] * 2, ValueError, "state must be (2,N,R) = [2, 2, 3] to match q and the sequences, got"),
-        (
-            [torch.ones(2, 3).double()] * 2,
-            TypeError,
-            "state must be float32 to match the accumulation type of q, got float64",
-        ),
-    ],
-    ids=str,
-)
-def test_wrong_state(state: Any, kind: type[Exception], message: str) -> None:
-    q, k, v = torch.ones(2, 5, 3), torch.ones(2, 3, 5), torch.ones(2, 3, 5)
-    with pytest.raises(kind, match=re.escape(f"softplus_attention: {message}")):
-        softplus_attention(q, k, v, initial_state=state)
