@@ -23,7 +23,7 @@ Result = dict[str, Any]
 
 
 class NotPredicted(Exception):  # noqa: N818
-    """The row's program cannot be said, or not be predicted. The message is the reason."""
+    """The program of the row cannot be rebuilt or predicted. The message is the reason."""
 
 
 @dataclass(frozen=True)

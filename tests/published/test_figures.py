@@ -21,7 +21,7 @@ def test_a_small_program_is_predicted_as_printed(name):
     assert result["equal"], result
 
 
-def test_a_program_that_cannot_be_said_has_a_reason():
+def test_a_program_that_is_not_predicted_has_a_reason():
     for name in ("F138", "F161", "F187", "F256"):
         with pytest.raises(NotPredicted, match=r"FSDP|compiler|older"):
             figures.STUDY.predict(ROWS[name])
