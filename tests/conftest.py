@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -63,22 +62,6 @@ def pytest_runtest_makereport(item, call):
             trace = torch.cuda.memory._snapshot()["device_traces"][0]
             report.sections.append(("CUDA's allocator", allocator_report(call.excinfo.exconly(), trace)))
     return report
-
-
-@pytest.fixture
-def repeated(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the second step of each prediction was copied."""
-    from memcheck.predict.second_step import FirstStep
-
-    found: list[bool] = []
-    is_repeated = FirstStep.is_repeated
-
-    def noted(self: Any) -> bool:
-        found.append(is_repeated(self))
-        return found[-1]
-
-    monkeypatch.setattr(FirstStep, "is_repeated", noted)
-    return found
 
 
 @pytest.fixture(autouse=True, scope="module")

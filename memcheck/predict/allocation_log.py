@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 ANY_PHASE = "any phase"
 WARM_UP = "before"  # Earlier steps, and earlier backwards of the step.
@@ -50,13 +50,6 @@ class AllocationLog:
         self.allocations.append(allocation)
         self.events.append((allocation, True))
         return allocation
-
-    def repeat(self, allocation: Allocation) -> Allocation:
-        """Logs another allocation like that one."""
-        again = replace(allocation, born=len(self.events) + 1, died=None)
-        self.allocations.append(again)
-        self.events.append((again, True))
-        return again
 
     def free(self, allocation: Allocation) -> None:
         """Logs the release, unless it was logged before or the run has ended."""

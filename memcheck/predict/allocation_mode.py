@@ -7,7 +7,6 @@ memcheck.predict.scratch. Nothing is really allocated.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.torch_versions import WORKSPACE_OF_A_CALL
 from memcheck.predict import sparse
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
-from memcheck.predict.checks import passing_value
+from memcheck.predict.checks import AssumedValues
 from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_counts
 from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
 from memcheck.predict.known_contents import NEEDS_VALUES, UNKNOWN, KnownContents, flagged_as, is_meta, written_by
@@ -98,6 +97,7 @@ class AllocationMode(TorchDispatchMode):
         self.target = target
         self.contents = contents or KnownContents()
         self.probe = probe
+        self.assumed = AssumedValues()
         self.modules = Modules()
         self.storages = LiveStorages(log, target, self.modules)
         self.numbers = KeptNumbers(self.storages)
@@ -162,7 +162,7 @@ class AllocationMode(TorchDispatchMode):
                 if args[0].dtype == torch.bool:
                     return self._assumed(args[0])
                 if args[0].is_floating_point():
-                    if not is_inside(ADAFACTOR) and passing_value(sys._getframe()) is None:
+                    if not is_inside(ADAFACTOR):
                         self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
                     return 1.0
                 raise NotImplementedError(NEEDS_VALUES.format("item"))
@@ -277,15 +277,10 @@ class AllocationMode(TorchDispatchMode):
         return torch.empty(total, *x.shape[2:], dtype=x.dtype, device="meta"), self.known_on_meta(sizes)
 
     def _assumed(self, condition: Tensor) -> bool:
-        """The value that an unknown condition is assumed to have: a check passes.
-
-        In other code, True for "all", and False for everything else.
-        """
-        if (passing := passing_value(sys._getframe())) is not None:
-            return passing
+        """The value that an unknown condition is assumed to have: a check passes."""
         allocation = self.storages.allocation_of(condition)
         made_by = allocation.made_by if allocation is not None else "a tensor"
-        value = made_by == "aten::all"
+        value = self.assumed.value(made_by)
         self.note_unknown(Unlisted(f"a branch on the value of {made_by}, assumed to be {value}"), self.phase)
         return value
 

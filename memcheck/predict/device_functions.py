@@ -102,7 +102,7 @@ class DeviceFunctions(TorchFunctionMode):
         """Keeps the call for a check, unless it is part of another."""
         if self._depth:
             return
-        with _disable_current_modes(), self.mode.contents.nobody_asks():
+        with _disable_current_modes():
             call = call_to_check(func, args, kwargs, self.mode.contents)
             if call is not None:
                 self.mode.calls[call.key] = call

@@ -121,25 +121,7 @@ class KnownContents:
 
     def __init__(self) -> None:
         self._contents: dict[int, Contents] = {}  # By storage.
-        self._read: weakref.WeakSet[Contents] = weakref.WeakSet()  # What somebody asked for, and what it depends on.
         self._work_left = MOST_WORK
-
-    def now(self) -> dict[int, Contents]:
-        """The contents by storage."""
-        return dict(self._contents)
-
-    def read_of(self, before: dict[int, Contents]) -> dict[int, Contents]:
-        """The contents that somebody asked for since."""
-        return {key: contents for key, contents in before.items() if contents in self._read}
-
-    @contextmanager
-    def nobody_asks(self) -> Iterator[None]:
-        """Inside, contents are read for a check alone, which steers nothing."""
-        before, self._read = self._read, weakref.WeakSet()
-        try:
-            yield
-        finally:
-            self._read = before
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A real tensor with the contents, or None unless they depend on small integers alone and are known.
@@ -158,7 +140,6 @@ class KnownContents:
         contents = self._of(tensor)
         if contents is None:
             return None
-        self._read.add(contents)
         if not self._computed(contents):
             return None
         assert contents.real is not None
@@ -306,7 +287,6 @@ class KnownContents:
             while stack:
                 step = stack[-1].step
                 operands = [] if step is None else step.operands
-                self._read.update(operands)
                 waiting = [operand for operand in operands if operand.real is None]
                 if waiting:
                     stack += waiting

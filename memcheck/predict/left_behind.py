@@ -1,9 +1,8 @@
-"""Puts back what a prediction left behind in caches, globals, classes, objects, lists and closures.
+"""Names the places where a prediction left tensors without data, with the lines that clear them.
 
-A prediction runs the user's own functions. What they store outside of the model's copy would hold tensors without data,
-and the model itself would fail afterwards. A traced run knows the storages that it made. Only if one of them outlives
-the run, its holders are searched. They get back what a shallow copy from before the run has, else they lose the
-entry.
+A prediction runs the user's own functions with a copy of the model. What they store elsewhere, in globals, caches,
+closures and objects, stays there, and the model itself would fail on it. A traced run knows the storages that it made:
+if one of them outlives the run, its holders are searched, and a warning names them. Nothing of them is changed.
 """
 
 from __future__ import annotations
@@ -23,62 +22,39 @@ import torch
 
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.tensors import storages_in
-from memcheck.predict.held_state import UNSET, HeldState, is_plain, slots_of
-from memcheck.predict.python_functions import EMPTY
 
-# Levels of objects between a tensor and the holder that is older than the prediction.
-MOST_LEVELS = 12
+# Levels of objects between a tensor and the holder that is older than the prediction, and from there to a name.
+MOST_LEVELS, MOST_NAMES = 12, 4
 LRU_CACHE = type(functools.lru_cache(len))
+CONTAINERS = (dict, list, deque, set)
 # What may hold a tensor for a moment, and is no place where a function stores one.
 PASSING = (types.FrameType, types.TracebackType, BaseException)
 
-
-class LeftBehind:
-    """What was there before a prediction, and the storages that its runs made.
-
-    alive: functions that return the identities of the storages of a run that are alive.
-    """
-
-    def __init__(self, *roots: Any) -> None:
-        self.before = HeldState(*roots)
-        self.alive: list[Callable[[], set[int]]] = []
-
-    def put_back(self) -> list[str]:
-        """Puts everything back. Returns the names of the places where that is not possible."""
-        if not self._storages():
-            return []
-        young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
-        gc.collect(0)
-        if not (storages := self._storages()):
-            return []
-        return Search(self.before, young, storages).put_back()
-
-    def _storages(self) -> set[int]:
-        return set().union(*(alive() for alive in self.alive))
+Alive = list[Callable[[], set[int]]]  # Functions that return the identities of the storages of a run that are alive.
 
 
 @contextmanager
-def nothing_left_behind(*roots: Any) -> Iterator[LeftBehind]:
-    """Inside, a prediction may run functions of the user. Afterwards they find what they left before it.
+def left_behind_named() -> Iterator[Alive]:
+    """Inside, a prediction may run functions of the user. Afterwards random states are as before it.
 
+    Yields a list, to which each run adds its storages.
     The garbage collector is disabled meanwhile, as in measurements: cycles of references stay alive, and all objects
     that are made are in its two young generations.
     """
     states = random_states()
+    alive: Alive = []
     with collector_at_rest(generation=1):
-        left = LeftBehind(*roots)
         try:
-            yield left
+            yield alive
         finally:
-            try:
-                places = left.put_back()
-            finally:
-                put_back_states(states)
-            if places:
-                words = (
-                    f"the prediction left a tensor without data in {', '.join(places)}; take it out before you go on"
-                )
-                warnings.warn(words, stacklevel=7)
+            for set_state, state in states:
+                set_state(state)
+            if any(identities() for identities in alive):
+                gc.collect(0)
+            storages = set[int]().union(*(identities() for identities in alive))
+            if storages and (lines := Holders(storages).clearing_lines()):
+                words = "the prediction left tensors without data, on which the model will fail; clear them by"
+                warnings.warn(f"{words} {'; '.join(lines)}", stacklevel=7)
 
 
 def random_states() -> list[tuple[Callable[[Any], None], Any]]:
@@ -90,151 +66,89 @@ def random_states() -> list[tuple[Callable[[Any], None], Any]]:
     return found
 
 
-def put_back_states(states: list[tuple[Callable[[Any], None], Any]]) -> None:
-    for set_state, state in states:
-        set_state(state)
+class Holders:
+    """Finds the objects from before a prediction that hold tensors of these storages, which it left behind.
 
-
-class Search:
-    """Finds the holders of tensors, and puts back what they held before.
-
-    young: identities of the objects that the prediction made.
+    Objects from before it are in the oldest generation of the garbage collector. A dict is new with its first entry.
     """
 
-    def __init__(self, before: HeldState, young: set[int], storages: set[int]) -> None:
-        self.before = before
-        self.young = young
-        self.lost: set[int] = set()  # Identities of tensors without data, and of new objects that hold them.
-        self.level = [thing for thing in gc.get_objects() if is_of(thing, storages)]
-        self.old: dict[int, Any] = {}
-        self.places: list[str] = []
-        self.restored: set[int] = set()  # Identities of dicts.
+    def __init__(self, storages: set[int]) -> None:
+        self.old = {id(thing) for thing in gc.get_objects(2)}
+        self.new = [thing for thing in gc.get_objects() if is_of(thing, storages)]
+        self.lost: set[int] = set()  # Identities of the tensors and of new objects that hold them.
 
-    def put_back(self) -> list[str]:
+    def clearing_lines(self) -> list[str]:
+        """The lines that take the tensors out of the objects from before."""
+        lines, level = set[str](), self.new
+        young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
         for _ in range(MOST_LEVELS):
-            if not self.level:
-                break
-            self._look_up()
-        for holder in list(self.old.values()):
-            self._restore(holder)
-        self.before.restore_plain_values(self.restored)
-        return sorted(set(self.places))
+            self.lost |= set(map(id, level))
+            holders = gc.get_referrers(*level) if level else []
+            for holder in holders:
+                if id(holder) in self.old and not isinstance(holder, PASSING):
+                    lines |= {
+                        self.clearing_line(holder, part) for part in gc.get_referents(holder) if id(part) in self.lost
+                    }
+            level = [
+                it for it in holders if id(it) in young and id(it) not in self.lost and not isinstance(it, PASSING)
+            ]
+        return sorted(lines)
 
-    def _look_up(self) -> None:
-        """Goes from the objects of this level to those that hold them."""
-        ours = {id(self.level), id(self.old), id(vars(self)), id(self)}
-        self.lost |= {id(thing) for thing in self.level}
-        referrers = gc.get_referrers(*self.level)
-        ours |= {id(referrers), *self.lost}
-        holders = [it for it in referrers if id(it) not in ours and not isinstance(it, PASSING)]
-        old = [holder for holder in holders if not self._is_young(holder)]
-        for thing in self.level:
-            if type(thing) is dict and any(self._held_before(thing, holder) for holder in old):
-                self.lost.discard(id(thing))
-                self.old[id(thing)] = thing
-        self.old |= {id(holder): holder for holder in old if any(map(self.is_lost, gc.get_referents(holder)))}
-        self.level = [holder for holder in holders if self._is_young(holder)]
+    def clearing_line(self, holder: Any, thing: Any) -> str:
+        """The line that takes a new thing out of an old object."""
+        if isinstance(holder, LRU_CACHE):
+            return f"{self.written(holder)}.cache_clear()"
+        if thing is getattr(holder, "__dict__", None):
+            thing = next(value for value in thing.values() if id(value) in self.lost)
+        if isinstance(thing, CONTAINERS):
+            return f"{self.written(thing)}.clear()"
+        if isinstance(holder, (list, deque, set)):
+            return f"{self.written(holder)}.clear()"
+        place = self.written(thing)
+        if place.startswith("<"):
+            return f"dropping {self.written(holder)}"
+        return f"del {place}" if place.endswith("]") else f"{place} = None"
 
-    def _is_young(self, thing: Any) -> bool:
-        return id(thing) in self.young and self.before.of(thing) is None
+    def written(self, thing: Any, depth: int = MOST_NAMES) -> str:
+        """How code names an object: by the global, class, attribute, entry or variable that holds it; else its type."""
+        if isinstance(thing, (type, types.FunctionType, LRU_CACHE)):
+            return f"{thing.__module__}.{thing.__qualname__}"
+        holders = gc.get_referrers(thing) if depth else []
+        names = (name for holder in holders if (name := self.name_in(holder, thing, depth - 1)))
+        return next(names, f"<{type(thing).__qualname__}>")
 
-    def _held_before(self, thing: dict[Any, Any], holder: Any) -> bool:
-        """Whether an old holder held a dict before the prediction, as far as that is known.
-
-        Python adds a dict to the young generation only when its first entry comes that may be part of a cycle.
-        """
-        if not holds(holder, thing):
-            return False
-        known = self.before.of(holder)
-        if known is None or not isinstance(holder, dict | list | set | deque | types.CellType):
-            return True
-        return any(part is thing for part in (known.values() if isinstance(known, dict) else known))
-
-    def _restore(self, holder: Any) -> None:
-        restore = next((restore for kinds, restore in RESTORERS if isinstance(holder, kinds)), None)
-        try:
-            if restore is not None:
-                restore(self, holder)
-            if not self._restore_attributes(holder) and restore is None:
-                self.places.append(f"a {type(holder).__name__}")
-        except Exception:
-            self.places.append(f"a {type(holder).__name__}")
-
-    def is_lost(self, thing: Any) -> bool:
-        return id(thing) in self.lost
-
-    def restore_dict(self, holder: dict[Any, Any]) -> None:
-        lost = [key for key, value in holder.items() if self.is_lost(value) or self.is_lost(key)]
-        if not lost:
-            return
-        self.restored.add(id(holder))
-        owners: list[Any] = gc.get_referrers(holder)
-        owners = [owner for owner in owners if isinstance(owner, LRU_CACHE | type) and holds(owner, holder)]
-        if caches := [owner for owner in owners if isinstance(owner, LRU_CACHE)]:
-            caches[0].cache_clear()
-            return
-        gone = (self.before.of(holder) or {}).keys() - holder.keys()
-        for key in (*lost, *gone):
-            self.before.put(holder, key, next(iter(owners), None))
-
-    def restore_list(self, holder: list[Any] | deque[Any]) -> None:
-        known = list(self.before.of(holder) or ())
-        kept = [part for part in holder if not self.is_lost(part)]
-        identities = {id(part) for part in known}
-        if any(id(part) not in identities for part in kept):  # Somebody else added to it.
-            old = known + [EMPTY] * len(holder)
-            new = [old[place] if self.is_lost(part) else part for place, part in enumerate(holder)]
-            new = [part for part in new if part is not EMPTY]
-        else:
-            new = known if known else kept
-        holder.clear()
-        holder.extend(new)
-
-    def restore_set(self, holder: set[Any]) -> None:
-        for part in [part for part in holder if self.is_lost(part)]:
-            holder.discard(part)
-        holder |= self.before.of(holder) or set()
-
-    def restore_cell(self, cell: types.CellType) -> None:
-        known = self.before.of(cell)
-        if known is None:
-            self.places.append("a variable of a closure")
-        else:
-            cell.cell_contents = known[0]
-
-    def _restore_attributes(self, holder: Any) -> bool:
-        """Puts back the attributes of an object. False if none of them holds a lost tensor."""
-        found = False
-        if isinstance(getattr(holder, "__dict__", None), dict):
-            found = any(map(self.is_lost, vars(holder).values()))
-            self.restore_dict(vars(holder))
-        return self._restore_slots(holder) or found
-
-    def _restore_slots(self, holder: Any) -> bool:
-        now = slots_of(holder)
-        if not any(map(self.is_lost, now.values())):
-            return False
-        before = self.before.slots_of(holder)
-        for slot, value in now.items():
-            known = before.get(slot, UNSET)
-            if self.is_lost(value) and known is UNSET:
-                slot.__delete__(holder)
-            elif self.is_lost(value) or (value is not known and is_plain(value) and is_plain(known)):
-                slot.__set__(holder, known)
-        return True
+    def name_in(self, holder: Any, thing: Any, depth: int) -> str:
+        """How code names an object that the holder holds; empty if this is no place of the user's code."""
+        if isinstance(holder, dict):
+            key = next((key for key, value in holder.items() if value is thing), None)
+            file = sys.modules.get(str(holder.get("__name__")))
+            if file is not None and vars(file) is holder:
+                return f"{file.__name__}.{key}"
+            for owner in gc.get_referrers(holder):
+                if isinstance(owner, LRU_CACHE):
+                    return self.written(owner)
+                if isinstance(owner, type) or getattr(owner, "__dict__", None) is holder:
+                    return f"{self.written(owner, depth)}.{key}"
+            return f"{self.written(holder, depth)}[{key!r}]" if isinstance(key, str | int | tuple) else ""
+        if id(holder) not in self.old or isinstance(holder, PASSING):
+            return ""
+        if isinstance(holder, types.CellType):
+            functions = (it for closure in gc.get_referrers(holder) for it in gc.get_referrers(closure))
+            for function in (it for it in functions if isinstance(it, types.FunctionType)):
+                cells = dict(zip(map(id, function.__closure__ or ()), function.__code__.co_freevars, strict=True))
+                if id(holder) in cells:
+                    return f"({cells[id(holder)]} of {self.written(function)})"
+            return ""
+        if isinstance(holder, list | tuple | deque):
+            return f"{self.written(holder, depth)}[{[part is thing for part in holder].index(True)}]"
+        name = next((name for name in attributes_of(holder) if getattr(holder, name, None) is thing), None)
+        return "" if name is None else f"{self.written(holder, depth)}.{name}"
 
 
-RESTORERS: list[tuple[Any, Callable[[Search, Any], None]]] = [
-    (LRU_CACHE, lambda search, holder: holder.cache_clear()),
-    (dict, Search.restore_dict),
-    ((list, deque), Search.restore_list),
-    (set, Search.restore_set),
-    (types.CellType, Search.restore_cell),
-]
-
-
-def holds(holder: Any, thing: Any) -> bool:
-    return any(part is thing for part in gc.get_referents(holder))
+def attributes_of(thing: Any) -> list[str]:
+    """The names of the attributes and the slots of an object."""
+    slots = (name for base in type(thing).__mro__ for name in vars(base).get("__slots__", ()))
+    return [*getattr(thing, "__dict__", ()), *slots, "__defaults__", "__kwdefaults__"]
 
 
 def is_of(thing: Any, storages: set[int]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -34,14 +33,16 @@ from memcheck.core.tensors import named_tensors_in
 from memcheck.core.workload import Workload, module_called, owner_of
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
+from memcheck.predict.checks import AssumedValues
 from memcheck.predict.device_functions import DeviceFunctions, answers_about_the_gpu
 from memcheck.predict.known_contents import KnownContents, is_meta
-from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
+from memcheck.predict.left_behind import Alive, left_behind_named
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.on_device import MIXES
 from memcheck.predict.probed import Probe
 from memcheck.predict.python_functions import answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
+from memcheck.predict.reached import scripted_in
 from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
@@ -94,32 +95,34 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
     step, target = program.steps[-1], target_at(place)
     record = blank_record(Record, place, target)
     record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
-    how: dict[str, Any] = {
-        "dense_grad": step.dense_grad,
-        "drop_workspaces": bool(place.drop_workspaces),
-        "contents": KnownContents(),
-    }
+    how: dict[str, Any] = {"dense_grad": step.dense_grad, "drop_workspaces": bool(place.drop_workspaces)}
     how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None, "infers": infers}
-    given = [(step.loss, step.optimizer, step.inputs, step.kwargs) for step in program.steps]
-    with nothing_left_behind(step.model, *itertools.chain.from_iterable(given)) as left:
-        run = TraceRunner(target, **how)
-        for name in left.before.scripted:
-            run.mode.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
-        try:
-            if (module := module_called(step.model)) is not None:
-                refuse_unknown_sizes(module)
-            trace = traced(program, place.ranks, target, run, left)
-        except Exception as error:
-            if not is_for_lack_of_data(error) and not is_of_the_target(program, place.ranks, target, left):
-                raise
-            return stopped(step, place, record, error, run)
+    assumed = AssumedValues()
+    with left_behind_named() as alive:
+        while True:
+            run = TraceRunner(target, contents=KnownContents(), **how)
+            run.mode.assumed = assumed
+            for name in scripted_in(*(part for one in program.steps for part in (one.model, one.loss, one.optimizer))):
+                run.mode.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
+            try:
+                if (module := module_called(step.model)) is not None:
+                    refuse_unknown_sizes(module)
+                trace = traced(program, place.ranks, target, run, alive)
+                break
+            except Exception as error:
+                lacks_data = is_for_lack_of_data(error)
+                if not lacks_data and assumed.turn_last():
+                    continue
+                if not lacks_data and not is_of_the_target(program, place.ranks, target, alive):
+                    raise
+                return stopped(step, place, record, error, run)
     certainty = certainty_of(trace, record.dtype or "", place, target)
     return Replay(trace, step, place, record, certainty=certainty).prediction()
 
 
-def traced(program: Program, ranks: Ranks | None, target: Target, run: TraceRunner, left: LeftBehind) -> Trace:
-    """The trace of the last step, whose tensors the run then lets go."""
-    left.alive.append(run.mode.storages.identities)
+def traced(program: Program, ranks: Ranks | None, target: Target, run: TraceRunner, alive: Alive) -> Trace:
+    """The trace of the last step, whose tensors the run then lets go. alive: as left_behind_named yields it."""
+    alive.append(run.mode.storages.identities)
     try:
         about_the_gpu = answers_about_the_gpu(run.mode) if target.kind == "cuda" else {}
         with pretended(ranks, target.kind) as mesh, answered(about_the_gpu):
@@ -262,14 +265,14 @@ def is_for_lack_of_data(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or lacking
 
 
-def is_of_the_target(program: Program, ranks: Ranks | None, target: Target, left: LeftBehind) -> bool:
+def is_of_the_target(program: Program, ranks: Ranks | None, target: Target, alive: Alive) -> bool:
     """Whether an error came of predicting for a GPU: the same step can be traced for the CPU."""
     if target.kind == "cpu":
         return False
     target = Target("cpu", target.threads)
     run = TraceRunner(target, contents=KnownContents(), is_split=ranks is not None)
     try:
-        traced(program, ranks, target, run, left)
+        traced(program, ranks, target, run, alive)
     except Exception:
         return False
     return True

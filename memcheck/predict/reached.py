@@ -18,13 +18,13 @@ from memcheck.predict.python_functions import EMPTY, contents_of, names_in
 LIBRARIES = frozenset(["torch", "numpy", "builtins", "functools", "memcheck", "copy", "math", "itertools", "typing"])
 DEEPEST = 6
 MOST_ITEMS = 10_000
-PARTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+PARTS = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.Tensor)
 
 
 class Reaching:
-    """Copies what reaches a module, an optimizer or a tensor that has a copy, and nothing else.
+    """Copies what reaches a module, an optimizer, a scaler or a tensor that has a copy, and nothing else.
 
-    copied_part: returns the copy of a module, an optimizer or a tensor; a tensor without one itself.
+    copied_part: returns the copy of such a part; a tensor without one itself.
     """
 
     def __init__(self, copied_part: Callable[[Any], Any]) -> None:
@@ -131,6 +131,21 @@ def parts_of(thing: Any) -> Iterator[Any]:
         yield from thing
     elif is_plain_object(thing):
         yield from list(vars(thing).values())
+
+
+def scripted_in(*things: Any) -> list[str]:
+    """Names of functions compiled by TorchScript that the things, or functions that they reach, name or hold."""
+    found, seen, waiting = list[str](), set[int](), list(things)
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, torch.jit.ScriptFunction):
+            found.append(getattr(thing, "name", "a function"))
+        elif id(thing) not in seen and not isinstance(thing, torch.Tensor):
+            seen.add(id(thing))
+            waiting += parts_of(thing)
+            if isinstance(thing, torch.nn.Module) and not isinstance(thing, torch.jit.ScriptModule):
+                waiting += [type(thing).forward, *thing.children()]
+    return found
 
 
 def is_accumulator(thing: Any) -> bool:

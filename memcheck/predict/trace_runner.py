@@ -25,8 +25,8 @@ from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import distributed_followed
 from memcheck.predict.scratch import Target, Unlisted
-from memcheck.predict.second_step import FirstStep, NamedAllocations, may_be_copied
 
+NamedAllocations = list[tuple[str, list[Allocation]]]
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
 
@@ -64,7 +64,6 @@ class TraceRunner:
         self.result = Trace(self.mode.log)
         self._loaded: Any = None  # Inputs of the pass that runs, if each has its own.
         self._stepped: Workload | None = None  # Its gradients are cleared when the next pass begins.
-        self._repeated: FirstStep | None = None  # The measured step is copied from it.
 
     def trace(self, workload: Workload) -> Trace:
         """Runs the workload and returns its trace. For a single use of this object."""
@@ -144,10 +143,6 @@ class TraceRunner:
             workload = self._begin(workload)
             self._end("inputs", next_phase="forward")
         given = list(workload.named_inputs())
-        if (repeated := self._repeated) is not None:
-            self._repeated = None  # It holds tensors.
-            self._copy_step(repeated, workload, [*given, *owned])
-            return
         began = len(self.result.log.events)
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the step ends.
@@ -172,22 +167,6 @@ class TraceRunner:
             leaf = next((name for name, leaf in named if leaf.requires_grad), None)
             self.result.no_backward = why_no_backward(returned.named, leaf)
 
-    def _copy_step(self, first: FirstStep, workload: Workload, leaves: list[tuple[str, Tensor]]) -> None:
-        """Copies the measured forward and backward from the first step, and runs the optimizer's."""
-        began = len(self.result.log.events)
-        first.copy_forward()
-        self._note_outputs(first.outputs, workload, began)
-        self._end("forward", next_phase="backward")
-        self.result.backward_from = first.words
-        first.copy_backward()
-        self.result.incoming = self._titled([(self._incoming_name, first.incoming)])
-        self.result.gradients = self._gradients(leaves)
-        self._end("backward", next_phase="optimizer")
-        if workload.optimizer_step is not None:
-            workload.optimizer_step()
-            self._end("optimizer")
-        first.end()
-
     def _before(
         self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]
     ) -> tuple[Left, Workload]:
@@ -200,13 +179,8 @@ class TraceRunner:
         left = Left()
         for step in (*workload.earlier, workload):
             if step.warm_up:
-                repeats = step is workload and may_be_copied(step) and not self.is_split
-                first = FirstStep(self.mode, step, [*inputs, *parameters]) if repeats else None
-                left = self._pass(step, step.optimizer_step, left, first)
+                left = self._pass(step, step.optimizer_step, left)
                 self._stepped = step
-                if first is not None and first.is_repeated():
-                    first.make_gradients()
-                    self._repeated = first
             ends = step is not workload
             for number in range(1, step.accumulate + ends):
                 if number > 1 and not ends and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
@@ -253,44 +227,25 @@ class TraceRunner:
         if self.is_split:
             self.result.parameters = self._named(owned, owned=True)
 
-    def _pass(
-        self,
-        workload: Workload,
-        optimizer_step: Callable[[], Any] | None,
-        left: Left,
-        noted: FirstStep | None = None,
-    ) -> Left:
-        """Runs a forward, a backward, and the optimizer's step if it is given. Returns what stays of its outputs.
-
-        noted: notes what the pass does.
-        """
+    def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None, left: Left) -> Left:
+        """Runs a forward, a backward, and the optimizer's step if it is given. Returns what stays of its outputs."""
         workload = self._begin(workload)
-        if noted is not None:
-            noted.note("began")
         self.mode.phase = "forward"
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind, left)  # Alive until the pass ends.
-        if noted is not None:
-            noted.note_forward(self._with_allocations(returned.named), returned.words)
         if workload.backward and not returned.roots:  # A measurement makes no step of the optimizer either.
             optimizer_step = None
         if returned.roots and workload.backward:
             self.mode.phase = "backward"
             incoming = gradients_for(returned.roots, self.dense_grad)
-            if noted is not None:
-                noted.incoming = self._allocations(incoming)
             run_backward(returned.roots, incoming, workload.retain_graph)
             self.mode.works.clear()  # No collective is asked after the backward.
             del incoming
             leaves = [*workload.named_inputs(), *workload.named_parameters()]
             self.result.first_gradients += self._gradients(leaves)
-        if noted is not None:
-            noted.note("backward")
         if optimizer_step is not None:
             self.mode.phase = "optimizer"
             optimizer_step()
-        if noted is not None:
-            noted.note("optimizer")
         return returned.held if workload.outputs_stay else Left()
 
     def _note_outputs(self, outputs: NamedAllocations, workload: Workload, began: int) -> None:

@@ -6,14 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from zoo_of_models import loaded
 
 import memcheck
-from memcheck.predict.second_step import TRACE_ALL
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
@@ -127,32 +125,6 @@ def test_decoders_are_predicted_for_a_gpu_that_is_not_here(require_package: Call
         assert prediction.fits, (name, prediction.record.reason)
         assert not prediction.exact
         assert prediction.basis == "derived"
-
-
-@pytest.mark.ci
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("device", ["cpu", "A100-40GB"])
-def test_copied_steps_are_those_of_a_trace(device: str, repeated: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step of each entry with an optimizer, copied from the first one where it may be, and traced."""
-
-    def found(name: str, trace_all: str) -> Any:
-        monkeypatch.setenv(TRACE_ALL, trace_all)
-        entry = zoo.ZOO[name]
-        model, inputs, *rest = entry.build()
-        options = {**entry.how(), **(rest[0] if rest else {})}
-        options["optimizer"] = options.get("optimizer") or "adamw"
-        try:
-            prediction = memcheck.predict_memory(model, *inputs, device=device, probes=False, **options)
-        except Exception as error:  # An entry without parameters.
-            return str(error)
-        if (trace := prediction.trace) is None:
-            return prediction.record
-        events = trace.log.events[: max(last for _, last in trace.phases.values())]
-        return [(one.bytes, one.name, one.module, taken) for one, taken in events], trace.phases, prediction.record
-
-    for name in zoo.available(zoo.ZOO):
-        assert found(name, "0") == found(name, "1"), name
-    assert sum(repeated) > 60
 
 
 def test_entries_that_cannot_be_predicted_say_why() -> None:

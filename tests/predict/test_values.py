@@ -266,8 +266,12 @@ def test_a_function_of_numbers_alone_is_exact() -> None:
 def checked(x: Tensor) -> Tensor:
     x = functional.dropout(x, 0.1)
     assert (x < 99).all()
+    assert x.max() < 99
     torch._assert((x < 99).all(), "too large")
     torch._assert_async((x < 99).all())
+    for bound in (-99, -98):
+        if not x.min() > bound:
+            raise ValueError(f"{x} is too small")
     if (x > 99).any() or not torch.isfinite(x).all():
         raise ValueError(f"{x} is too large")
     if x.isnan().any().item():
@@ -275,16 +279,39 @@ def checked(x: Tensor) -> Tensor:
     return x.exp()
 
 
-CHECKS: dict[str, Callable[[Tensor], Any]] = {
-    "assertions and raised errors": checked,
-    "samples of a normal distribution": lambda x: torch.distributions.Normal(x, x.exp()).rsample().exp(),
-    "likelihoods of samples": lambda x: (lambda d: d.log_prob(d.sample()))(torch.distributions.Categorical(logits=x)),
+ASSUMED = "a branch on the value of aten::{}, assumed to be {}"
+CHECKS: dict[str, tuple[Callable[[Tensor], Any], set[str]]] = {
+    "assertions and raised errors": (
+        checked,
+        {ASSUMED.format(*one) for one in (("all", True), ("any", False), ("lt", True), ("gt", True))},
+    ),
+    "samples of a normal distribution": (lambda x: torch.distributions.Normal(x, x.exp()).rsample().exp(), set()),
+    "likelihoods of samples": (
+        lambda x: (lambda d: d.log_prob(d.sample()))(torch.distributions.Categorical(logits=x)),
+        {ASSUMED.format("_is_all_true", True)},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_checks_are_assumed_to_pass(name: str) -> None:
-    is_exact(CHECKS[name], of_x())
+def test_checks_are_assumed_to_pass_with_a_doubt(name: str) -> None:
+    model, unknown = CHECKS[name]
+    prediction, record = memcheck.predict_memory(model, of_x()), measure_memory(model, of_x())
+    assert {name: getattr(prediction.record, name) for name in FIGURES} == {
+        name: getattr(record, name) for name in FIGURES
+    }
+    assert set(prediction.unknown) == unknown
+    assert prediction.exact == (not unknown)
+
+
+@pytest.mark.parametrize("device", ["cpu", "A100-40GB"])
+def test_an_error_that_no_assumed_value_prevents_is_raised(device: str) -> None:
+    def model(x: Tensor) -> Tensor:
+        assert functional.dropout(x, 0.1).max() < 0
+        raise KeyError("of the model")
+
+    with pytest.raises(KeyError, match="of the model"):
+        memcheck.predict_memory(model, of_x(), device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
