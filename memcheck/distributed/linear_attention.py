@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from memcheck.distributed.causal import Causal, Inputs, Operator
 from memcheck.distributed.exchange import Ranks, State
-from memcheck.distributed.slices import Part, Whole, part_of
+from memcheck.distributed.slices import Whole, part_of
 from memcheck.ops import linear_attention as local
 from memcheck.ops.checks import SelfSequences, check_decays, check_rank, check_slices, in_autocast_dtype
 
@@ -126,7 +125,7 @@ def linear_attention(
     state = local._initial_state(op, initial_state, normalize)
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     decay, options["log_decay"] = (decay, False) if log_decay is None else (log_decay, True)
-    y, *after = _Causal.apply(q, k, v, decay, *state, _Call(ranks, part, options, same_bits, return_state))
+    y, *after = Causal.apply(_Linear(ranks, part, same_bits, return_state, options), 4, q, k, v, decay, *state)
     if not return_state:
         return y
     m, *z = ranks.summed(*(part.of_whole(x, ROWS) for x in after))
@@ -151,104 +150,45 @@ def _not_causal(
     return y
 
 
-class _Call(NamedTuple):
-    ranks: Ranks
-    part: Part
+@dataclass(frozen=True)
+class _Linear(Operator):
     options: dict[str, Any]
-    same_bits: bool
-    return_state: bool
+    rows = ROWS
+    differentiable = 2
 
-    def combine(self, k: Tensor, decay: Tensor | None) -> Any:
-        if self.same_bits:
-            return None
-        return partial(
-            _combined, k.shape[2], decay if decay is None or not self.options["log_decay"] else decay.double().exp()
-        )
+    def empty_state(self, inputs: Inputs) -> State:
+        """M (rows,Hkv,D,Dv), and z (rows,Hkv,D) if there is one."""
+        k, v = inputs[1:3]
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        z = torch.empty((self.part.travelling, k.shape[1], k.shape[3]), dtype=dtype, device=k.device)
+        m = torch.empty((*z.shape, v.shape[3]), dtype=dtype, device=k.device)
+        return (m, z) if self.options["normalize"] else (m,)
 
+    def combined(self, inputs: Inputs, before: State, own: State) -> State:
+        k, decay = inputs[1], inputs[3]
+        if decay is None:
+            return super().combined(inputs, before, own)
+        decay = decay.double().exp() if self.options["log_decay"] else decay.double()
+        faded = (decay ** k.shape[2] if decay.dim() == 1 else decay.prod(2)).to(own[0].dtype)
+        return tuple(x + faded.view(*faded.shape, *[1] * (x.dim() - 2)) * y for x, y in zip(own, before, strict=True))
 
-class _Causal(torch.autograd.Function):
-    """y (B,H,S,Dv), and if it is wanted the state behind the slice, packed of the slice's own sequences."""
+    def run(self, inputs: Inputs, state: State, keep: bool, **sequences: Any) -> tuple[Tensor, State, Inputs]:
+        options = self.options | sequences
+        y, *behind = OPERATORS.linear_attention(*inputs, *state, return_state=True, **options)
+        behind = behind[: 1 + options["normalize"]]
+        decay = inputs[3]
+        last = behind if decay is not None and decay.requires_grad else ()  # for the gradient of decay
+        return y, tuple(behind), (*_pair(state), *_pair(last))
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        initial_m: Tensor | None,
-        initial_z: Tensor | None,
-        call: _Call,
-    ) -> State:
-        ranks, part = call.ranks, call.part
-        forward = partial(OPERATORS.linear_attention, return_state=True, **call.options)
-        initial = _given(initial_m, initial_z)
-        like = _empty_state(k, v, part.travelling, call.options["normalize"])
-
-        def after(came: State | None) -> State:
-            before = part.entered(initial, came, ROWS) or ()
-            found = forward(q[:, :, :0], k, v, decay, *before, **part.without("q"))[1:]
-            return part.sent(found[: len(like)], ROWS, True)
-
-        came = ranks.scan(after, like, call.combine(k, decay), receives=part.enters, sends=part.leaves)
-        before = part.entered(initial, came, ROWS) or ()
-        y, *last = forward(q, k, v, decay, *before, **part.arguments)
-        last = last[: len(like)]
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, decay, *_pair(before), *_pair(last if ctx.needs_input_grad[3] else None))
-        return (y, *last) if call.return_state else (y,)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, *of_state: Tensor) -> tuple[Any, ...]:
-        q, k, v, decay, m, z, *last = ctx.saved_tensors
-        call, part = ctx.call, ctx.call.part
-        like = _empty_state(k, v, part.travelling, call.options["normalize"])
-
-        def gradients(behind: State | None, wanted: list[bool]) -> Any:
-            return OPERATORS.linear_attention_backward(
-                *(grad_y, *_pair(part.left(of_state or None, behind, ROWS)), q, k, v, decay, m, z, *last),
-                **part.arguments,
-                **call.options,
-                output_mask=wanted,
-            )
-
-        def before(behind: State | None) -> State:
-            found = gradients(behind, [False] * 4 + [True, len(like) == 2])[4:]
-            return part.sent(found[: len(like)], ROWS, False)
-
-        how = {"backwards": True, "receives": part.leaves, "sends": part.enters}
-        behind = call.ranks.scan(before, like, call.combine(k, decay), **how)
-        *found, of_m, of_z = gradients(behind, list(ctx.needs_input_grad[:6]))
-        of_initial = [
-            part.of_whole(x, ROWS, begun=True) if wanted else None
-            for x, wanted in zip((of_m, of_z), ctx.needs_input_grad[4:6], strict=True)
-        ]
-        return *found, *of_initial, None
+    def pull(
+        self, grad_y: Tensor, inputs: Inputs, kept: Inputs, of_end: State, wanted: list[bool], **sequences: Any
+    ) -> Inputs:
+        arguments, options = (grad_y, *_pair(of_end), *inputs, *kept), self.options | sequences
+        gradients: Inputs = OPERATORS.linear_attention_backward(*arguments, **options, output_mask=wanted)
+        return gradients
 
 
-def _given(*state: Tensor | None) -> State | None:
-    """The tensors of a state that are there; None without any."""
-    return tuple(x for x in state if x is not None) or None
-
-
-def _empty_state(k: Tensor, v: Tensor, rows: int, normalize: bool) -> State:
-    """M (rows,Hkv,D,Dv), and z (rows,Hkv,D) if there is one, uninitialised."""
-    z = torch.empty((rows, k.shape[1], k.shape[3]), dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
-    m = torch.empty((*z.shape, v.shape[3]), dtype=z.dtype, device=k.device)
-    return (m, z) if normalize else (m,)
-
-
-def _pair(state: Sequence[Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+def _pair(state: Inputs) -> tuple[Tensor | None, Tensor | None]:
     """M and z, None where there is none."""
-    m, z, *_ = *(state or ()), None, None
+    m, z, *_ = *state, None, None
     return m, z
-
-
-def _combined(positions: int, decay: Tensor | None, before: State, own: State) -> State:
-    """The state after a slice of so many positions, from that before it and that of the slice alone."""
-    if decay is None:
-        return tuple(x + y for x, y in zip(before, own, strict=True))
-    faded = (decay.double() ** positions if decay.dim() == 1 else decay.double().prod(2)).to(own[0].dtype)
-    m, *z = (x + faded.view(*faded.shape, *[1] * (x.dim() - 2)) * y for x, y in zip(own, before, strict=True))
-    return (m, *z)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from memcheck.distributed.causal import Causal, Inputs, Operator
 from memcheck.distributed.exchange import Ranks, State
 from memcheck.distributed.slices import Part, Whole, part_of
 from memcheck.ops import softplus_attention as local
@@ -102,13 +103,13 @@ def softplus_attention(
     initial = None
     if initial_state is not None:
         z, a, *rests = check_initial_state(op, initial_state, q)
-        initial = (torch.stack((z, a)), torch.stack(rests or [torch.zeros_like(z)] * 2))
+        initial = (torch.stack((z, a)), torch.stack(rests or [torch.zeros_like(z)] * 2).detach())
     if not causal:
         y, sums = _not_causal(q, k, v, initial, eps, ranks, part)
     else:
         q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-        call = _Call(ranks, part, eps, same_bits, return_state)
-        y, *after = _Causal.apply(q, k, v, *(initial or (None, None)), call)
+        operator = _Softplus(ranks, part, same_bits, return_state, eps)
+        y, *after = Causal.apply(operator, 3, q, k, v, *(initial or (None, None)))
         if not return_state:
             return y
         (sums,) = ranks.summed(part.of_whole(after[0], ROWS))
@@ -141,71 +142,27 @@ def _not_causal(
     return OPERATORS.softplus_attention(q, no_key, no_value, sums, eps=eps, **part.arguments)[0], sums
 
 
-class _Call(NamedTuple):
-    ranks: Ranks
-    part: Part
+@dataclass(frozen=True)
+class _Softplus(Operator):
     eps: float
-    same_bits: bool
-    return_state: bool
+    rows = ROWS
+    differentiable = 1  # rests are constants
 
-    def travelling(self, k: Tensor) -> State:
-        """Tensors (2,B,R), packed (2,1,R), of the sums and their rests that go from rank to rank, uninitialised."""
-        wide = torch.promote_types(k.dtype, torch.float32)
-        sums = torch.empty((2, self.part.travelling, k.shape[1]), dtype=wide, device=k.device)
+    def empty_state(self, inputs: Inputs) -> State:
+        k = inputs[1]
+        dtype = torch.promote_types(k.dtype, torch.float32)
+        sums = torch.empty((2, self.part.travelling, k.shape[1]), dtype=dtype, device=k.device)
         return sums, sums
 
+    def run(self, inputs: Inputs, state: State, keep: bool, **sequences: Any) -> tuple[Tensor, State, Inputs]:
+        options = {"eps": self.eps, "keep_carries": keep, "return_state": self.return_state or not keep}
+        y, carries, *behind = OPERATORS.softplus_attention(*inputs, *state, **options, **sequences)
+        return y, tuple(behind), (carries, state[0] if state else None)
 
-class _Causal(torch.autograd.Function):
-    """y (B,S,R), and if it is wanted the state (2,B,R) behind the slice, packed of the slice's own sequences."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, rest: Tensor | None, call: _Call
-    ) -> State:
-        ranks, part, eps, same_bits, return_state = call
-        initial = None if sums is None or rest is None else (sums, rest)
-
-        def after(before: State | None) -> State:
-            start = part.entered(initial, before, ROWS) or ()
-            options = {"eps": eps, "return_state": True, **part.without("q")}
-            return part.sent(OPERATORS.softplus_attention(q[:, :0], k, v, *start, **options)[2:], ROWS, True)
-
-        crossing = {"receives": part.enters, "sends": part.leaves}
-        came = ranks.scan(after, call.travelling(k), None if same_bits else added, **crossing)
-        before = part.entered(initial, came, ROWS) or (None, None)
-        options = {"eps": eps, "keep_carries": True, "return_state": return_state, **part.arguments}
-        y, carries, *behind = OPERATORS.softplus_attention(q, k, v, *before, **options)
-        ctx.call = call
-        ctx.save_for_backward(q, k, v, carries, before[0])
-        if not return_state:
-            return (y,)
-        ctx.mark_non_differentiable(behind[1])
-        return y, *behind
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, *of_state: Tensor) -> tuple[Any, ...]:
-        q, k, v, carries, state = ctx.saved_tensors
-        ranks, part, eps, same_bits, return_state = ctx.call
-        options = {**part.arguments, "causal": True, "eps": eps}
-        own = (of_state[0], torch.zeros_like(of_state[0])) if return_state else None
-
-        def gradients(behind: State | None, *wanted: bool) -> Any:
-            of_end = part.left(own, behind, ROWS) or (None, None)
-            arguments = (grad_y, q, k, v, carries, state, *of_end)
-            return OPERATORS.softplus_attention_backward(*arguments, **options, output_mask=wanted)
-
-        def before(behind: State | None) -> State:
-            return part.sent(gradients(behind, False, False, False, True, True)[3:], ROWS, False)
-
-        crossing = {"receives": part.leaves, "sends": part.enters}
-        like = ctx.call.travelling(k)
-        behind = ranks.scan(before, like, None if same_bits else added, backwards=True, **crossing)
-        has_initial = bool(ctx.needs_input_grad[3])
-        *found, of_initial, _ = gradients(behind, *ctx.needs_input_grad[:3], has_initial, False)
-        return *found, part.of_whole(of_initial, ROWS, begun=True) if has_initial else None, None, None
-
-
-def added(before: State, own: State) -> State:
-    """The state of two slices, from the states of each."""
-    return tuple(x + y for x, y in zip(before, own, strict=True))
+    def pull(
+        self, grad_y: Tensor, inputs: Inputs, kept: Inputs, of_end: State, wanted: list[bool], **sequences: Any
+    ) -> Inputs:
+        arguments = (grad_y, *inputs, *kept, *(of_end or (None, None)))
+        options = {"causal": True, "eps": self.eps, "output_mask": wanted}
+        gradients: Inputs = OPERATORS.softplus_attention_backward(*arguments, **options, **sequences)
+        return gradients

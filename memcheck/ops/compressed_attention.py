@@ -19,16 +19,15 @@ from memcheck.ops.checks import (
     refuse_gradient,
     sequence_arguments,
 )
+from memcheck.ops.compressed_attention_rooms import blocks_in, memory_after
 from memcheck.ops.compressed_attention_states import (
     LONGEST,
     CompressedAttentionState,
     attend,
-    blocks_in,
     check_new,
     check_scale,
     check_sink,
     go_on,
-    room_after,
     state_after,
     state_before,
 )
@@ -436,6 +435,6 @@ def _one_position(
     if positions + 1 != factor:
         y, k_sum, v_sum = _step(q, k, v, kc, vc, k_sum, v_sum, positions, factor=factor, **options)
         return y, CompressedAttentionState(kc, vc, k_sum, v_sum, positions + 1, factor)
-    blocks, room = kc.shape[2], room_after(state, 1)
+    blocks, room = kc.shape[2], memory_after(kc, vc, 1)[:2]
     y, k_sum, v_sum = _last_step(q, k, v, *room, k_sum, v_sum, blocks, factor=factor, **options)
     return y, CompressedAttentionState(*blocks_in(room, blocks + 1), k_sum, v_sum, 0, factor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -28,11 +27,11 @@ from memcheck.ops.checks import (
     in_autocast_dtype,
     is_symbolic,
 )
+from memcheck.ops.compressed_attention_rooms import appended
 from memcheck.ops.reference.compressed_attention import compressed_attention_extend
 from memcheck.ops.reference.sequences import sequences_of
 
 LONGEST = 2**31
-LEAST_ROOM = 8  # places for blocks
 DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
 POOLED = "compressed_attention_pooled"
 FORWARDS = {
@@ -112,75 +111,6 @@ def attend(
         explain_refusal(op, **dict(zip(names, (*inputs, *near), strict=False)))
         raise
     return (results[0], results[1]) if return_lse else results[0]
-
-
-# ---- memory for blocks that grows
-#
-# While decoding, the blocks of a state are the first of a longer tensor, its room, and the state after it has one block
-# more of the same room. Only the first state after another one gets its room: a second one copies the blocks.
-
-
-class Room(NamedTuple):
-    """Memory for blocks of a state, (B,Hkv,places,D) each."""
-
-    kc: Tensor
-    vc: Tensor
-    of_kc: weakref.ref[Tensor]  # the state's tensors
-    of_vc: weakref.ref[Tensor]
-
-    def has(self, places: int) -> bool:
-        """Whether so many places can be written: tensors of inference mode only in that mode."""
-        return self.kc.shape[2] >= places and self.kc.is_inference() == torch.is_inference_mode_enabled()
-
-
-ROOMS: dict[int, Room] = {}  # of the newest states, by the id of their kc
-
-
-def room_after(state: CompressedAttentionState, more: int) -> tuple[Tensor, Tensor]:
-    """Memory that begins with the blocks of the state, and has places for more of them."""
-    return memory_after(state.kc, state.vc, more)[:2]
-
-
-def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int]:
-    """Memory that has kc and vc and places for more behind them, and the place of the first."""
-    count = kc.shape[2] + more
-    room = None if torch.jit.is_tracing() else ROOMS.pop(id(kc), None)
-    if room is not None and room.of_kc() is kc and room.of_vc() is vc:
-        start = (kc.storage_offset() - room.kc.storage_offset()) // max(1, room.kc.stride(2))
-        if room.has(start + count):
-            return room.kc, room.vc, start
-    places = count + max(count // 2, LEAST_ROOM)
-    copies = [x.new_empty(*x.shape[:2], places, *x.shape[3:]) for x in (kc, vc)]
-    for x, copy in zip((kc, vc), copies, strict=True):
-        copy[:, :, : x.shape[2]] = x
-    return copies[0], copies[1], 0
-
-
-def blocks_in(room: tuple[Tensor, Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
-    """`count` blocks of a room, which the next state gets."""
-    kc, vc = places_in(room[0], start, count), places_in(room[1], start, count)
-    key = id(kc)
-    ROOMS[key] = Room(*room, weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
-    return kc, vc
-
-
-def places_in(room: Tensor, start: int, count: int) -> Tensor:
-    """A view of a room that autograd may keep. A room is written behind its views only, which have another version."""
-    return room.narrow(2, start, count).data
-
-
-def appended(old: Sequence[Tensor], new: Sequence[Tensor], in_place: bool) -> tuple[Tensor, Tensor]:
-    """kc and vc (B,Hkv,C,D) of the old blocks and then the new ones. in_place: in memory that they may share."""
-    (kc, vc), (new_kc, new_vc) = old, new
-    count, more = kc.shape[2], new_kc.shape[2]
-    if not (count and more):
-        return (kc, vc) if count else (new_kc, new_vc)
-    if not in_place:
-        return torch.cat([kc, new_kc], 2), torch.cat([vc, new_vc], 2)
-    *room, start = memory_after(kc, vc, more)
-    for x, blocks in zip(room, new, strict=True):
-        x[:, :, start + count : start + count + more] = blocks
-    return blocks_in((room[0], room[1]), count + more, start)
 
 
 def state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> CompressedAttentionState:
@@ -344,31 +274,11 @@ def ranges(begins: Sequence[int], counts: Sequence[int]) -> Tensor:
 
 def slices(x: Tensor, begins: Sequence[int], counts: Sequence[int]) -> Sequence[Tensor]:
     """x[:, :, begin : begin + count] of each, whose gradients make one gradient of x."""
-    if derivatives.transformed() or not counts:
-        return [x.narrow(2, begin, count) for begin, count in zip(begins, counts, strict=False)]
-    views: Sequence[Tensor] = Slices.apply(x, begins, counts)
-    return views
-
-
-class Slices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, begins: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.begins, ctx.counts = x.shape, begins, counts
-        ctx.set_materialize_grads(False)
-        return tuple(x.narrow(2, begin, count) for begin, count in zip(begins, counts, strict=False))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        given = [x for x in grads if x is not None]
-        if not given:
-            return None, None, None
-        zero = given[0].new_zeros(())
-        B, Hkv, C, D = ctx.shape
-        ends = [begin + count for begin, count in zip(ctx.begins, ctx.counts, strict=False)]
-        parts = [zero.expand(B, Hkv, ctx.begins[0], D)]
-        for grad, count, end, begin in zip(grads, ctx.counts, ends, [*ctx.begins[1 : len(ends)], C], strict=True):
-            parts += [zero.expand(B, Hkv, count, D) if grad is None else grad, zero.expand(B, Hkv, begin - end, D)]
-        return torch.cat(parts, 2), None, None
+    sizes, end = [], 0
+    for begin, count in zip(begins, counts, strict=False):
+        sizes += [begin - end, count]
+        end = begin + count
+    return x.split([*sizes, x.shape[2] - end], 2)[1::2]
 
 
 def packed_blocks(blocks: Sequence[Tensor], places: Sequence[int]) -> Tensor:

@@ -10,22 +10,19 @@ from torch import Tensor
 
 from memcheck.ops import derivatives
 from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
+from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in
 from memcheck.ops.compressed_attention_states import (
     LONGEST,
     POOLED,
     Arguments,
     Inputs,
     Places,
-    appended,
     attend,
-    blocks_in,
     check_matches,
     check_new,
     extended,
     grows_in_place,
-    memory_after,
     no_sums,
-    places_in,
 )
 
 MOST_POSITIONS = 2**62

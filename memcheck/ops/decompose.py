@@ -52,18 +52,13 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
     return {getattr(torch.ops.memcheck, operator.__name__).default: operator for operator in operators}
 
 
-def refuse(op: str, what: str, remedy: str) -> None:
-    raise NotImplementedError(f"{op}: {what} has no decomposition; {remedy}")
-
-
-def refuse_kept(op: str, kept: bool) -> None:
-    if kept:
-        refuse(op, "what the backward reads", "decompose a graph without gradients, as torch.export.export makes it")
-
-
-def refuse_sequences(op: str, *given: Tensor | None) -> None:
-    if any(x is not None for x in given):
-        refuse(op, "a packed or padded batch", "export a call without cu_seqlens and lengths")
+def dense(op: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call without those of sequences. NotImplementedError if the batch is packed or padded."""
+    sequences = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
+    if any(options.get(name) is not None for name in sequences):
+        what = "a packed or padded batch has no decomposition; export a call without cu_seqlens and lengths"
+        raise NotImplementedError(f"{op}: {what}")
+    return {name: x for name, x in options.items() if name not in (*sequences, "left_padded")}
 
 
 def nothing(like: Tensor, *shape: int) -> Tensor:
@@ -98,19 +93,18 @@ def softplus_attention(
     state: Tensor | None = None,
     rest: Tensor | None = None,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths: Tensor | None = None,
-    left_padded: bool = False,
     causal: bool = True,
     eps: float = 1e-6,
     return_state: bool = False,
     keep_carries: bool = False,
-) -> tuple[Tensor | None, ...]:
+    **sequences: Any,
+) -> Tensors:
     """y, no carries, and the state (2,B,R) with rests of 0"""
     op = "softplus_attention"
-    refuse_kept(op, keep_carries)
-    refuse_sequences(op, cu_seqlens_q, cu_seqlens_k, lengths)
+    if keep_carries:
+        what = "what the backward reads has no decomposition; decompose a graph without gradients, as"
+        raise NotImplementedError(f"{op}: {what} torch.export.export makes it")
+    dense(op, sequences)
     before = state if state is None or rest is None else state + rest
     y, sums = attend_to_sums(q, k, v, before, causal, eps)
     B, _, R = q.shape
@@ -135,25 +129,19 @@ def linear_attention(
     initial_m: Tensor | None = None,
     initial_z: Tensor | None = None,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths: Tensor | None = None,
-    left_padded: bool = False,
     causal: bool = False,
-    feature_map: str = "elu+1",
-    normalize: bool = True,
-    log_decay: bool = False,
     eps: float = 1e-6,
+    log_decay: bool = False,
     return_state: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, and the state after the last key if it is wanted"""
-    refuse_sequences("linear_attention", cu_seqlens_q, cu_seqlens_k, lengths)
+    options = {"feature_map": "elu+1", "normalize": True, **dense("linear_attention", options), "logs": True}
     state = None if initial_m is None else (initial_m, initial_z)
     logs = None
     if decay is not None:
         logs = linear_reference.decay_of_positions(decay if log_decay else decay.log(), k)
     keys = wide(k), wide(v), logs, state
-    options: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, "logs": True}
     y = linear_reference.attend(wide(q), *keys, causal=causal, eps=eps, **options).to(q.dtype)
     if return_state:
         return y, *linear_reference.state_after(*keys, **options)
@@ -186,23 +174,14 @@ def compressed_attention(
     v: Tensor,
     sink: Tensor | None = None,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths: Tensor | None = None,
-    left_padded: bool = False,
     factor: int,
-    causal: bool = True,
-    strict: bool = False,
-    scale: float | None = None,
     keep: bool = False,
-    return_lse: bool = False,
     window: int | None = None,
+    **options: Any,
 ) -> Tensors:
     """q (B,H,S,D), k and v (B,Hkv,T,D) -> y (B,H,S,D), lse (B,H,S) if asked for, kc and vc (B,Hkv,C,D) if kept"""
-    refuse_sequences("compressed_attention", cu_seqlens_q, cu_seqlens_k, lengths)
     kc, vc = block_means(k, factor), block_means(v, factor)
-    options: dict[str, Any] = {"factor": factor, "causal": causal, "strict": strict, "scale": scale}
-    options |= {"kv_len": k.shape[2], "keep": keep, "return_lse": return_lse}
+    options |= {"factor": factor, "kv_len": k.shape[2], "keep": keep}
     options |= {} if window is None else {"k": k, "v": v, "window": window}
     y, lse = compressed_attention_pooled(q, kc, vc, sink, **options)
     return y, lse, *((kc, vc) if keep else (kc[:, :, :0], vc[:, :, :0]))
@@ -216,20 +195,16 @@ def compressed_attention_pooled(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths: Tensor | None = None,
-    left_padded: bool = False,
     keep: bool = False,
     return_lse: bool = False,
     **options: Any,
 ) -> Tensors:
     """q (B,H,S,D), kc and vc (B,Hkv,C,D), k and v (B,Hkv,n,D) with a window -> y, and lse (B,H,S) if asked for"""
-    refuse_sequences("compressed_attention", cu_seqlens_q, cu_seqlens_k, lengths)
+    options = dense("compressed_attention", options)
+    options["sink"] = nothing(q, q.shape[1]) - torch.inf if sink is None else sink
+    options |= {} if k is None or v is None else {"k": wide(k), "v": wide(v)}
     # An absent block, so that export does not ask how many there are.
     inputs = wide(q), pad(wide(kc), (0, 0, 0, 1), value=-torch.inf), pad(wide(vc), (0, 0, 0, 1))
-    options |= {"sink": nothing(q, q.shape[1]) - torch.inf if sink is None else sink}
-    options |= {} if k is None or v is None else {"k": wide(k), "v": wide(v)}
     if keep or return_lse:
         y, lse = compressed_reference.compressed_attention_pooled(*inputs, return_lse=True, **options)
         return y.to(q.dtype), lse
@@ -247,13 +222,12 @@ def compressed_attention_step(
     positions: int,
     *,
     factor: int,
-    strict: bool = False,
-    scale: float | None = None,
+    **options: Any,
 ) -> Tensors:
     """q (B,H,S,D), k and v (B,Hkv,1,D) and a state -> y (B,H,S,D), and its sums"""
     kv_len = kc.shape[2] * factor + positions + 1
-    options: dict[str, Any] = {"factor": factor, "kv_len": kv_len, "strict": strict, "scale": scale}
-    return compressed_attention_pooled(q, kc, vc, **options)[0], k_sum + k[:, :, 0], v_sum + v[:, :, 0]
+    y, _ = compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, **options)
+    return y, k_sum + k[:, :, 0], v_sum + v[:, :, 0]
 
 
 # ---- the combinator

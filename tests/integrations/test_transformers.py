@@ -287,7 +287,7 @@ def test_the_bytes_of_a_state(integration: Any, make: Callable[..., Any], name: 
 
     From the second call on, compressed attention has room for blocks to come.
     """
-    from memcheck.ops.compressed_attention_states import LEAST_ROOM
+    from memcheck.ops.compressed_attention_rooms import LEAST_ROOM
 
     model, cache = make("llama", name).float(), integration.StateCache()
     B, D, lengths = 2, WIDTH // HEADS, (8, 5 if side == "left" else 8)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 NO_OPERATORS = (
     *(
         "checks",
+        "compressed_attention_rooms",
         "compressed_attention_states",
         "compressed_attention_windows",
         "decompose",
