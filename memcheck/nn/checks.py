@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from memcheck.ops.checks import DTYPES, check_plain, is_symbolic
+from memcheck.ops.checks import check_floating, check_plain, is_symbolic
 
 
 def check_positive(module: str, **sizes: int) -> None:
@@ -43,8 +43,7 @@ def check_tokens(module: str, x: Tensor, dim: int) -> None:
     if is_symbolic(x):
         return
     check_plain(module, "x", x)
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{module}: x must be float64, float32, float16 or bfloat16, got {dtype_name(x)}")
+    check_floating(module, "x", x)
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f"{module}: x must be (B,S,E) with E = {dim}, got {shape(x)}")
 
@@ -63,10 +62,6 @@ def refuse_scripting(self: object) -> NoReturn:
         f"{type(self).__name__}: torch.jit.script does not compile it; use torch.export.export, torch.compile or "
         "torch.jit.trace"
     )
-
-
-def dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def shape(x: Tensor) -> str:

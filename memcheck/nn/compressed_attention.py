@@ -14,9 +14,7 @@ from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.checks import check_rank, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places
-from memcheck.ops.compressed_attention_states import positions_of as positions_of_means
 from memcheck.ops.compressed_attention_windows import Blocks, CompressedAttentionWindowState, go_on
-from memcheck.ops.compressed_attention_windows import positions_of as positions_of_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -225,16 +223,10 @@ class CompressedSelfAttention(HeadedSelfAttention):
         elif continued:
             pair = self.extend((q, k, v), initial_state)
         else:
-            return self.at_once(q, k, v)
+            kc, vc = self.compress(k, v)
+            options = self.options() | ({} if self.window is None else {"k": k, "v": v})
+            return self.leave(compressed_attention_pooled(q, kc, vc, kv_len=k.shape[2], **options))
         return pair if return_state else pair[0]
-
-    def at_once(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """y (B,S,E) of whole sequences with a convolution."""
-        kc, vc = self.compress(k, v)
-        options: dict[str, Any] = {"kv_len": k.shape[2], **self.options()} | (
-            {} if self.window is None else {"k": k, "v": v}
-        )
-        return self.leave(compressed_attention_pooled(q, kc, vc, **options))
 
     if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
         __call__ = forward
@@ -286,11 +278,10 @@ class CompressedSelfAttention(HeadedSelfAttention):
 
     def covered(self, state: object) -> int:
         """The number of positions that a state covers; 0 of None, and of what the operator refuses."""
-        if isinstance(state, CompressedAttentionState):
-            return positions_of_means(state)
-        if isinstance(state, CompressedAttentionWindowState):
-            return positions_of_window(state)
-        return state.kc.shape[2] * self.factor + state.k.shape[2] if isinstance(state, CompressedState) else 0
+        if not isinstance(state, State):
+            return 0
+        opened = state.positions if isinstance(state, CompressedAttentionState) else state.k.shape[2]
+        return state.kc.shape[2] * self.factor + opened
 
     def extend(self, inputs: tuple[Tensor, Tensor, Tensor], state: object) -> tuple[Tensor, CompressedState]:
         """q (B,H,n,D), k and v (B,Hkv,n,D) of the newest positions -> y (B,n,E), and the new state."""

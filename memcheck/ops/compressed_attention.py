@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from memcheck.ops import compressed_attention_windows as windows
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     Sequences,
@@ -27,14 +26,16 @@ from memcheck.ops.compressed_attention_states import (
     check_new,
     check_scale,
     check_sink,
-    go_on,
     state_after,
     state_before,
 )
 from memcheck.ops.compressed_attention_windows import (
     MOST_POSITIONS,
+    Blocks,
     CompressedAttentionWindowState,
     check_window,
+    go_on,
+    state_of_prompt,
 )
 
 if TYPE_CHECKING:
@@ -231,13 +232,7 @@ def compressed_attention(
     if not causal:
         raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
     sink = check_sink(op, sink, q)
-    state: Any
-    if window is None:
-        outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
-    else:
-        outputs, state = windows.go_on(
-            op, (q, k, v), sink, initial_state, windows.Blocks(factor, window), options, **sequences
-        )
+    outputs, state = go_on(op, (q, k, v), sink, initial_state, Blocks(factor, window), options, **sequences)
     if not return_state:
         return outputs
     return (*outputs, state) if return_lse else (outputs, state)
@@ -346,7 +341,7 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int, window: int
     refuse_gradient(op, k, v)
     check_new(op, None, k, v)
     if window is not None:
-        return windows.state_of_prompt(op, k, v, windows.Blocks(factor, window))
+        return state_of_prompt(op, k, v, Blocks(factor, window))
     return state_after(op, state_before(op, "state", None, k, factor), k, v)
 
 
@@ -397,10 +392,7 @@ def compressed_attention_step(
     prepare_input(op, "q", q)
     check_scale(op, scale)
     options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
-    if window is not None:
-        refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-        return windows.go_on(op, (q, k, v), None, state, windows.Blocks(factor, window), options)
-    if isinstance(state, CompressedAttentionState) and _is_plain_step(q, k, v, state, factor):
+    if window is None and isinstance(state, CompressedAttentionState) and _is_plain_step(q, k, v, state, factor):
         try:
             return _one_position(q, k, v, state, strict, scale)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -409,7 +401,7 @@ def compressed_attention_step(
             state_before(op, "state", state, k, factor)
             raise
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-    return go_on(op, (q, k, v), None, state, factor, options)
+    return go_on(op, (q, k, v), None, state, Blocks(factor, window), options)
 
 
 def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, factor: int) -> bool:

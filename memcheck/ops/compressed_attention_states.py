@@ -145,22 +145,18 @@ def no_sums(k: Tensor, count: int) -> Tensor:
     return k.new_zeros(count, k.shape[1], k.shape[3], dtype=torch.promote_types(k.dtype, torch.float32))
 
 
-def check_new(
-    op: str, q: Tensor | None, k: Tensor, v: Tensor, positions: int | None = None, scale: float | None = None
-) -> None:
-    """Checks new keys k and v (B,Hkv,n,D), and queries q (B,H,S,D) that are the newest of so many positions."""
+def check_new(op: str, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None = None) -> None:
+    """Checks new keys k and v (B,Hkv,n,D), queries q (B,H,S,D) and the scale of their products."""
     check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
     check_floating(op, "k", k)
     check_matches(op, "v", v, "(B,Hkv,n,D)", k.shape, k.dtype, k)
     if q is None:
         return
     check_rank(op, "q", q, "(B,H,S,D)", 4)
-    H, S, Hkv = q.shape[1], q.shape[2], k.shape[1]
-    check_matches(op, "q", q, "(B,H,S,D)", (k.shape[0], H, S, k.shape[3]), k.dtype, k)
+    H, Hkv = q.shape[1], k.shape[1]
+    check_matches(op, "q", q, "(B,H,S,D)", (k.shape[0], *q.shape[1:3], k.shape[3]), k.dtype, k)
     if H % Hkv if Hkv else H:
         raise ValueError(f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got {H = } and {Hkv = }")
-    if positions is not None and positions < S:
-        raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got {S = } and T = {positions}")
     if scale is not None and not is_symbolic(scale) and not math.isfinite(scale):
         raise ValueError(f"{op}: scale must be a finite number, got {scale}")
 
@@ -209,30 +205,25 @@ def positions_of(state: CompressedAttentionState) -> int:
     return state.kc.shape[2] * state.factor + state.positions
 
 
-def go_on(
-    op: str, inputs: Inputs, sink: Tensor | None, before: object, factor: int, options: Arguments, **sequences: Any
-) -> tuple[Any, Any]:
-    """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the state after them.
-
-    before: the state before them, or None. A packed or padded batch has a sequence of states, one for each.
-    """
-    q, k, v = (in_autocast_dtype(x) for x in inputs)
-    if sequences:
-        of_each = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
-        return of_each(op, (q, k, v), sink, before, factor, options, **sequences)
-    check_new(op, q, k, v)
+def one_goes_on(
+    op: str, inputs: Inputs, sink: Tensor | None, before: object, factor: int, options: Arguments
+) -> tuple[Any, CompressedAttentionState]:
+    """`go_on` without a window and without packed or padded sequences."""
+    q, k, v = inputs
+    check_new(op, q, k, v, options["scale"])
     old = state_before(op, "initial_state" if op == "compressed_attention" else "state", before, k, factor)
-    check_new(op, q, k, v, positions_of(old) + k.shape[2], options["scale"])
+    S, T = q.shape[2], positions_of(old) + k.shape[2]
+    if S > T:
+        raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got {S = } and {T = }")
     new = state_after(op, old, k, v)
     return attend(POOLED, (q, new.kc, new.vc), sink, {"factor": factor, "kv_len": positions_of(new)}, options), new
 
 
-def _sequences_go_on(
+def sequences_go_on(
     op: str, inputs: Inputs, sink: Tensor | None, before: object, factor: int, options: Arguments, **sequences: Any
 ) -> tuple[Any, tuple[CompressedAttentionState, ...]]:
+    """`go_on` of packed or padded sequences without a window, all of them in one call."""
     q, k, v = inputs
-    derivatives.refuse_mapped_lengths(op, sequences)
-    check_new(op, q, k, v, scale=options["scale"])
     of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
     counts, N = of_keys.counts, len(of_keys.counts)
     given = check_states(op, before, N, CompressedAttentionState)
@@ -254,10 +245,6 @@ def _sequences_go_on(
     return outputs, tuple(
         CompressedAttentionState(*x, kv_len % factor, factor) for x, kv_len in zip(its, kv_lens, strict=False)
     )
-
-
-# The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
-_leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
 def block_places(lengths: Sequence[int], factor: int) -> list[int]:

@@ -23,6 +23,8 @@ from memcheck.ops.compressed_attention_states import (
     extended,
     grows_in_place,
     no_sums,
+    one_goes_on,
+    sequences_go_on,
 )
 
 MOST_POSITIONS = 2**62
@@ -47,7 +49,7 @@ class Blocks(NamedTuple):
     """How blocks are formed, and which are seen as such."""
 
     factor: int  # positions per block
-    window: int
+    window: int | None = None
     # k and v (B,Hkv,C factor,D) -> kc and vc (B,Hkv,C,D); the operator's means by default
     compress: Callable[[Tensor, Tensor], Pair] | None = None
 
@@ -58,7 +60,7 @@ def check_window(op: str, window: object) -> None:
 
 def state_before(op: str, name: str, state: object, k: Tensor, blocks: Blocks) -> CompressedAttentionWindowState:
     """The state, after checks; in place of None that of no positions."""
-    sizes = blocks[:2]
+    sizes: Any = blocks[:2]
     check_int(op, "factor", blocks.factor, 1, LONGEST)
     check_window(op, blocks.window)
     B, Hkv, _, D = k.shape
@@ -90,12 +92,14 @@ def go_on(
 ) -> tuple[Any, Any]:
     """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the state after them.
 
-    before: the state before them, or None. Of a packed or padded batch both are sequences, with one for each.
+    before: the state before them, or None. A packed or padded batch has a sequence of states, one for each.
     """
     q, k, v = (in_autocast_dtype(x) for x in inputs)
     if sequences:
         of_each = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
         return of_each(op, (q, k, v), sink, before, blocks, options, **sequences)
+    if blocks.window is None:
+        return one_goes_on(op, (q, k, v), sink, before, blocks.factor, options)
     return _one_goes_on(op, (q, k, v), sink, before, blocks, options)
 
 
@@ -109,14 +113,13 @@ def _one_goes_on(
     of_sequence: str = "",
 ) -> tuple[Any, CompressedAttentionWindowState]:
     q, k, v = inputs
-    check_new(op, q, k, v)
+    check_new(op, q, k, v, options["scale"])
     name = f"initial_state{of_sequence}" if op == "compressed_attention" else "state"
     old = state_before(op, name, before, k, blocks)
     if q.shape[2] > k.shape[2]:
         raise ValueError(
             f"{op}: with a window q must be of new positions, S <= n, got S = {q.shape[2]} and n = {k.shape[2]}"
         )
-    check_new(op, q, k, v, q.shape[2], options["scale"])
     near, kept_from = joined(old, k, v)
     state = state_after(op, old, near, kept_from, blocks)
     sizes = {"factor": old.factor, "window": old.window, "kv_len": positions_of(state)}
@@ -131,11 +134,13 @@ def _sequences_go_on(
     blocks: Blocks,
     options: Arguments,
     **sequences: Any,
-) -> tuple[Any, tuple[CompressedAttentionWindowState, ...]]:
-    """Each sequence has a call of its own, with the state before it."""
+) -> tuple[Any, tuple[Any, ...]]:
+    """With a window, each sequence has a call of its own, with the state before it."""
     q, k, v = inputs
     derivatives.refuse_mapped_lengths(op, sequences)
-    check_new(op, q, k, v, scale=options["scale"])
+    check_new(op, q, k, v, options["scale"])
+    if blocks.window is None:
+        return sequences_go_on(op, inputs, sink, before, blocks.factor, options, **sequences)
     of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
     given = check_states(op, before, len(of_keys.counts), CompressedAttentionWindowState)
     if not given:
@@ -157,7 +162,7 @@ def _sequences_go_on(
     return (tuple(wholes) if options["return_lse"] else wholes[0]), tuple(states)
 
 
-# As those of states without a window, their sizes depend on values.
+# The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
 _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 

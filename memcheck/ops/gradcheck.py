@@ -79,7 +79,7 @@ class Outcome:
 
 
 def case(
-    function: Callable[..., Any], letters: str, near: dict[str, float] | None = None, **given: Any
+    function: Callable[..., Any], letters: str, near: dict[str, float] | None = None, /, **given: Any
 ) -> Configuration:
     """A configuration: sizes are given by capital letters, options by their names.
 
@@ -134,6 +134,7 @@ def offsets(*values: int) -> Tensor:
 
 
 def of_softplus() -> Iterator[Configuration]:
+    call: Callable[..., Any]
     call, letters = softplus_attention, "q:BSR k:BRT v:BRT"
     for causal in (True, False):
         yield case(call, letters, B=2, S=7, T=7, R=3, causal=causal)
@@ -157,6 +158,7 @@ def of_softplus() -> Iterator[Configuration]:
 
 
 def of_linear() -> Iterator[Configuration]:
+    call: Callable[..., Any]
     call, letters = linear_attention, "q:BHSD k:BGTD v:BGTV"
     for causal in (True, False):
         yield case(call, letters, B=1, H=2, G=2, S=7, T=7, D=3, V=2, causal=causal)
@@ -182,6 +184,7 @@ def of_linear() -> Iterator[Configuration]:
 
 
 def of_compressed() -> Iterator[Configuration]:
+    call: Callable[..., Any]
     call, letters = compressed_attention, "q:BHSD k:BGTD v:BGTD"
     pooled, pooled_letters = compressed_attention_pooled, "q:BHSD kc:BGCD vc:BGCD"
     for (B, H, G, S, T, D), options in (
@@ -213,6 +216,7 @@ def of_compressed() -> Iterator[Configuration]:
 
 
 def of_windows() -> Iterator[Configuration]:
+    call: Callable[..., Any]
     call, letters = compressed_attention, "q:BHSD k:BGTD v:BGTD"
     yield case(call, letters, B=1, H=2, G=1, S=9, T=9, D=4, factor=2, window=3)
     yield case(call, letters, B=1, H=2, G=1, S=9, T=9, D=4, factor=3, window=1, strict=True)
@@ -269,7 +273,7 @@ def check(
 ) -> Outcome:
     """The verdict of torch.autograd.gradcheck, which also finds undefined gradients and results that change."""
     inputs = configuration.inputs(device)
-    options = {"eps": STEP, "atol": absolute, "rtol": relative}
+    options: dict[str, Any] = {"eps": STEP, "atol": absolute, "rtol": relative}
     reason = None
     try:
         torch.autograd.gradcheck(configuration, inputs, **options)
@@ -281,7 +285,7 @@ def check(
     return Outcome(configuration.operator, configuration.text, reason is None, reason)
 
 
-def passes(configuration: Configuration, inputs: Sequence[Tensor], i: int, options: dict[str, float]) -> bool:
+def passes(configuration: Configuration, inputs: Sequence[Tensor], i: int, options: dict[str, Any]) -> bool:
     """Whether the gradient of one input is right, where the others are constants."""
     alone = [x.detach().requires_grad_(place == i) for place, x in enumerate(inputs)]
     return torch.autograd.gradcheck(configuration, alone, **options, raise_exception=False)

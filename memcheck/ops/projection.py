@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,15 +36,7 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
     Equivalent to:
         >>> y = x @ w
     """
-    prepare_input("linear_r", "x", x)
-    if derivatives.transformed():
-        return derivatives.call("linear_r", (x, w))
-    try:
-        y: Tensor = _linear_r(x, w)
-    except REFUSALS:
-        explain_refusal("linear_r", x=x, w=w)
-        raise
-    return y
+    return _project("linear_r", _linear_r, x, w)
 
 
 def linear_l(x: Tensor, w: Tensor) -> Tensor:
@@ -58,12 +52,16 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
     Equivalent to:
         >>> y = (x @ w).transpose(1, 2).contiguous()
     """
-    prepare_input("linear_l", "x", x)
+    return _project("linear_l", _linear_l, x, w)
+
+
+def _project(op: str, operator: Any, x: Tensor, w: Tensor) -> Tensor:
+    prepare_input(op, "x", x)
     if derivatives.transformed():
-        return derivatives.call("linear_l", (x, w))
+        return derivatives.call(op, (x, w))
     try:
-        y: Tensor = _linear_l(x, w)
+        y: Tensor = operator(x, w)
     except REFUSALS:
-        explain_refusal("linear_l", x=x, w=w)
+        explain_refusal(op, x=x, w=w)
         raise
     return y
