@@ -7,7 +7,6 @@ import json
 import re
 
 import pytest
-import torch
 from forked import run_python
 
 from memcheck.__main__ import main
@@ -16,7 +15,7 @@ from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.case import Case
 from memcheck.core.record import Record
-from memcheck.core.units import exact_bytes, format_bytes, parse_bytes
+from memcheck.core.units import format_bytes
 from memcheck.measure.measurement import machine_facts
 from memcheck.measure.tracker import track
 from memcheck.report.cases import pair
@@ -184,77 +183,6 @@ def test_time_is_measured_unless_refused(profile) -> None:
     assert record.backward_ms is not None
     _, (record,) = profile(*timed, "--no-time")
     assert record.passes is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--dim 10 --heads 4", "--dim must be divisible by --heads for naive, got --dim 10 --heads 4"),
-        ("--query-len 8 --kv-len 4", "--query-len must not exceed --kv-len when causal, got 8 and 4"),
-        ("--attention-type soft", "--attention-type soft is unknown; known: naive, naive-compiled, softmax"),
-        ("--attention-type naive,", "is unknown; known"),
-        ("--attention-type combinator", "--attention-type combinator is unknown; known: naive, naive-compiled"),
-        ("--seq-len 8 --query-len 8", "--seq-len sets both lengths"),
-        ("--seq-len 8 --kv-len 8", "--seq-len sets both lengths"),
-        ("--query-len 2,4,8 --kv-len 8,16", "must be as long as each other, got 3 and 2"),
-        ("--bsz 0", "--bsz must be at least 1, got 0"),
-        ("--dim -4", "--dim must be at least 1, got -4"),
-        ("--heads 0", "--heads must be at least 1"),
-        ("--core-dim 0", "--core-dim must be at least 1"),
-        ("--factor 0", "--factor must be at least 1"),
-        ("--window 0", "--window must be at least 1"),
-        ("--window 8 --no-causal", "--window needs --causal, got --no-causal"),
-        ("--window 8 --attention-type softmax", "--window is only for compressed, got --attention-type softmax"),
-        ("--passes 0", "--passes must be at least 1"),
-        ("--seq-len 8,0", "--seq-len must be at least 1, got 0"),
-        ("--query-len x", "--query-len must look like 8, 16,32"),
-        ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
-        ("--mode dream", "--mode"),
-        ("--mode decode --query-len 4", "--query-len must be 1 in --mode decode, got 4"),
-        ("--packed", "--packed needs --lengths, the positions of each sequence"),
-        ("--lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
-        ("--lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),
-        ("--lengths 8,0", "--lengths must be at least 1, got 0"),
-        ("--lengths 8,4 --bsz 2", "--lengths has the number and lengths of sequences: leave out --bsz"),
-        ("--lengths 8,4 --mode decode", "--lengths is not for --mode decode"),
-        ("--lengths 8,4 --attention-type flex", "--lengths is not for flex, only for naive, softmax, softplus"),
-        ("--explain 0", "--explain must be at least 1, got 0"),
-        ("--trace /dev/null/trace.json", "--trace /dev/null/trace.json cannot be written to: "),
-        ("--snapshot .", "--snapshot must name a file, got '.'"),
-        ("--timeline picture.gif", "--timeline picture.gif must end in one of .png, .svg, .pdf"),
-        ("--max-seconds-per-case -1", "--max-seconds-per-case must be a number of seconds, 0 or more, got '-1'"),
-        ("--max-seconds-per-case nan", "--max-seconds-per-case must be a number of seconds, 0 or more, got 'nan'"),
-        ("--bsz 1,2", "--bsz must be a single value here, as memcheck sweep takes several, got 2"),
-        ("--plugin nowhere.py", "--plugin nowhere.py: there is no such file"),
-        ("--plugin no_such_module", "--plugin no_such_module cannot be imported: ModuleNotFoundError"),
-        ("--preset huge", "--preset"),
-        ("--format yaml", "--format"),
-        ("--no-such-flag", "--no-such-flag"),
-        ("--memory-limit lots", "--memory-limit must look like 40GiB, 512MiB, 40GB or 4096B, got 'lots'"),
-        ("--memory-limit 0", "--memory-limit must be at least one byte"),
-        ("--memory-limit 40", "--memory-limit 40: 40 what? write 40GiB or 40B"),
-        ("--memory-limit -1GiB", "--memory-limit must look like 40GiB, 512MiB, 40GB or 4096B, got '-1GiB'"),
-        ("--output=", "--output must name a folder, got ''"),
-        ("--seq-len 9999999999999999999999", "--seq-len must be below 2^63, got 9999999999999999999999"),
-        ("--device A100-40GB", "--device A100-40GB is no device of this machine, and running needs one"),
-        ("--device toaster", "--device toaster is no device of this machine"),
-        ("--device meta", "--device must be cpu or cuda, got meta"),
-        ("--device cuda:99", "--device cuda:99 is absent"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -> None:
-    assert main(["profile-attention", "--output", str(tmp_path / "results"), *flags.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-    assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
-def test_cuda_asked_for_but_absent(capsys) -> None:
-    assert main(["profile-attention", "--device", "cuda"]) == 2
-    assert "--device cuda is absent" in capsys.readouterr().err
 
 
 def test_unwritable_output_is_found_before_anything_runs(tmp_path, capsys, monkeypatch) -> None:
@@ -463,26 +391,6 @@ def test_what_a_plugin_prints_is_not_in_the_json(command: str, tmp_path, capfd) 
     assert "imported" in printed.err
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("register('naive', print)", "register: the name naive is taken by 'softmax attention, whole score matrix'"),
-        ("register('mine', 7)", "register: mine must be callable, got 7"),
-        ("register('', print)", "register: name must be of letters, digits and -_./+, got ''"),
-        ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_a_plugin_that_fails_ends_in_one_line(tmp_path, capsys, source: str, words: str) -> None:
-    plugin = tmp_path / "plugin.py"
-    plugin.write_text(f"from memcheck.bench.catalog import register\n{source}\n")
-    assert main(["profile-attention", *SMALL, "--plugin", str(plugin), "--output", str(tmp_path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert f"--plugin {plugin}" in printed.err
-    assert words in printed.err
-
-
 def test_unsupported_alone_is_a_failure(profile) -> None:
     code, (record,) = profile(*SMALL, "--attention-type", "softmax/efficient")
     assert code == 1
@@ -543,56 +451,6 @@ def test_units() -> None:
     assert unit_bytes(Record(**case)) == 2 * 3 * 8 * 2
     assert unit_bytes(Record(**case, core_dim=4)) == 2 * 3 * 4 * 2
     assert unit_bytes(Record()) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("7B", 7),
-        ("40GiB", 40 << 30),
-        ("1.5 kib", 1536),
-        ("2MB", 2_000_000),
-        ("3 GB", 3 * 10**9),
-        ("1KB", 1000),
-        ("9" * 400 + "B", int("9" * 400)),
-    ],
-)
-def test_parse_bytes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(2**30, "1GiB"), (16 * 10**9, "16GB"), (12345, "12345B"), (3 * 2**10, "3KiB")]
-)
-def test_bytes_are_written_without_rounding(size: int, text: str) -> None:
-    assert exact_bytes(size) == text
-    assert parse_bytes(text) == size
-
-
-def test_a_number_without_a_unit_is_no_size() -> None:
-    with pytest.raises(ValueError, match="40: 40 what\\? write 40GiB or 40B"):
-        parse_bytes("40")
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "-1GiB", "4 TiBs", "1e3", "four"])
-def test_parse_bytes_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="must look like"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (7, "7 B"),
-        (1536, "1.5 KiB"),
-        (1008 << 20, "1008 MiB"),
-        (2_400_000, "2.29 MiB"),
-        (40 << 30, "40 GiB"),
-        (5 << 52, "20480 TiB"),
-    ],
-)
-def test_format_bytes(size: int, text: str) -> None:
-    assert format_bytes(size) == text
 
 
 def test_predictions_stand_under_what_was_measured(tmp_path, capsys) -> None:

@@ -101,33 +101,6 @@ def test_time_is_measured_unless_refused(profile) -> None:
     assert record.backward_ms is not None
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--bsz 0", "--bsz must be at least 1, got 0"),
-        ("--dim -4", "--dim must be at least 1, got -4"),
-        ("--query-len 8,0", "--query-len must be at least 1, got 0"),
-        ("--query-len x", "--query-len must look like 8, 16,32"),
-        ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
-        ("--kv-len 8", "--kv-len"),
-        ("--combinator-type naive", "--combinator-type naive is unknown; known: combinator, combinator-low-memory"),
-        ("--low-memory --combinator-type combinator", "--low-memory is --combinator-type combinator-low-memory"),
-        ("--mode decode --query-len 8", "--query-len must be 1 in --mode decode"),
-        ("--causal", "--causal"),
-        ("--attention-type combinator", "--attention-type"),
-        ("--device A100-40GB", "--device A100-40GB is no device of this machine, and running needs one"),
-        ("--output=", "--output must name a folder, got ''"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -> None:
-    assert main(["profile-combinator", "--output", str(tmp_path / "results"), *flags.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-    assert not (tmp_path / "results").exists()
-
-
 def test_predictions_stand_beside(profile) -> None:
     code, (measured, predicted) = profile(*SMALL, "--predict")
     assert code == 0

@@ -324,72 +324,6 @@ def test_predictions_of_sequences_go_on_and_are_shown(tmp_path, capsys) -> None:
     assert "padding" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("bsz = 0", "--bsz must be at least 1"),
-        ("bzs = 8", "there is no --bzs; did you mean bsz?"),
-        ("bsz = ", "cannot be read"),
-        ("bsz = true", "--bsz must look like 8"),
-        ('preset = "huge"', "--preset must be one of quick, memcheck-pyt, cs336, ato, got 'huge'"),
-        ("config = 'other.toml'", "config cannot name another file"),
-        ("grid = 5", "grid must be a table, [[grid]]"),
-        ("[[grid]]\npasses = 5", "passes is for the whole sweep, and goes above the first [[grid]]"),
-        ("[[grid]]\nheads = 3", "--dim must be divisible by --heads for naive, got --dim 256 --heads 3"),
-    ],
-)
-def test_wrong_files_end_in_one_line(tmp_path, capsys, text: str, words: str) -> None:
-    (tmp_path / "grid.toml").write_text(text)
-    assert main(["sweep", "--config", str(tmp_path / "grid.toml"), "--output", str(tmp_path / "results")]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-    assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--seq-len 16:8:x2", "--seq-len must go up from its start to its stop, got '16:8:x2'"),
-        ("--dim 16:", "--dim must look like 8, 16,32, 256:16384:x2 or 100:500:+100, got '16:'"),
-        ("--bsz=", "--bsz must look like"),
-        ("--heads 3", "--dim must be divisible by --heads for naive, got --dim 256 --heads 3"),
-        ("--query-len 8 --kv-len 4", "--query-len must not exceed --kv-len when causal, got 8 and 4"),
-        ("--seq-len 8 --kv-len 8", "--seq-len sets both lengths"),
-        ("--attention-type soft", "--attention-type soft is unknown; known: naive, "),
-        ("--dtype fp32,int8", "--dtype int8 is unknown; known: fp32"),
-        ("--mode test", "--mode test is unknown; known: train, inference, decode"),
-        ("--preset huge", "--preset: invalid choice: 'huge'"),
-        ("--config none.toml", "--config none.toml cannot be read: [Errno 2]"),
-        ("--max-seconds-per-case -1", "--max-seconds-per-case must be a number of seconds"),
-        ("--workers 0", "--workers must be at least 1"),
-        ("--devices 0", "--device cuda:0 is absent"),
-        ("--devices x", "--devices must be numbers of CUDA devices, got 'x'"),
-        ("--devices 0 --device cpu", "--devices 0 and --device cpu exclude each other"),
-        ("--plugin none.py", "--plugin none.py: there is no such file"),
-        ("--memory-limit much", "--memory-limit must look like 40GiB"),
-        ("--output=", "--output must name a folder"),
-        ("--no-such-flag", "--no-such-flag"),
-        ("--packed", "--packed needs --lengths, the positions of each sequence"),
-        ("--lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
-        ("--lengths 8,4 --lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),
-        ("--lengths 8,0", "--lengths must be at least 1, got 0"),
-        ("--lengths 8,4 --bsz 2", "--lengths has the number and lengths of sequences: leave out --bsz"),
-        ("--lengths 8,4 --mode decode", "--lengths is not for --mode decode"),
-        ("--lengths 8,4 --attention-type linear-cumsum", "--lengths is not for linear-cumsum, only for naive, softmax"),
-        ("--device A100-40GB", "--device A100-40GB is no device of this machine"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -> None:
-    assert main(["sweep", "--output", str(tmp_path / "results"), *flags.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-    assert not (tmp_path / "results").exists()
-
-
 @pytest.mark.extension
 def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
     with Store(tmp_path).owned():
@@ -618,25 +552,3 @@ def test_a_combination_that_fits_no_operator_is_a_predicted_row_too(tmp_path, no
         (2, "predicted", "ok"),
         (3, "predicted", "skipped"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--predict-only --passes 3", "--predict-only runs nothing: leave out --passes"),
-        ("--predict-only --no-time", "--predict-only runs nothing: leave out --no-time"),
-        ("--predict-only --workers 2", "--predict-only runs nothing: leave out --workers"),
-        ("--predict-only --predict", "--predict-only runs nothing: leave out --predict"),
-        ("--predict-only --device toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB"),
-        ("--predict-only --device T4 --device-from-this-gpu", "exclude each other"),
-        ("--device-from-this-gpu", "--device-from-this-gpu is for --predict-only"),
-        ("--device A100-40GB", "running needs one; a GPU that is not here is a question for memcheck predict, fit and"),
-    ],
-)
-def test_flags_that_do_not_go_with_predicting(tmp_path, capsys, flags: str, words: str) -> None:
-    assert main(["sweep", *flags.split(), "--output", str(tmp_path / "new")]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-    assert not (tmp_path / "new").exists()

@@ -9,52 +9,11 @@ import pytest
 from memcheck.bench.catalog import CONTENDERS, Case
 from memcheck.bench.sweep.grid import Grid, multiply_out, refusal
 from memcheck.core.errors import UsageError
-from memcheck.core.units import parse_sizes
 
 
 def grid(operators: str, **axes: object) -> Grid:
     base = {"lengths": [(8, 8)], "bsz": [1], "dim": [16], "heads": [2], "dtype": ["fp32"], "mode": ["train"]}
     return Grid(operators.split(), **{**base, "causal": True, **axes})
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("8", [8]),
-        ("16, 32,16", [16, 32]),
-        ("256:4096:x2", [256, 512, 1024, 2048, 4096]),
-        ("3:100:x3", [3, 9, 27, 81]),
-        ("100:500:+200", [100, 300, 500]),
-        ("100:450:+200", [100, 300]),
-        ("7:7:x2", [7]),
-        ("1,8:16:x2", [1, 8, 16]),
-    ],
-)
-def test_sizes(text: str, sizes: list[int]) -> None:
-    assert parse_sizes(text) == sizes
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "must look like 8, 16,32, 256:16384:x2 or 100:500:.100, got ''"),
-        ("8,", "must look like"),
-        ("8:16", "must look like"),
-        ("8:16:2", "must look like"),
-        ("8:16:x1.5", "must look like"),
-        ("0", "must be at least 1"),
-        ("-3", "must be at least 1"),
-        ("9" * 30, r"below 2\^63"),
-        ("16:8:x2", "must go up from its start to its stop"),
-        ("8:16:x1", "must go up"),
-        ("8:16:x0", "must be at least 1"),
-        ("8:16:+0", "must be at least 1"),
-        ("1:100000000000:+1", "must list at most 10000 sizes"),
-    ],
-)
-def test_sizes_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_sizes(text)
 
 
 def test_every_combination_once() -> None:
