@@ -15,9 +15,9 @@ from memcheck.bench.catalog import (
     make_combinator_case,
     windowed_types,
 )
-from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS, Operators
+from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS, Operators, Request
 from memcheck.core.errors import UsageError
-from memcheck.core.options import Request, named
+from memcheck.core.options import named
 
 LENGTHS = ("seq_len", "query_len", "kv_len")
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from memcheck.cli import options
+from memcheck.cli.options import Request
 from memcheck.cli.requests import COMMANDS
 from memcheck.core import converters
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import UsageError, did_you_mean
-from memcheck.core.options import Option, Request, RuleError, spoken_as_flags
+from memcheck.core.options import Option, RuleError, spoken_as_flags
 
 METAVARS: dict[Any, str] = {
     converters.count: "N",

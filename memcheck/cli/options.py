@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from memcheck.core import converters
 from memcheck.core.converters import count, names, sizes, switch
 from memcheck.core.devices import this_gpu
 from memcheck.core.errors import UsageError
-from memcheck.core.options import Request, check_needs, flags_of, named, option, options_of
+from memcheck.core.options import Option, check_needs, convert_some, flags_of, named, option, options_of
 from memcheck.core.place import Place
 from memcheck.core.ranks import KINDS, Ranks
 from memcheck.core.step import Step
@@ -42,6 +44,55 @@ MEASURING, PREDICTING, RUNNING = "measuring", "predicting", "running"
 
 def of_gpus(name: str) -> str:
     return f"default: {DEFAULT_SIZES[name]}, in runs on a GPU {GPU_SIZES[name]}"
+
+
+class Request:
+    """What a command or a function is asked for. A subclass has its options as attributes, and inherits those of bases.
+
+    include: options of a dataclass that a class takes over, see flags_of. group: that of a class's own options, unless
+    these name one. ones: lists that may have one value only.
+    """
+
+    options: ClassVar[dict[str, Option]] = {}
+    include: ClassVar[dict[str, Option]] = {}
+    group: ClassVar[str | None] = None
+    ones: ClassVar[Sequence[str]] = ()
+    words: list[str] | None = None  # The command as it was typed.
+    _own: ClassVar[dict[str, Option]] = {}
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init_subclass__(cls) -> None:
+        fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
+        own = vars(cls).get("include", {}) | {name: field.metadata["option"] for name, field in fields.items()}
+        group = vars(cls).get("group")
+        cls._own = {name: dataclasses.replace(option, group=option.group or group) for name, option in own.items()}
+        cls.options = {
+            name: option for base in cls.__mro__[::-1] for name, option in vars(base).get("_own", {}).items()
+        }
+
+    def __init__(self, **given: Any) -> None:
+        """given: the options; None is one that is not given. UsageError: a rule is broken."""
+        self.asked = convert_some(type(self), {name: value for name, value in given.items() if value is not None})
+        vars(self).update({name: option.default for name, option in self.options.items()} | self.asked)
+        for name in self.ones:
+            self.single(name, "here, as memcheck sweep takes several")
+        self.check()
+
+    def check(self) -> None:
+        """UsageError: the options do not fit together."""
+
+    def given(self, name: str) -> bool:
+        """Whether the request has the option, with another value than its default."""
+        return name in self.asked and getattr(self, name) != self.options[name].default
+
+    def single(self, name: str, whose: str) -> Any:
+        """The option's only value. UsageError: it has several. whose: what takes only one."""
+        given = getattr(self, name)
+        if given is not None and len(given) > 1:
+            raise UsageError(f"{named(name)} must be a single value {whose}, got {len(given)}")
+        return given[0] if given else None
 
 
 class Printed(Request):

@@ -18,13 +18,14 @@ from memcheck.cli.options import (
     Operators,
     PredictedModel,
     Printed,
+    Request,
     Tables,
 )
 from memcheck.cli.run_requests import ProfileAttention, ProfileCombinator, ProfileModel, Sweep
 from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
 from memcheck.core.errors import UsageError
-from memcheck.core.options import Request, flags_of, named, option
+from memcheck.core.options import flags_of, named, option
 from memcheck.core.step import Step
 from memcheck.core.units import Growth
 

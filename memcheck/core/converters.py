@@ -155,11 +155,6 @@ def text(value: Any) -> str:
     return str(value)
 
 
-def texts(value: Any) -> list[str]:
-    """Texts: one, or a list."""
-    return [str(part) for part in (value if isinstance(value, list | tuple) else [value])]
-
-
 def dtype_name(value: Any) -> str:
     """The long name of a floating-point dtype, from "bf16", "bfloat16" or torch.bfloat16."""
     given = str(value).removeprefix("torch.")
@@ -234,11 +229,6 @@ def folder(value: Any) -> Path:
     return Path(value)
 
 
-def folders(value: Any) -> list[Path]:
-    """Folders: one, or a list."""
-    return [folder(part) for part in (value if isinstance(value, list | tuple) else [value])]
-
-
 def file(value: Any) -> Path:
     if not str(value) or Path(value).is_dir():
         raise ValueError(f"must name a file, got {str(value)!r}")
@@ -251,11 +241,6 @@ def existing_file(value: Any) -> Path:
     return Path(value)
 
 
-def files(value: Any) -> list[Path]:
-    """Files: one, or a list."""
-    return [file(part) for part in (value if isinstance(value, list | tuple) else [value])]
-
-
 def gpu_index(value: Any) -> int:
     """The number of a GPU; True is the first one."""
     if value is True:
@@ -263,3 +248,14 @@ def gpu_index(value: Any) -> int:
     if not str(value).isdecimal():
         raise ValueError(f"must be the number of a GPU, got {value!r}")
     return int(value)
+
+
+# Lists of them.
+
+
+def each(convert: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    """The converter of one value or a list of them."""
+    return lambda value: [convert(part) for part in (value if isinstance(value, list | tuple) else [value])]
+
+
+texts, folders, files = each(text), each(folder), each(file)

@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from memcheck.bench.profile import profile_step
 from memcheck.cli.commands import sweep as sweep_command
 from memcheck.cli.commands.profile_attention import cases_of
+from memcheck.cli.options import Request
 from memcheck.cli.run_requests import ProfileAttention, Sweep
 from memcheck.cli.running import profile_all
 from memcheck.core.errors import UsageError, did_you_mean
-from memcheck.core.options import Request, options_of
+from memcheck.core.options import options_of
 from memcheck.core.place import Place
 from memcheck.core.step import Step
 from memcheck.notebook.results import Results

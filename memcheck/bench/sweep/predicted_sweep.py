@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from memcheck.bench.catalog import Case
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import Progress, Settings, SweepRun, code_of, digest
 from memcheck.bench.sweep.store import Store
-from memcheck.bench.sweep.worker import ask_new_process
 from memcheck.core.devices import Device
 from memcheck.core.place import Place, as_place
 from memcheck.core.record import Record
@@ -39,7 +39,7 @@ class PredictedSweep(SweepRun):
     def __init__(
         self, place: Place, plugins: Sequence[str | Path], progress: Callable[[Progress], None] | None = None
     ) -> None:
-        super().__init__(Settings.of(plugins=plugins), submit=ask_new_process, progress=progress)
+        super().__init__(Settings.of(plugins=plugins), lambda job: Future(), progress=progress)  # Nothing is submitted.
         self.place = place.resolved()
 
     def machine(self, case: Case) -> Record:
