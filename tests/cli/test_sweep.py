@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from memcheck.core.record import Record
 from memcheck.report.cases import pair
 
 SMALL = ["--attention-type", "naive,softplus", "--seq-len", "8:16:x2", "--dim", "16", "--heads", "2"]
+PREDICTED = [*SMALL, "--predict-only"]
 SMALL += ["--no-time", "--device", "cpu"]
 SLEEPERS = """
     import time
@@ -116,24 +119,51 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> tuple[Path, str]:
+    """The folder of a sweep with measured and predicted rows, and what it printed."""
+    folder, out = tmp_path_factory.mktemp("swept") / "new" / "results", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["sweep", *SMALL, "--predict", "--output", str(folder)]) == 0
+    return folder, out.getvalue()
+
+
 @pytest.mark.extension
-def test_rows_tables_and_plots(tmp_path, capsys) -> None:
-    folder = tmp_path / "new" / "results"
-    assert main(["sweep", *SMALL, "--output", str(folder)]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    assert "[1/4] naive" in printed.out
-    assert "B1 S16 T16 E16 H2 float32: ok, peak" in printed.out
-    assert "4 cases: 4 ok\n\nWrote " in printed.out
-    assert printed.out.rpartition("\n\n")[2].startswith("At S = T = 16, ")
+def test_rows_tables_and_plots(swept) -> None:
+    folder, out = swept
+    assert "[1/4] naive" in out
+    assert "B1 S16 T16 E16 H2 float32: ok, peak" in out
+    assert "4 cases: 4 ok; predicted: 4 cases: 4 ok\n\nWrote " in out
+    assert out.rpartition("\n\n")[2].startswith("At S = T = 16, ")
     records = read_records(folder)
-    assert [record.status for record in records] == ["ok"] * 4
+    assert Counter((record.source, record.status) for record in records) == {
+        ("measured", "ok"): 4,
+        ("predicted", "ok"): 4,
+    }
+    both = pair(records)
+    assert len(both) == 4
+    assert all(measured.forward_peak_bytes == predicted.forward_peak_bytes for measured, predicted in both)
     written = [path for path in folder.rglob("*") if path.is_file()]
     assert {".svg", ".png", ".csv", ".jsonl"} <= {path.suffix for path in written}
     assert all(path.stat().st_size for path in written)
     manifest = json.loads((folder / "sweep.json").read_text())
-    assert manifest["command"] == f"memcheck sweep {' '.join(SMALL)} --output {folder}"
+    assert manifest["command"] == f"memcheck sweep {' '.join(SMALL)} --predict --output {folder}"
     assert manifest["environment"]["torch_version"] == records[0].torch_version
+    assert manifest["environment"]["device_name"] != "cpu"
+
+
+@pytest.mark.extension
+def test_the_same_again_runs_nothing(swept, tmp_path, capsys, no_files) -> None:
+    folder = shutil.copytree(swept[0], tmp_path / "results")
+    assert main(["sweep", *SMALL, "--predict", "--output", str(folder), "--format", "json"]) == 0
+    printed = capsys.readouterr()
+    records = [Record.from_json(json.dumps(row)) for row in json.loads(printed.out)]
+    assert [record.source for record in records] == ["measured"] * 4 + ["predicted"] * 4
+    assert sorted(map(Record.to_json, records)) == sorted(map(Record.to_json, read_records(folder)))
+    assert printed.err.count("4 of 4 cases were done before") == 2
+    assert "naive " not in printed.err
+    assert main(["sweep", *PREDICTED, "--device", "cpu", "--output", str(folder)]) == 0
+    assert len(rows(folder)) == 8
 
 
 @pytest.mark.parametrize(
@@ -149,23 +179,8 @@ def test_a_grid_of_two_axes_has_few_pictures(tmp_path, flags: list[str], count: 
 @pytest.mark.extension
 def test_a_closed_stdout_costs_no_row(tmp_path, monkeypatch, no_files) -> None:
     monkeypatch.setattr("sys.stdout", None)
-    assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 0
-    assert len(rows(tmp_path)) == 4
-
-
-@pytest.mark.extension
-def test_json_and_the_same_again(tmp_path, capsys, no_files) -> None:
-    flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
-    assert main(flags) == 0
-    first = capsys.readouterr()
-    assert [Record.from_json(json.dumps(row)).status for row in json.loads(first.out)] == ["ok"] * 4
-    assert "[1/4] naive" in first.err
-    assert main(flags) == 0
-    second = capsys.readouterr()
-    assert second.out == first.out
-    assert "4 of 4 cases were done before" in second.err
-    assert "naive " not in second.err
-    assert len(rows(tmp_path)) == 4
+    assert main(["sweep", *SMALL, "--attention-type", "naive", "--seq-len", "8", "--output", str(tmp_path)]) == 0
+    assert len(rows(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -244,21 +259,8 @@ def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys
     assert "softplus B4 S4096 T4096 E512 R512 bfloat16: to run" in quick
     assert len(quick) == 5 + 4 - 1
     assert plan("--attention-type", "naive", "--seq-len", "64") == ["naive B4 S64 T64 E2048 H16 bfloat16: to run"]
-    given = [
-        "--attention-type",
-        "naive",
-        "--seq-len",
-        "64",
-        "--bsz",
-        "2",
-        "--dtype",
-        "fp32",
-        "--dim",
-        "32",
-        "--heads",
-        "2",
-    ]
-    assert plan(*given) == ["naive B2 S64 T64 E32 H2 float32: to run"]
+    given = "--attention-type naive --seq-len 64 --bsz 2 --dtype fp32 --dim 32 --heads 2"
+    assert plan(*given.split()) == ["naive B2 S64 T64 E32 H2 float32: to run"]
     # Presets of published tables keep their sizes.
     assert "memcheck-pyt/naive B64 S8192 T8192 E8192 H8 float32: to run" in plan("--preset", "memcheck-pyt")
     monkeypatch.setattr("memcheck.cli.commands.sweep.find_device", lambda name: "cpu")
@@ -345,20 +347,9 @@ def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
 @pytest.mark.extension
 def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleepers) -> None:
     sleepers.write_text("from memcheck.bench.catalog import register\nregister('wrong', lambda q, k, v: q @ v)\n")
-    for name in ("wrong",):
-        monkeypatch.setitem(catalog.CONTENDERS, name, None)
-        del catalog.CONTENDERS[name]
-    flags = [
-        "--plugin",
-        str(sleepers),
-        "--attention-type",
-        "wrong,naive",
-        "--seq-len",
-        "8",
-        "--no-time",
-        "--device",
-        "cpu",
-    ]
+    monkeypatch.setitem(catalog.CONTENDERS, "wrong", None)
+    del catalog.CONTENDERS["wrong"]
+    flags = f"--plugin {sleepers} --attention-type wrong,naive --seq-len 8 --no-time --device cpu".split()
     assert main(["sweep", *flags, "--output", str(tmp_path / "results")]) == 1
     assert Counter(record.status for record in read_records(tmp_path / "results")) == {"error": 1, "ok": 1}
 
@@ -372,17 +363,7 @@ def test_a_profile_does_not_replace_a_sweep(tmp_path, capsys) -> None:
 
 @pytest.mark.slow
 def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
-    flags = [
-        "--plugin",
-        str(sleepers),
-        "--attention-type",
-        "doze",
-        "--seq-len",
-        "8:256:x2",
-        "--no-time",
-        "--device",
-        "cpu",
-    ]
+    flags = f"--plugin {sleepers} --attention-type doze --seq-len 8:256:x2 --no-time --device cpu".split()
     folder = tmp_path / "results"
     process = begin(folder, *flags)
     wait_for(lambda: len(rows(folder)) >= 2)
@@ -403,17 +384,7 @@ def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, sleepers) -> None:
-    flags = [
-        "--plugin",
-        str(sleepers),
-        "--attention-type",
-        "doze,sleep",
-        "--seq-len",
-        "8",
-        "--no-time",
-        "--device",
-        "cpu",
-    ]
+    flags = f"--plugin {sleepers} --attention-type doze,sleep --seq-len 8 --no-time --device cpu".split()
     folder = tmp_path / "results"
     process = begin(folder, *flags, "--max-seconds-per-case", "0")
     assert "[1/2] doze" in process.stdout.readline()
@@ -484,8 +455,6 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
 
 # Sweeps that run nothing.
 
-PREDICTED = [*SMALL[:-3], "--predict-only"]
-
 
 def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files, monkeypatch) -> None:
     monkeypatch.setattr("memcheck.bench.sweep.worker.CaseProcess.ask", None)
@@ -517,24 +486,6 @@ def test_predictions_go_on_where_they_stopped(tmp_path, capsys, no_files) -> Non
     assert main([*flags, "--device", "A10", "--memory-limit", "1KiB"]) == 0
     assert len(rows(tmp_path)) == 12
     assert Counter(row.status for row in read_records(tmp_path)) == {"ok": 8, "oom": 4}
-
-
-@pytest.mark.extension
-def test_measured_and_predicted_rows_share_a_folder(tmp_path, capsys, no_files) -> None:
-    flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
-    assert main([*flags, "--predict"]) == 0
-    printed = capsys.readouterr()
-    records = read_records(tmp_path)
-    assert Counter(row.source for row in records) == {"measured": 4, "predicted": 4}
-    assert [row["source"] for row in json.loads(printed.out)] == ["measured"] * 4 + ["predicted"] * 4
-    assert json.loads((tmp_path / "sweep.json").read_text())["environment"]["device_name"] != "cpu"
-    assert "4 cases: 4 ok; predicted: 4 cases: 4 ok" in printed.err
-    both = pair(records)
-    assert len(both) == 4
-    assert all(measured.forward_peak_bytes == predicted.forward_peak_bytes for measured, predicted in both)
-    # They are known again.
-    assert main(["sweep", *PREDICTED, "--device", "cpu", "--output", str(tmp_path)]) == 0
-    assert len(rows(tmp_path)) == 8
 
 
 def test_a_dry_run_says_what_is_to_be_predicted(plan, tmp_path, no_files, capsys) -> None:
