@@ -170,8 +170,13 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: Tensor) -> Any:
-        formula = partial(gradients_by_vjp, in_plain_torch(ctx.op, ctx.options), (True,) * ctx.inputs)
-        return None, None, None, *pulled_back(formula, grad_gradients, ctx.saved_tensors), *((None,) * ctx.kept)
+        forward = in_plain_torch(ctx.op, ctx.options)
+
+        def gradients(grad_y: Tensor, *inputs: Tensor) -> Gradients:
+            results: Gradients = torch.func.vjp(forward, *inputs)[1](grad_y)
+            return results
+
+        return None, None, None, *pulled_back(gradients, grad_gradients, ctx.saved_tensors), *((None,) * ctx.kept)
 
 
 def kept_by(op: str, options: dict[str, Any]) -> dict[str, bool]:
@@ -217,19 +222,6 @@ def first_gradients(op: str, options: dict[str, Any], grad_y: Tensor, inputs: Te
 
 
 # ---- gradients of gradients
-
-
-def gradients_by_vjp(
-    formula: Callable[..., Tensor], mask: Sequence[bool], grad_y: Tensor, *inputs: Tensor
-) -> Gradients:
-    """The gradients of formula(*inputs) that are wanted, as functions of grad_y and the inputs."""
-    pull = torch.func.vjp(formula, *inputs)[1]
-    return masked(pull(grad_y), mask)
-
-
-def masked(gradients: Gradients, mask: Sequence[bool]) -> Gradients:
-    """The gradients that are wanted, and None for the others."""
-    return [x if wanted else None for x, wanted in zip(gradients, mask, strict=True)]
 
 
 def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, arguments: Gradients) -> Tensors:
@@ -307,7 +299,8 @@ def gradients_by_reference(
 ) -> Gradients:
     """The gradients that are wanted of results(*inputs), for gradients `grads` of these; each of them may be None."""
     pulled = iter(pulled_back(results, grads, inputs))
-    return masked([x if x is None else next(pulled) for x in inputs], output_mask)
+    gradients = [x if x is None else next(pulled) for x in inputs]
+    return [x if wanted else None for x, wanted in zip(gradients, output_mask, strict=True)]
 
 
 def softplus_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
