@@ -62,7 +62,7 @@ class Causal(torch.autograd.Function):
         def after(came: State | None) -> State:
             state = part.entered(initial, came, rows) or ()
             no_queries = (q.narrow(q.dim() - 2, 0, 0), *others)
-            return part.sent(operator.run(no_queries, state, False, **part.without("q"))[1], rows, True)
+            return part.sent(operator.run(no_queries, state, False, **part.without_queries)[1], rows, True)
 
         ctx.operator, ctx.count = operator, count
         combine = None if operator.same_bits else partial(operator.combined, inputs)

@@ -121,7 +121,7 @@ def linear_attention(
     if causal or part.has_sequences:
         check_slices(op, q.shape[2], k.shape[2])
     if not causal:
-        return _not_causal(q, k, v, ranks, options | part.arguments, part.without("q"))
+        return _not_causal(q, k, v, ranks, options | part.arguments, part.without_queries)
     state = local._initial_state(op, initial_state, normalize)
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     decay, options["log_decay"] = (decay, False) if log_decay is None else (log_decay, True)

@@ -45,15 +45,10 @@ class Part:
         return self.is_packed or self.arguments["lengths"] is not None
 
     @property
-    def owned(self) -> int:
-        """How many of the rows end in the slice."""
-        return self.rows - self.leaves * self.travelling
-
-    def without(self, name: str) -> dict[str, Any]:
-        """The arguments if there are no queries (name "q"), or no keys ("k")."""
-        if not self.is_packed:
-            return self.arguments
-        return {**self.arguments, f"cu_seqlens_{name}": torch.zeros_like(self.arguments["cu_seqlens_q"])}
+    def without_queries(self) -> dict[str, Any]:
+        """The arguments for keys alone."""
+        lengths = self.arguments["cu_seqlens_q"]
+        return self.arguments if lengths is None else {**self.arguments, "cu_seqlens_q": torch.zeros_like(lengths)}
 
     def entered(self, initial: State | None, before: State | None, dim: int) -> State | None:
         """The state before the slice. initial: of the whole. before: what came from the rank before, None if nothing.
@@ -89,7 +84,7 @@ class Part:
     def of_whole(self, x: Tensor, dim: int, begun: bool = False) -> Tensor:
         """x of the slice, and zeros for other rows. Counts rows that end in the slice; if begun, that begin in it."""
         skipped = self.enters * self.travelling if begun else 0
-        kept = self.rows - skipped if begun else self.owned
+        kept = self.rows - (skipped if begun else self.leaves * self.travelling)
         before = self.first + skipped
         zeros = [x.new_zeros((*x.shape[:dim], n, *x.shape[dim + 1 :])) for n in (before, self.count - before - kept)]
         return torch.cat((zeros[0], x.narrow(dim, skipped, kept), zeros[1]), dim)

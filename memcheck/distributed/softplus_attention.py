@@ -128,7 +128,7 @@ def _not_causal(
         causal=False,
         eps=eps,
         return_state=True,
-        **part.without("q"),
+        **part.without_queries,
     )
     sums = ranks.summed(own)[0]
     sums = sums if initial is None else sums + initial[0] + initial[1]
