@@ -7,7 +7,7 @@ import pytest
 import torch
 from host_cuda import library, widest
 from ops.checks import DTYPES, LAYOUTS, assert_contract, run, same_bits
-from ops.test_all_operators import OPERATORS, Operator
+from ops.operators import OPERATORS, Operator
 from ops.test_compressed_merging import make_more, run_both
 from torch import Tensor
 

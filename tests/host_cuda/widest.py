@@ -7,9 +7,9 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ops import test_combinator, test_compressed_attention, test_linear_attention, test_softplus_attention
 from ops import test_compressed_merging as merging
 from ops.checks import DTYPES, Contract
+from ops.operators import COMBINATOR, COMPRESSED, LINEAR, SOFTPLUS
 from torch import Tensor
 
 import memcheck
@@ -33,33 +33,33 @@ def passes() -> Iterator[Widest]:
         for causal, sizes in ((True, (64, 257, 270, 1)), (False, (1, 257, 270, 3))):
             yield Widest(
                 f"softplus_attention {kind} {causal=}",
-                test_softplus_attention.contract(causal),
-                lambda sizes=sizes, dtype=dtype: test_softplus_attention.make_inputs(*sizes, dtype),
+                SOFTPLUS.contract(causal=causal),
+                lambda sizes=sizes, dtype=dtype: SOFTPLUS.make(*sizes, dtype),
                 same_everywhere=True,
             )
         for width in WIDTHS:
             yield Widest(
                 f"linear_attention {kind} {width}",
-                test_linear_attention.contract(),
-                lambda n=width, dtype=dtype: test_linear_attention.make_inputs(1, 1, 1, 70, 130, n, n, dtype),
+                LINEAR.contract(causal=True),
+                lambda n=width, dtype=dtype: LINEAR.make(1, 1, 1, 70, 130, n, n, dtype),
                 same_everywhere=False,
             )
             yield Widest(
                 f"compressed_attention {kind} {width}",
-                test_compressed_attention.contract(1),
-                lambda n=width, dtype=dtype: test_compressed_attention.make_inputs(1, 1, 1, 70, 70, n, dtype),
+                COMPRESSED.contract(factor=1),
+                lambda n=width, dtype=dtype: COMPRESSED.make(1, 1, 1, 70, 70, n, dtype),
                 same_everywhere=True,
             )
             yield Widest(
                 f"compressed_attention with a window {kind} {width}",
-                test_compressed_attention.contract(3, window=20),
-                lambda n=width, dtype=dtype: test_compressed_attention.make_inputs(1, 1, 1, 70, 270, n, dtype),
+                COMPRESSED.contract(factor=3, window=20),
+                lambda n=width, dtype=dtype: COMPRESSED.make(1, 1, 1, 70, 270, n, dtype),
                 same_everywhere=True,
             )
         yield Widest(
             f"combinator {kind}",
-            test_combinator.contract(),
-            lambda dtype=dtype: test_combinator.make_inputs((70, 40), dtype),
+            COMBINATOR.contract(),
+            lambda dtype=dtype: COMBINATOR.inputs((70, 40), dtype),
             same_everywhere=True,
         )
 
@@ -68,10 +68,10 @@ def steps() -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yields a name and a decoding step."""
     for dtype in DTYPES:
         kind = str(dtype).removeprefix("torch.")
-        q, k, v = test_softplus_attention.make_inputs(2, 1, 1, 40, dtype)[0]
+        q, k, v = SOFTPLUS.make(2, 1, 1, 40, dtype)[0]
         yield f"softplus_attention_step {kind}", lambda q=q, k=k, v=v: memcheck.softplus_attention_step(q, k, v)[0]
         for width in WIDTHS:
-            q, k, v = test_linear_attention.make_inputs(1, 1, 1, 1, 1, width, width, dtype)[0]
+            q, k, v = LINEAR.make(1, 1, 1, 1, 1, width, width, dtype)[0]
             yield (
                 f"linear_attention_step {kind} {width}",
                 lambda q=q, k=k, v=v: memcheck.linear_attention_step(q, k, v)[0],

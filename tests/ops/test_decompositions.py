@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ops.checks import DTYPES, generator
-from ops.test_all_operators import OPERATORS, Operator
+from ops.operators import OPERATORS, Operator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,6 @@ import torch
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from ops import test_combinator, test_compressed_attention, test_linear_attention, test_projection
-from ops import test_softplus_attention as test_softplus
 from ops.checks import (
     DEVICE,
     DTYPES,
@@ -32,13 +29,13 @@ from ops.checks import (
     same_where_not_finite,
     subsets,
 )
+from ops.operators import COMBINATOR, COMPRESSED, LINEAR, LINEAR_L, LINEAR_R, MODES, SOFTPLUS, Operator, Options
 from torch import Tensor
 
 import memcheck
 from memcheck.ops.reference.combinator import combinator as reference
 
 Sizes = dict[str, int]
-Shapes = list[tuple[int, ...]]
 # A size is up to 9, so that failures are small, or at a border of tiles and chunks.
 BORDERS = (31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 # Smaller bounds are taken as this large: errors of subnormal intermediates are in proportion to no value. In float16
@@ -47,71 +44,26 @@ SMALLEST = {torch.float64: 2.0**-1000, torch.float32: 2.0**-40, torch.bfloat16: 
 MOST_ELEMENTS = 1 << 11 if ON_HOST else 1 << 14
 
 
-@dataclass(frozen=True)
-class Operator:
-    letters: tuple[str, ...]
-    shapes: Callable[[Sizes], Shapes]  # of the inputs and of y
-    options: dict[str, Sequence[Any]]
-    contract: Callable[..., Contract]  # from the options
-    attends: bool = True  # batch entries do not affect each other, and threads change no bit
-    stores: bool = False  # the contract takes the dtype, in which intermediates are stored
-
-
-def shapes_of_softplus(n: Sizes) -> Shapes:
-    return [(n["B"], n["S"], n["R"]), (n["B"], n["R"], n["T"]), (n["B"], n["R"], n["T"]), (n["B"], n["S"], n["R"])]
-
-
-def shapes_of_heads(n: Sizes) -> Shapes:
-    """Each key head has G query heads. Dv is D where the operator knows one width."""
-    queries, keys, Dv = (n["B"], n["G"] * n["Hkv"], n["S"]), (n["B"], n["Hkv"], n["T"]), n.get("Dv", n["D"])
-    return [(*queries, n["D"]), (*keys, n["D"]), (*keys, Dv), (*queries, Dv)]
-
-
-def shapes_of_projection(n: Sizes, channels_first: bool = False) -> Shapes:
-    of_y = (n["B"], n["R"], n["S"]) if channels_first else (n["B"], n["S"], n["R"])
-    return [(n["B"], n["S"], n["E"]), (n["E"], n["R"]), of_y]
-
-
-OPERATORS = {
-    "softplus_attention": Operator(
-        ("B", "S", "T", "R"), shapes_of_softplus, {"causal": (True, False)}, test_softplus.contract
-    ),
-    "linear_attention": Operator(
-        ("B", "Hkv", "G", "S", "T", "D", "Dv"),
-        shapes_of_heads,
-        {"causal": (True, False)},
-        test_linear_attention.contract,
-    ),
-    "compressed_attention": Operator(
-        ("B", "Hkv", "G", "S", "T", "D"),
-        shapes_of_heads,
-        {"mode": tuple(test_compressed_attention.MODES), "factor": (1, 2, 3, 8, 40)},
-        test_compressed_attention.contract,
-        stores=True,
-    ),
-    "combinator": Operator(
-        ("B", "S", "E"),
-        lambda n: [(n["B"], n["S"], n["E"]), (2, n["E"], n["E"]), (n["B"], n["S"], n["E"])],
-        {"low_memory": (False, True)},
-        test_combinator.contract,
-        attends=False,
-        stores=True,
-    ),
-    "linear_r": Operator(
-        ("B", "S", "E", "R"),
-        shapes_of_projection,
-        {},
-        functools.partial(test_projection.contract, memcheck.linear_r),
-        attends=False,
-    ),
-    "linear_l": Operator(
-        ("B", "S", "E", "R"),
-        functools.partial(shapes_of_projection, channels_first=True),
-        {},
-        functools.partial(test_projection.contract, memcheck.linear_l),
-        attends=False,
-    ),
+# Letters of sizes, an operator, and its options. Each key head has G query heads. Dv is D where there is one width.
+OPERATORS: dict[str, tuple[str, Operator, dict[str, Sequence[Any]]]] = {
+    "softplus_attention": ("B S T R", SOFTPLUS, {"causal": (True, False)}),
+    "linear_attention": ("B Hkv G S T D Dv", LINEAR, {"causal": (True, False)}),
+    "compressed_attention": ("B Hkv G S T D", COMPRESSED, {"mode": tuple(MODES), "factor": (1, 2, 3, 8, 40)}),
+    "combinator": ("B S E", COMBINATOR, {"low_memory": (False, True)}),
+    "linear_r": ("B S E R", LINEAR_R, {}),
+    "linear_l": ("B S E R", LINEAR_L, {}),
 }
+
+
+def shapes_of(name: str, n: Sizes) -> Sequence[tuple[int, ...]]:
+    """Of the inputs and of y."""
+    letters, it, _ = OPERATORS[name]
+    sizes: list[int] = []
+    for letter in letters.split():
+        sizes += [] if letter == "G" else [n["G"] * n["Hkv"], n["Hkv"]] if letter == "Hkv" else [n[letter]]
+    return it.shapes(*sizes)
+
+
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {  # from random numbers of a dtype
     "normal": lambda x: x,
     # In float64, numbers near the smallest: the truth is float64, too.
@@ -132,18 +84,23 @@ class Case:
     values: tuple[str, ...]  # of each input and the gradient of y
     layouts: tuple[str, ...]  # of the same
     wanted: tuple[bool, ...]  # inputs that require a gradient
-    threads: int
-    budget: float  # of the peak, which is 1
+    threads: int = 1
+    budget: float = 1.0  # of the peak, which is 1
+
+    @property
+    def it(self) -> Operator:
+        return OPERATORS[self.operator][1]
 
     @property
     def contract(self) -> Contract:
-        operator = OPERATORS[self.operator]
-        return operator.contract(**self.options, **({"dtype": self.dtype} if operator.stores else {}))
+        """Of intermediates that are stored in the dtype, if there are any."""
+        stores = self.operator in ("compressed_attention", "combinator")
+        return self.it.contract(**self.options, **({"dtype": self.dtype} if stores else {}))
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
         """Returns the inputs and a gradient of y."""
         random = generator()
-        shapes = OPERATORS[self.operator].shapes(self.sizes)
+        shapes = shapes_of(self.operator, self.sizes)
         numbers = [torch.randn(shape, generator=random).to(self.dtype) for shape in shapes]
         *inputs, grad_y = (
             LAYOUTS[layout](VALUES[values](x)) if x.numel() else x
@@ -154,19 +111,19 @@ class Case:
 
 @st.composite
 def random_case(draw: Any, name: str) -> Case:
-    operator = OPERATORS[name]
-    sizes = {letter: draw(st.integers(1, 9)) for letter in operator.letters}
+    letters, _, choices = OPERATORS[name]
+    sizes = {letter: draw(st.integers(1, 9)) for letter in letters.split()}
     longest = "T" if "T" in sizes else "S"
     # Not of G: equal terms of more than 100 heads drift further than the rule allows.
-    sizes[draw(st.sampled_from([x for x in operator.letters[1:] if x != "G"]))] = draw(st.sampled_from(BORDERS))
+    sizes[draw(st.sampled_from([x for x in letters.split()[1:] if x != "G"]))] = draw(st.sampled_from(BORDERS))
     sizes[longest] = draw(st.one_of(st.integers(0, 9), st.sampled_from(BORDERS)))
-    options = {option: draw(st.sampled_from(values)) for option, values in operator.options.items()}
+    options = {option: draw(st.sampled_from(values)) for option, values in choices.items()}
     if "T" in sizes and options.get("causal", options.get("mode") != "not causal"):
         sizes["S"] = min(sizes["S"], sizes["T"])
-    for letter in operator.letters:
-        while sizes[letter] > 1 and max(math.prod(shape) for shape in operator.shapes(sizes)) > MOST_ELEMENTS:
+    for letter in letters.split():
+        while sizes[letter] > 1 and max(math.prod(shape) for shape in shapes_of(name, sizes)) > MOST_ELEMENTS:
             sizes[letter] = (sizes[letter] + 1) // 2
-    tensors = len(operator.shapes(sizes))
+    tensors = len(shapes_of(name, sizes))
     dtype = draw(st.sampled_from(DTYPES))
     return Case(
         name,
@@ -194,7 +151,7 @@ def assert_right(case: Case) -> None:
         held = truth.abs() + bound.values.expand_as(truth) < largest
         of_term = replace(bound, values=bound.values.clamp(min=SMALLEST[case.dtype]))
         # The library's products are plain sums, in which the errors of equal terms add up: one for each term.
-        if case.dtype == torch.float64 or not OPERATORS[case.operator].attends:
+        if case.dtype == torch.float64 or not case.it.attends:
             of_term = replace(of_term, terms=bound.terms**2)
         if case.dtype == torch.float64:  # the truth is rounded, too
             of_term = replace(of_term, values=2 * of_term.values)
@@ -203,7 +160,7 @@ def assert_right(case: Case) -> None:
     gradients = run_subset(contract.function, inputs, case.wanted, grad_y)
     expected = [x if wanted else None for x, wanted in zip(results[1:], case.wanted, strict=True)]
     assert same_bits(gradients, expected) or not all(x.isfinite().all() for x in results)
-    if OPERATORS[case.operator].attends:
+    if case.it.attends:
         threads = torch.get_num_threads()
         torch.set_num_threads(case.threads)
         try:
@@ -227,106 +184,88 @@ def test_results_are_right(name: str) -> None:
     check()
 
 
-DENSE = ("dense", "dense", "dense", "dense")
+def found(name: str, sizes: str, options: Options, dtype: torch.dtype, values: str, layouts: str, wanted: str) -> Case:
+    """A case in words: sizes as B=2, values and layouts of each tensor, a 1 for each gradient that is wanted."""
+    numbers = {letter: int(size) for letter, size in (x.split("=") for x in sizes.split())}
+    places = tuple(layout.strip() for layout in layouts.split(","))
+    return Case(name, numbers, options, dtype, tuple(values.split()), places, tuple(x == "1" for x in wanted))
+
+
 FOUND = {  # by many random cases
-    "scores are so large that their rounding multiplies weights": Case(
+    "scores are so large that their rounding multiplies weights": found(
         "compressed_attention",
-        {"B": 7, "Hkv": 9, "G": 6, "S": 6, "T": 7, "D": 7},
+        "B=7 Hkv=9 G=6 S=6 T=7 D=7",
         {"mode": "not causal", "factor": 2},
         torch.bfloat16,
-        ("large", "large", "large", "large"),
-        ("expanded along the last", "expanded along the last", "dense", "expanded along the last"),
-        (True, True, True),
-        1,
-        1.0,
+        "large large large large",
+        "expanded along the last, expanded along the last, dense, expanded along the last",
+        "111",
     ),
-    "pre-activations overflow, and softplus(-inf) inf is NaN": Case(
+    "pre-activations overflow, and softplus(-inf) inf is NaN": found(
         "combinator",
-        {"B": 1, "S": 6, "E": 31},
+        "B=1 S=6 E=31",
         {"low_memory": False},
         torch.float16,
-        ("large", "large", "equal"),
-        ("expanded along the last",) * 3,
-        (True, True),
-        1,
-        1.0,
+        "large large equal",
+        "expanded along the last, expanded along the last, expanded along the last",
+        "11",
     ),
-    "the gradient of a pre-activation is rounded, too": Case(
+    "the gradient of a pre-activation is rounded, too": found(
         "combinator",
-        {"B": 3, "S": 7, "E": 3},
+        "B=3 S=7 E=3",
         {"low_memory": False},
         torch.float16,
-        ("equal", "large", "normal"),
-        DENSE[:3],
-        (True, True),
-        1,
-        1.0,
+        "equal large normal",
+        "dense, dense, dense",
+        "11",
     ),
-    "gradients of pre-activations are subnormal, and x multiplies them": Case(
+    "gradients of pre-activations are subnormal, and x multiplies them": found(
         "combinator",
-        {"B": 5, "S": 64, "E": 9},
+        "B=5 S=64 E=9",
         {"low_memory": True},
         torch.float16,
-        ("large", "normal", "large"),
-        ("one element", "expanded along the last", "one element"),
-        (True, True),
-        1,
-        1.0,
+        "large normal large",
+        "one element, expanded along the last, one element",
+        "11",
     ),
-    "a product sums equal rows": Case(
+    "a product sums equal rows": found(
         "combinator",
-        {"B": 3, "S": 64, "E": 4},
+        "B=3 S=64 E=4",
         {"low_memory": False},
         torch.float32,
-        ("normal", "normal", "normal"),
-        ("expanded along the last but one", "expanded along the first", "expanded along the last but one"),
-        (False, True),
-        1,
-        1.0,
+        "normal normal normal",
+        "expanded along the last but one, expanded along the first, expanded along the last but one",
+        "01",
     ),
-    "means of keys and values are subnormal": Case(
+    "means of keys and values are subnormal": found(
         "compressed_attention",
-        {"B": 1, "Hkv": 2, "G": 9, "S": 33, "T": 32, "D": 7},
+        "B=1 Hkv=2 G=9 S=33 T=32 D=7",
         {"mode": "not causal", "factor": 2},
         torch.float16,
-        ("equal", "subnormal", "subnormal", "large"),
-        ("dense", "dense", "expanded along the last", "one element"),
-        (False, False, True),
-        1,
-        1.0,
+        "equal subnormal subnormal large",
+        "dense, dense, expanded along the last, one element",
+        "001",
     ),
-    "the rounding of a pre-activation of -29 multiplies its softplus": Case(
+    "the rounding of a pre-activation of -29 multiplies its softplus": found(
         "combinator",
-        {"B": 3, "S": 63, "E": 64},
+        "B=3 S=63 E=64",
         {"low_memory": False},
         torch.bfloat16,
-        ("normal", "normal", "normal"),
-        ("expanded along the last", "expanded along the last", "dense"),
-        (False, True),
-        1,
-        1.0,
+        "normal normal normal",
+        "expanded along the last, expanded along the last, dense",
+        "01",
     ),
-    "the gradient of x is the same, whatever strides x has": Case(
+    "the gradient of x is the same, whatever strides x has": found(
         "linear_r",
-        {"B": 2, "S": 2, "E": 1, "R": 31},
+        "B=2 S=2 E=1 R=31",
         {},
         torch.float64,
-        ("normal", "normal", "normal"),
-        ("expanded along the first", "dense", "dense"),
-        (True, False),
-        1,
-        1.0,
+        "normal normal normal",
+        "expanded along the first, dense, dense",
+        "10",
     ),
-    "the gradient of a weight of one element is the same if it alone is wanted": Case(
-        "linear_l",
-        {"B": 6, "S": 2, "E": 1, "R": 1},
-        {},
-        torch.float32,
-        ("normal", "normal", "normal"),
-        ("dense", "every second row", "dense"),
-        (False, True),
-        1,
-        1.0,
+    "the gradient of a weight of one element is the same if it alone is wanted": found(
+        "linear_l", "B=6 S=2 E=1 R=1", {}, torch.float32, "normal normal normal", "dense, every second row, dense", "01"
     ),
 }
 
@@ -343,7 +282,7 @@ def test_equal_columns_do_not_drift(causal: bool, dtype: torch.dtype) -> None:
     for number in (0.3, 0.541, 1.454, 1.885):
         q, k = (torch.full((1, 1, 1, 600), number * sign, dtype=dtype) for sign in (1, -1))
         v = grad_y = torch.ones(1, 1, 1, 600, dtype=dtype)
-        assert_contract(test_linear_attention.contract(causal), [q, k, v], grad_y)
+        assert_contract(LINEAR.contract(causal=causal), [q, k, v], grad_y)
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
@@ -370,7 +309,7 @@ def assert_entries_are_apart(case: Case, value: float, tensor: int) -> None:
     assert same_bits([x[1:] for x in one], [x[1:] for x in other]) or not all(x[1:].isfinite().all() for x in one)
 
 
-@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.attends])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "attention" in name])
 def test_a_batch_entry_that_is_not_finite_stays_apart(name: str) -> None:
     @cases(SHARE // 5)
     @given(random_case(name), st.sampled_from((math.nan, math.inf, -math.inf)), st.integers(0, 3))

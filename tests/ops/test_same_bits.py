@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from ops.checks import ON_HOST, generator, run, same_bits
-from ops.test_all_operators import EVERY, OPERATORS, Operator
+from ops.operators import EVERY, OPERATORS, Operator
 from torch import Tensor
 
 import memcheck

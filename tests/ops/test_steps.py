@@ -91,10 +91,7 @@ def equal_tokens(it: Step) -> tuple[list[Tensor], State]:
         weights = softplus_reference.softplus(keys.double())[None]
         return [torch.zeros(1, 1, 8), keys.view(1, 8, 1), values.view(1, 8, 1)], (weights, weights * values.double())
     weights = linear_reference.features(keys.double()).view(1, 1, 8)
-    return [keys.view(1, 1, 1, 8), keys.view(1, 1, 1, 8), values.view(1, 1, 1, 8)], (
-        weights.mT @ values.double()[None, None],
-        weights,
-    )
+    return [x.view(1, 1, 1, 8) for x in (keys, keys, values)], (weights[..., None] * values.double(), weights)
 
 
 @EVERY
@@ -118,6 +115,7 @@ def test_a_state_drifts_by_a_rounding_a_step_and_with_rests_does_not(it: Step) -
     assert it.function is softplus_attention_step or min(drifts(plain)) > 100 * unit
     if rests:
         assert max(drifts(with_rests)) <= 4 * unit
+    if rests and it.function is linear_attention_step:
         assert same_bits([it.function(q, k, v, with_rests)[0]], [it.function(q, k, v, with_rests[:2])[0]])
     sizes = [steps if d == 2 else -1 for d in range(k.dim())]  # k and v have their positions there
     roundings = 4 + (steps // 64 if KERNELS == "cuda" and it.function is linear_attention_step else 0)

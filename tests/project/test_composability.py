@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ops.checks import run, same_bits
-from ops.test_all_operators import EACH, OPERATORS, Operator
+from ops.operators import EACH, OPERATORS, Operator
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
