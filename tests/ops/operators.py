@@ -677,6 +677,20 @@ def every(operators: dict[str, Operator]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("it", operators.values(), ids=operators)
 
 
+def each_with(values: Iterable[str], wanted: Callable[[Operator], bool] = lambda it: True) -> list[Any]:
+    """Parameters: each value with one variant of each operator that is not padded; with the others in make ci."""
+    groups: dict[tuple[str, bool], list[tuple[str, Operator]]] = {}
+    for name, it in OPERATORS.items():
+        if not it.padded and wanted(it):
+            groups.setdefault((it.name, "window" in it.options), []).append((name, it))
+    return [
+        pytest.param(it, value, id=f"{name} {value}", marks=[] if i % len(group) == j else [pytest.mark.ci])
+        for group in groups.values()
+        for i, value in enumerate(values)
+        for j, (name, it) in enumerate(group)
+    ]
+
+
 EVERY = every(OPERATORS)
 # One variant of each operator.
 EACH = every({it.name: it for it in OPERATORS.values()})

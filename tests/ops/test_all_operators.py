@@ -6,12 +6,9 @@ ops.operators describes the operators. What is particular to one is tested in it
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from ops.checks import (
@@ -45,10 +42,10 @@ from ops.operators import (
     Sizes,
     Target,
     assert_memory_is_planned,
+    each_with,
     every,
 )
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import memcheck
@@ -81,15 +78,7 @@ def test_values_and_gradients(it: Operator, runs: list[tuple[Sizes, Options]], d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("it", "layout"),
-    [
-        pytest.param(it, layout, id=f"{name} {layout}")
-        for name, it in OPERATORS.items()
-        for layout in LAYOUTS
-        if not it.padded
-    ],
-)
+@pytest.mark.parametrize(("it", "layout"), each_with(LAYOUTS))
 def test_any_strides(it: Operator, layout: str, dtype: torch.dtype) -> None:
     inputs, grad_y = it.inputs(it.middle, dtype)
     for *given, grad in laid_out([*inputs, grad_y], layout):
@@ -101,15 +90,7 @@ def test_any_strides(it: Operator, layout: str, dtype: torch.dtype) -> None:
 # ---- memory
 
 
-@pytest.mark.parametrize(
-    ("it", "layout"),
-    [
-        pytest.param(it, layout, id=f"{name} {layout}")
-        for name, it in OPERATORS.items()
-        for layout in LAYOUTS
-        if it.copies_nothing and not it.padded and it.name != POOLED.name
-    ],
-)
+@pytest.mark.parametrize(("it", "layout"), each_with(LAYOUTS, lambda it: it.copies_nothing and it.name != POOLED.name))
 def test_strides_cost_no_byte(it: Operator, layout: str) -> None:
     """The operator makes no contiguous copy."""
     inputs, grad_y = it.inputs(it.middle)
@@ -619,92 +600,3 @@ def test_meta(it: Operator, dtype: torch.dtype) -> None:
         for x, shadow in zip(run(it.function, inputs, grad_y), meta, strict=True):
             assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype), name
             assert (shadow.shape, shadow.stride()) == (x.shape, x.stride()), name
-
-
-def tensors_of_calls() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Functions, and arguments that have every tensor that they take, alone or in a tuple or list."""
-    q, k, kc = (torch.randn(2, heads, length, 8) for heads, length in ((4, 6), (2, 6), (2, 3)))
-    lengths, sink, sums = torch.tensor([6, 5]), torch.zeros(4), (torch.zeros(2, 2, 8, 8), torch.zeros(2, 2, 8))
-    rows, columns = torch.randn(2, 6, 8), torch.randn(2, 8, 6)
-    softplus, linear = {"q": rows, "k": columns, "v": columns}, {"q": q, "k": k, "v": k, "causal": True}
-    one = {"q": rows[:, :1], "k": columns[..., :1], "v": columns[..., :1]}
-    z = torch.zeros(2, 8)
-    yield "softplus_attention", {**softplus, "lengths": lengths}
-    yield "softplus_attention", {**softplus, "initial_state": (z, z)}
-    yield "softplus_attention_step", {**one, "state": (z, z)}
-    yield "softplus_attention_step", {**one, "state": (z, z, z, z)}
-    yield "linear_attention", {**linear, "lengths": lengths}
-    yield "linear_attention", {**linear, "decay": torch.ones(2), "initial_state": sums}
-    one = {"q": q[:, :, :1], "k": k[:, :, :1], "v": k[:, :, :1]}
-    yield "linear_attention_step", {**one, "state": sums}
-    yield "linear_attention_step", {**one, "state": (*sums, *sums)}
-    for window in (None, 3):
-        options = {"factor": 2, "window": window}
-        compressed = {"q": q, "k": k, "v": k, "sink": sink, **options}
-        yield "compressed_attention", {**compressed, "lengths": lengths}
-        yield "compressed_attention", {**compressed, "lengths": lengths, "return_state": True}
-        yield "compressed_attention", {**compressed, "return_state": True}
-        state = memcheck.compressed_attention_state(k, k, **options)
-        yield "compressed_attention_step", {**one, "state": state, **options}
-        yield "compressed_attention_state", {"k": k, "v": k, **options}
-    pooled = {"q": q, "kc": kc, "vc": kc, "factor": 2, "kv_len": 6, "sink": sink}
-    yield "compressed_attention_pooled", pooled
-    yield "compressed_attention_pooled", {**pooled, "k": k, "v": k, "window": 3}
-    yield "merge_attention", {"outputs": [q, q], "lses": [q[..., 0], q[..., 0]]}
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("call", [*tensors_of_calls()], ids=lambda call: f"{call[0]} {' '.join(call[1])}")
-def test_whatever_is_no_dense_tensor_raises_a_type_error(call: tuple[str, dict[str, Any]]) -> None:
-    """It names the function, the argument and the rule, wherever the argument is passed on to."""
-    name, arguments = call
-    function = getattr(memcheck, name)
-    function(**arguments)
-    for wrong in ([1], 1, "text", {}, numpy.zeros(3), (torch.ones(2),), torch.ones(2, 3).to_sparse()):
-        for argument, x in arguments.items():
-            if isinstance(x, Tensor | tuple) or (isinstance(x, list) and not isinstance(wrong, list | tuple)):
-                with pytest.raises(TypeError, match=rf"{name}: .*\b{argument}\b.* must be"):
-                    function(**{**arguments, argument: wrong})
-            for i, part in enumerate(x if isinstance(x, tuple | list) else ()):
-                if isinstance(part, Tensor):
-                    parts = [wrong if i == j else other for j, other in enumerate(x)]
-                    changed = type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-                    with pytest.raises(TypeError, match=rf"{name}: .* must be"):
-                        function(**{**arguments, argument: changed})
-
-
-def not_plain(x: Tensor) -> dict[str, Any]:
-    """What may come in the place of x."""
-    return {
-        "an array": x.numpy(),
-        "a list": x.tolist(),
-        "None": None,
-        "text": "abc" * 1000,
-        "a number": 1.5,
-        "a number of NumPy": x.numpy().sum(),
-        "a sparse tensor": x.to_sparse(),
-        "a quantized tensor": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-        "a tensor of oneDNN": x.to_mkldnn(),
-        "a nested tensor": torch.nested.nested_tensor([x]),
-        "a complex tensor": x.to(torch.complex64),
-        "booleans": x > 0,
-        "a tensor without memory": x.to("meta"),
-        "a fake tensor": FakeTensorMode().from_tensor(x),
-    }
-
-
-@pytest.mark.cpu
-@pytest.mark.filterwarnings("ignore")  # torch.nested is a prototype, and quantization goes to another package
-@pytest.mark.parametrize("it", [it for it in OPERATORS.values() if not it.padded], ids=lambda it: it.name)
-def test_an_error_for_what_is_no_plain_tensor_is_one_line(it: Operator) -> None:
-    """It names the operator and the argument, and prints no values."""
-    inputs, _ = it.inputs(it.small)
-    options = it.options | ({"kv_len": 3 * inputs[1].shape[2]} if "pooled" in it.name else {})
-    for i, x in enumerate(inputs):
-        for kind, wrong in not_plain(x).items():
-            with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
-                getattr(memcheck, it.name)(*inputs[:i], wrong, *inputs[i + 1 :], **options)
-            message = str(raised.value)
-            assert re.match(rf"{it.name}: \w+ (must|is)", message), f"{kind}: {message}"
-            assert "\n" not in message, f"{kind}: {message}"
-            assert len(message) < 200, f"{kind}: {message}"

@@ -20,6 +20,7 @@ from ops.checks import (
     RESULT_UNIT,
     SUM_UNIT,
     Bound,
+    Contract,
     assert_contract,
     assert_strides,
     assert_within,
@@ -83,6 +84,19 @@ def test_sums_of_16_bit_products_have_no_bias() -> None:
         assert abs(((actual.double() - exact) / exact).mean().item()) < 5 * deviation
 
 
+def as_accurate_as_plain(one: Contract, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Asserts at most twice the error of plain PyTorch, as a mean over 8 seeds: both round the blocks, so one seed
+    varies."""
+    ours, plain = torch.zeros(4), torch.zeros(4)
+    for seed in range(8):
+        inputs, grad_y = make_inputs(*sizes, dtype, seed=seed)
+        truths = run(one.reference, doubles(inputs), grad_y.double())
+        for errors, function in ((ours, one.function), (plain, one.reference)):
+            results = run(function, inputs, grad_y)
+            errors += torch.tensor([largest_error(x, truth) for x, truth in zip(results, truths, strict=True)])
+    assert (ours <= 2 * plain).all()
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1, 2, 8, 64])
@@ -90,17 +104,15 @@ def test_sums_of_16_bit_products_have_no_bias() -> None:
 def test_16_bits_are_as_accurate_as_plain_pytorch(
     shape: tuple[int, ...], factor: int, mode: str, dtype: torch.dtype
 ) -> None:
-    """At most twice the error of plain PyTorch, as a mean over 8 seeds: both round the blocks, so one seed varies."""
-    for one, keys in ((contract(factor, mode), shape[4]), (pooled_contract(shape[4], factor, mode), None)):
-        ours, plain = torch.zeros(4), torch.zeros(4)
-        for seed in range(8):
-            sizes = (*shape[:4], -(-shape[4] // factor) if keys is None else keys, shape[5])
-            inputs, grad_y = make_inputs(*sizes, dtype, seed=seed)
-            truths = run(one.reference, doubles(inputs), grad_y.double())
-            for errors, function in ((ours, one.function), (plain, one.reference)):
-                results = run(function, inputs, grad_y)
-                errors += torch.tensor([largest_error(x, truth) for x, truth in zip(results, truths, strict=True)])
-        assert (ours <= 2 * plain).all()
+    as_accurate_as_plain(contract(factor, mode), shape, dtype)
+    blocks = *shape[:4], -(-shape[4] // factor), shape[5]
+    as_accurate_as_plain(pooled_contract(shape[4], factor, mode), blocks, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize(("factor", "window"), [(2, 3), (8, 20), (64, 1)])
+def test_16_bits_of_a_window_are_as_accurate_as_plain_pytorch(factor: int, window: int, dtype: torch.dtype) -> None:
+    as_accurate_as_plain(contract(factor, window=window), (2, 4, 2, 63, 129, 33), dtype)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 20.0])

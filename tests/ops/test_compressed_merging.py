@@ -18,6 +18,7 @@ from ops.checks import (
     LAYOUTS,
     ON_HOST,
     Bound,
+    assert_threads_change_no_bit,
     assert_within,
     doubles,
     generator,
@@ -28,7 +29,9 @@ from ops.checks import (
     saved_for_backward,
     subsets,
 )
-from ops.test_compressed_attention import MODES, make_inputs, plan_of
+from ops.operators import MODES
+from ops.operators import compressed_plan as plan_of
+from ops.test_compressed_attention import make_inputs
 from torch import Tensor
 
 from memcheck import compressed_attention, compressed_attention_pooled, decompositions, merge_attention, track
@@ -264,12 +267,8 @@ def test_gradients_that_are_asked_for(mask: tuple[bool, ...]) -> None:
 @pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit() -> None:
-    inputs, grads = make_more(3, 4, 2, 300, 700, 33)
-    results = []
-    for threads in (1, 2, 7):
-        torch.set_num_threads(threads)
-        results.append(run_both(functools.partial(compressed_attention, factor=8), inputs, grads))
-        assert same_bits(results[0], results[-1])
+    function = functools.partial(compressed_attention, factor=8)
+    [*assert_threads_change_no_bit((1, 2, 7), run_both, function, *make_more(3, 4, 2, 300, 700, 33))]
 
 
 def test_equal_gradients_of_a_sink_add_up() -> None:

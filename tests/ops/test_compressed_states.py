@@ -30,7 +30,9 @@ from ops.checks import (
     same_where_not_finite,
     saved_for_backward,
 )
-from ops.test_compressed_attention import contract, make_inputs, plan_of
+from ops.operators import compressed_contract as contract
+from ops.operators import compressed_plan as plan_of
+from ops.test_compressed_attention import make_inputs
 from torch import Tensor
 
 from memcheck import (
@@ -539,13 +541,6 @@ def assert_memory_of_sequences(requires_grad: bool) -> None:
         extension_scratch = plans[0]["extension_scratch"]
         spreading = of_q + sum(of_keys) + of_blocks + extension_scratch - numbers - positions
         assert memory.peak_bytes == kept + grad_y.nbytes + max(attending, spreading)
-
-
-@pytest.mark.glue
-def test_gradgradcheck() -> None:
-    inputs, _ = inputs_of(torch.float64)
-    leaves = [x[:, :, :15, :3].clone().requires_grad_() for x in inputs]
-    assert torch.autograd.gradgradcheck(lambda *x: in_pieces(*x, cuts=(9,), factor=7), leaves, fast_mode=True)
 
 
 def test_keys_and_values_are_not_kept() -> None:

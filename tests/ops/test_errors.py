@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from ops.checks import HERE
-from torch import Tensor, ones
+from ops.operators import OPERATORS, Operator
+from torch import Tensor, ones, zeros
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memcheck
 from memcheck import compressed_attention_state
@@ -34,6 +37,11 @@ def heads(S: int = 5, T: int = 7, Dv: int = 3, **more: Any) -> Arguments:
 
 def wide(S: int = 3, **more: Any) -> Arguments:
     return {"q": ones(1, 4, S, 3), "k": ones(1, 2, S, 3), "v": ones(1, 2, S, 3), **more}
+
+
+def pair(count: int) -> tuple[Tensor, ...]:
+    """Z and A, and their rests."""
+    return (ones(2, 3),) * 2 + (zeros(2, 3),) * (count - 2)
 
 
 def of_projection() -> Arguments:
@@ -84,6 +92,23 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "linear_l": lambda: {"x": ones(2, 5, 7), "w": ones(7, 3)},
     "linear_r_backward": of_projection,
     "linear_l_backward": of_projection,
+}
+# With every other tensor that a function takes.
+MORE_CALLS: dict[str, Callable[[], Arguments]] = {
+    "softplus_attention of padded sequences": lambda: rows(lengths=torch.tensor([7, 6]), initial_state=pair(2)),
+    "softplus_attention_step with rests": lambda: rows(1, state=pair(4)),
+    "linear_attention of padded sequences": lambda: heads(
+        Dv=2, causal=True, lengths=torch.tensor([7, 6]), decay=ones(2), initial_state=(ones(2, 2, 3, 2), ones(2, 2, 3))
+    ),
+    "linear_attention_step with rests": lambda: heads(
+        1, Dv=2, state=(*[ones(2, 2, 3, 2), ones(2, 2, 3)], *[zeros(2, 2, 3, 2), zeros(2, 2, 3)])
+    ),
+    "compressed_attention of padded sequences": lambda: heads(factor=2, lengths=torch.tensor([7, 6]), sink=ones(4)),
+    "compressed_attention with a window": lambda: heads(factor=2, window=3, lengths=torch.tensor([7, 6]), sink=ones(4)),
+    "compressed_attention_pooled with a window": lambda: {
+        **{"q": ones(2, 4, 5, 3), "kc": ones(2, 2, 4, 3), "vc": ones(2, 2, 4, 3), "factor": 2, "kv_len": 7},
+        **{"sink": ones(4), "k": ones(2, 2, 7, 3), "v": ones(2, 2, 7, 3), "window": 3},
+    },
 }
 PARTS = {"softplus_attention_step": ("z", "a"), "linear_attention_step": ("m", "z")}
 
@@ -157,7 +182,7 @@ def test_wrong_arguments(call: str, lines: list[str]) -> None:
 
 
 FLOATING = "{0} must be (float64, float32, float16 or bfloat16|float32 to match .*)"
-# Wrong tensors, what an error says of them, {0}, of {1} sizes, and its type.
+# Wrong tensors, what an error says of one, {0}, and its type.
 WRONG_TENSORS: dict[str, tuple[Callable[[Tensor], Any], str, type[Exception]]] = {
     "none": (lambda x: None, "{0} must be a tensor, got None", TypeError),
     "a list": (lambda x: [1.0], "{0} must be a tensor, got a list of length 1", TypeError),
@@ -196,19 +221,19 @@ def tensors_of(call: str) -> Iterator[tuple[str, Tensor, Callable[[Any], Argumen
                 )
 
 
-@pytest.mark.parametrize("wrong", WRONG_TENSORS)
 @pytest.mark.parametrize("call", CALLS)
-def test_a_wrong_tensor(call: str, wrong: str) -> None:
+def test_a_wrong_tensor(call: str) -> None:
     """Each alone. The backward takes None for what a gradient does not read."""
-    change, message, kind = WRONG_TENSORS[wrong]
     name = call.split()[0]
-    for argument, x, changed in tensors_of(call):
-        if wrong in ("a list", "sparse") and name.endswith("_backward"):
-            continue  # torch refuses it
-        if wrong == "none" and argument in OPTIONAL.get(name, ()):
-            continue
-        error = error_of(call, changed(change(x)))
-        assert re.match(rf"{kind.__name__}: {name}.*{message.format(re.escape(argument))}", error), (argument, error)
+    for wrong, (change, message, kind) in WRONG_TENSORS.items():
+        for argument, x, changed in tensors_of(call):
+            if wrong in ("a list", "sparse") and name.endswith("_backward"):
+                continue  # torch refuses it
+            if wrong == "none" and argument in OPTIONAL.get(name, ()):
+                continue
+            error = error_of(call, changed(change(x)))
+            pattern = message.format(re.escape(argument))
+            assert re.match(rf"{kind.__name__}: {name}.*{pattern}", error), (wrong, argument, error)
 
 
 # A backward needs them for some gradients alone.
@@ -218,3 +243,58 @@ OPTIONAL = {
     "linear_l_backward": ("x", "w"),
     "linear_attention_backward": ("grad_y",),
 }
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("call", [x for x in CALLS | MORE_CALLS if not x.endswith(("_backward", "from states"))])
+def test_whatever_is_no_dense_tensor_raises_a_type_error(call: str) -> None:
+    """It names the function, the argument and the rule, wherever the argument is passed on to."""
+    name, arguments = call.split()[0], (CALLS | MORE_CALLS)[call]()
+    function = getattr(memcheck, name)
+    for wrong in ([1], 1, "text", {}, numpy.zeros(3), (ones(2),), ones(2, 3).to_sparse()):
+        for argument, x in arguments.items():
+            if isinstance(x, Tensor | tuple) or (isinstance(x, list) and not isinstance(wrong, list | tuple)):
+                with pytest.raises(TypeError, match=rf"{name}: .*\b{argument}\b.* must be"):
+                    function(**{**arguments, argument: wrong})
+            for i, part in enumerate(x if isinstance(x, tuple | list) else ()):
+                if isinstance(part, Tensor):
+                    parts = [wrong if i == j else other for j, other in enumerate(x)]
+                    with pytest.raises(TypeError, match=rf"{name}: .* must be"):
+                        function(**{**arguments, argument: getattr(type(x), "_make", type(x))(parts)})
+
+
+def not_plain(x: Tensor) -> dict[str, Any]:
+    """What may come in the place of x."""
+    return {
+        "an array": x.numpy(),
+        "a list": x.tolist(),
+        "None": None,
+        "text": "abc" * 1000,
+        "a number": 1.5,
+        "a number of NumPy": x.numpy().sum(),
+        "a sparse tensor": x.to_sparse(),
+        "a quantized tensor": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "a tensor of oneDNN": x.to_mkldnn(),
+        "a nested tensor": torch.nested.nested_tensor([x]),
+        "a complex tensor": x.to(torch.complex64),
+        "booleans": x > 0,
+        "a tensor without memory": x.to("meta"),
+        "a fake tensor": FakeTensorMode().from_tensor(x),
+    }
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore")  # torch.nested is a prototype, and quantization goes to another package
+@pytest.mark.parametrize("it", [it for it in OPERATORS.values() if not it.padded], ids=lambda it: it.name)
+def test_an_error_for_what_is_no_plain_tensor_is_one_line(it: Operator) -> None:
+    """It names the operator and the argument, and prints no values."""
+    inputs, _ = it.inputs(it.small)
+    options = it.options | ({"kv_len": 3 * inputs[1].shape[2]} if "pooled" in it.name else {})
+    for i, x in enumerate(inputs):
+        for kind, wrong in not_plain(x).items():
+            with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+                getattr(memcheck, it.name)(*inputs[:i], wrong, *inputs[i + 1 :], **options)
+            message = str(raised.value)
+            assert re.match(rf"{it.name}: \w+ (must|is)", message), f"{kind}: {message}"
+            assert "\n" not in message, f"{kind}: {message}"
+            assert len(message) < 200, f"{kind}: {message}"

@@ -416,14 +416,6 @@ def test_nan_and_inf_stay_in_their_head_and_the_future(poisoned: int, poison: fl
         assert torch.equal(gradient[1, 0], other[1, 0])
 
 
-def test_nan_in_a_query_stays_in_its_position() -> None:
-    (q, k, v), _ = make_inputs(*MIDDLE)
-    q[1, 3, 7, 2] = math.nan
-    for causal in (True, False):
-        spoilt = linear_attention(q, k, v, causal=causal).isnan().any(-1)
-        assert spoilt.nonzero().tolist() == [[1, 3, 7]]
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("B", "T"), [(1, 256), (8, 256), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 5000), (8, 1500)))]

@@ -20,6 +20,7 @@ from ops.checks import (
     Contract,
     assert_contract,
     assert_strides,
+    assert_threads_change_no_bit,
     assert_within,
     doubles,
     generator,
@@ -534,11 +535,7 @@ def test_threads_change_no_bit() -> None:
             inputs, _ = make_inputs(*shape, kind)
             inputs = with_logs(inputs, resets=True) if name == "log_decay" else inputs
             state = make_state(shape[0], shape[2], shape[5], shape[6])
-            results = []
-            for threads in (1, 2, 3, 16):
-                torch.set_num_threads(threads)
-                results.append(everything(inputs, state, name))
-                assert same_bits(results[0], results[-1])
+            [*assert_threads_change_no_bit((1, 2, 3, 16), everything, inputs, state, name)]
 
 
 @pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])

@@ -6,16 +6,14 @@ import functools
 
 import pytest
 import torch
-from ops.checks import ON_HOST, generator, run, same_bits
-from ops.operators import EVERY, OPERATORS, Operator
+from ops.checks import ON_HOST, assert_threads_change_no_bit, generator, run, same_bits
+from ops.operators import DENSE_ATTENTIONS, EVERY, Operator, every
 from torch import Tensor
 
 import memcheck
 
 GEMM = ("combinator", "linear_r", "linear_l")  # Their products are the library's.
-# Not the padded cases, whose lengths follow from the size of the batch; see test_sequences.py for those.
-ATTENTIONS = {name: it for name, it in OPERATORS.items() if it.name not in GEMM and "padding" not in name}
-EVERY_ATTENTION = pytest.mark.parametrize("it", ATTENTIONS.values(), ids=ATTENTIONS)
+EVERY_ATTENTION = every(DENSE_ATTENTIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -33,15 +31,12 @@ def test_a_sample_alone_has_the_bits_of_its_batch(it: Operator, dtype: torch.dty
 @pytest.mark.isolated
 def test_neither_threads_nor_the_batch_change_a_bit() -> None:
     """The sequences are so long that threads share one that is alone, and have one each in a batch."""
-    for it in ATTENTIONS.values():
+    for it in DENSE_ATTENTIONS.values():
         inputs, grad_y = it.inputs((4, *it.large[1:]))
-        results = []
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(run(it.function, inputs, grad_y))
-            assert same_bits(results[0], results[-1])
+        together = run(it.function, inputs, grad_y)
+        for _ in assert_threads_change_no_bit((1, 2, 3, 8), run, it.function, inputs, grad_y):
             alone = run(it.function, [x[1:2] for x in inputs], grad_y[1:2])
-            assert same_bits(alone, [x[1:2] for x in results[0]])
+            assert same_bits(alone, [x[1:2] for x in together])
 
 
 @pytest.mark.cpu
@@ -59,11 +54,7 @@ def test_only_sums_inside_products_may_depend_on_threads(dtype: torch.dtype) -> 
         "linear_l": ([x, weight], grad_y.mT),
     }
     for name, (inputs, grad) in calls.items():
-        results = []
-        for threads in (1, 2, 3, 8):
-            torch.set_num_threads(threads)
-            results.append(run(getattr(memcheck, name), inputs, grad))
-            assert same_bits(results[0], results[-1]), name
+        [*assert_threads_change_no_bit((1, 2, 3, 8), run, getattr(memcheck, name), inputs, grad)]
 
 
 @EVERY

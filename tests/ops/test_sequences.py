@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from ops.checks import DEVICE, DTYPES, KERNELS, LAYOUTS, ON_HOST, Function, generator, run, run_truth, same_bits
+from ops.checks import (
+    DEVICE,
+    DTYPES,
+    KERNELS,
+    LAYOUTS,
+    ON_HOST,
+    Function,
+    assert_threads_change_no_bit,
+    generator,
+    run,
+    run_truth,
+    same_bits,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -213,12 +225,8 @@ def test_threads_change_no_bit(it: Attention) -> None:
     """A long sequence has all threads, short ones one each."""
     for case in (Case([2000, 30, 500, 0, 300], [2000, 30, 500, 0, 300]), CASES["right"], CASES["one"]):
         for causal in (True, False):
-            inputs, grad_y = it.inputs(*case.sizes)
-            results = []
-            for threads in (1, 2, 3, 7, 16):
-                torch.set_num_threads(threads)
-                results.append(run(functools.partial(it.function, causal=causal, **case.options), inputs, grad_y))
-                assert same_bits(results[0], results[-1])
+            function = functools.partial(it.function, causal=causal, **case.options)
+            [*assert_threads_change_no_bit((1, 2, 3, 7, 16), run, function, *it.inputs(*case.sizes))]
 
 
 @EVERY

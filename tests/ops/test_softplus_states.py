@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops.checks import DEVICE, DTYPES, generator, same_bits
+from ops.checks import DEVICE, DTYPES, assert_threads_change_no_bit, generator, same_bits
 from torch import Tensor
 
 from memcheck import softplus_attention, softplus_attention_step, track
@@ -87,12 +87,8 @@ def test_threads_change_no_bit() -> None:
         for causal in (True, False):
             for R in (35, 70):
                 leaves, grads, options = make(kind, R)
-                results = []
-                for threads in (1, 2, 7, 16):
-                    torch.set_num_threads(threads)
-                    run = functools.partial(results_of, softplus_attention, leaves, grads, state_rest=True)
-                    results.append(run(causal=causal, **options))
-                    assert same_bits(results[0], results[-1])
+                function = functools.partial(results_of, state_rest=True, causal=causal, **options)
+                [*assert_threads_change_no_bit((1, 2, 7, 16), function, softplus_attention, leaves, grads)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
