@@ -272,15 +272,6 @@ def test_grad_q_finds_denominators_if_a_block_has_all_columns(
 # ---- torch's own checks
 
 
-@pytest.mark.glue
-def test_autocast_of_a_step_leaves_the_state() -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y, state = linear_attention_step(q, k, v)
-        y, state = linear_attention_step(q, k, v, state)
-    assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
-
-
 @pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_long_sum_of_keys_in_16_bits_is_exact(dtype: torch.dtype) -> None:

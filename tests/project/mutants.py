@@ -18,6 +18,8 @@ TRACKER_TESTS = ("tests/measure/test_tracker.py", "tests/measure/test_tracker_ra
 RUN = "tests/bench/sweep/test_run.py"
 REPLAY = "tests/predict/test_replay.py"
 THREADS = "tests/predict/test_threads.py"
+OPERATORS = "tests/ops/test_all_operators.py"
+ERRORS = "tests/ops/test_errors.py"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,27 @@ MISTAKES = [
         "constexpr int64_t kProductChain = 64;",
         "constexpr int64_t kProductChain = 1 << 20;",
         ("tests/ops/test_random_cases.py", "-k", "drift"),
+    ),
+    Mistake(
+        "softplus-keeps-v-for-its-own-gradient",
+        "csrc/softplus_attention/softplus_attention_autograd.cpp",
+        "in.q.requires_grad() || in.k.requires_grad() || requires_gradient(in.state) || !in.v.is_contiguous();",
+        "true;",
+        (OPERATORS, "-k", "backward_reads and softplus"),
+    ),
+    Mistake(
+        "an-error-names-no-argument",
+        "memcheck/ops/checks.py",
+        'raise TypeError(f"{op}: {name} must be {dtype_name(dtype)} to match',
+        'raise TypeError(f"{op}: x must be {dtype_name(dtype)} to match',
+        (ERRORS,),
+    ),
+    Mistake(
+        "one-more-than-most",
+        "memcheck/ops/checks.py",
+        "not least <= x <= most:",
+        "not least <= x <= most + 1:",
+        (ERRORS,),
     ),
     Mistake(
         "shared-gradient-counts-twice",
