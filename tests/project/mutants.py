@@ -79,10 +79,10 @@ MISTAKES = [
         (ERRORS,),
     ),
     Mistake(
-        "one-more-than-most",
-        "memcheck/ops/checks.py",
-        "not least <= x <= most:",
-        "not least <= x <= most + 1:",
+        "a-full-open-block",
+        "memcheck/ops/compressed_attention_states.py",
+        "if not 0 <= state.positions < factor:",
+        "if not 0 <= state.positions <= factor:",
         (ERRORS,),
     ),
     Mistake(
