@@ -35,7 +35,7 @@ def test_what_was_asked_for(results: Path, tmp_path: Path) -> None:
         "forward_peak_bytes",
         "--x",
         "kv_len",
-        "--linear",
+        "--no-log",
         "--format",
         "svg",
         "--attention_type",
@@ -57,7 +57,6 @@ def test_what_was_asked_for(results: Path, tmp_path: Path) -> None:
         (["--y", "saved_bytes", "--kind", "memory"], "leave one of them out"),
         (["--format", "gif"], "--format gif is unknown; known: png, svg, pdf"),
         (["--attention-type", "flash"], "--attention-type flash is not among the records, only naive, softplus"),
-        (["--log", "--linear"], "not allowed with argument"),
         (["--output", "/dev/null/x"], "--output /dev/null/x cannot be written to"),
     ],
 )
