@@ -7,7 +7,7 @@ import json
 import pickle
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,18 +49,18 @@ def run(request: Run) -> int:
     interrupt = signal.getsignal(signal.SIGINT)
     watch = ScriptWatch(device, request.memory_limit, keep_history=request.snapshot is not None)
     record = run_script(call, command, watch)
-    has_memory = bool(record.peak.bytes or record.refusal or record.other_peaks)
-    if has_memory and watch.snapshot is not None and (request.snapshot is not None or record.ran_out):
-        try:
-            write_snapshot(watch.snapshot, there)
-            record.snapshot = str(snapshot)
-        except OSError as error:
-            record.doubts.append(f"the memory snapshot {snapshot} could not be written: {error.strerror or error}")
-    if has_memory:
+    written, failure = list[str](), None
+    if record.peak.bytes or record.refusal or record.other_peaks:
+        if watch.snapshot is not None and (request.snapshot is not None or record.ran_out):
+            try:
+                with whole_file(there) as file:
+                    # The viewer at pytorch.org/memory_viz reads protocols up to 4.
+                    pickle.dump(watch.snapshot, file, protocol=4)
+                record.snapshot = str(snapshot)
+            except OSError as error:
+                record.doubts.append(f"the memory snapshot {snapshot} could not be written: {error.strerror or error}")
         written, failure = write_files(record, output, interrupt)
-    else:
-        written, failure = [], None
-        set_interrupt(interrupt)
+    set_interrupt(interrupt)
     with patient_streams():  # On stderr, because stdout is the script's.
         print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
         print(f"\n{files_sentence(request.output, written, failure)}", file=sys.stderr)
@@ -77,28 +77,25 @@ def chosen_device(name: str | None) -> torch.device:
     return device
 
 
-def write_snapshot(snapshot: dict[str, Any], path: Path) -> None:
-    with whole_file(path) as file:
-        # The viewer at pytorch.org/memory_viz reads protocols up to 4.
-        pickle.dump(snapshot, file, protocol=4)
-
-
 def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[list[str], BaseException | None]:
     """Writes the report: first the data, and then the page and the picture, which Ctrl-C stops by the given handler.
 
     Returns the names of the files that were written, and the error that kept others from it. These are as they were.
     """
+    how = {"title": script_title(record), "subtitle": f"on {record.device}"}
+    writers: dict[str, Callable[[Path], object]] = {
+        RUN: lambda path: write_text(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n"),
+        "run.html": lambda path: write_text(path, page_of(record)),
+        "run.png": lambda path: plot_script(record, path, **how),
+    }
     written = list[str]()
     try:
-        try:
-            write_text(output / FILES[0], json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-        finally:
-            set_interrupt(interrupt)
-        written.append(FILES[0])
-        write_text(output / FILES[1], page_of(record))
-        written.append(FILES[1])
-        plot_script(record, output / FILES[2], title=script_title(record), subtitle=f"on {record.device}")
-        written.append(FILES[2])
+        for name in FILES:
+            try:
+                writers[name](output / name)
+            finally:
+                set_interrupt(interrupt)
+            written.append(name)
     except (Exception, KeyboardInterrupt) as error:
         return written, error
     return written, None
