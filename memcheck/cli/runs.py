@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from memcheck.bench.sweep.store import FILE, MODELS
+from memcheck.cli.options import Request
 from memcheck.core.errors import UsageError
-from memcheck.core.options import named, options_of
+from memcheck.core.options import named
 from memcheck.core.script_record import RUN, ScriptRecord, is_run
 
 
@@ -32,8 +32,7 @@ def runs_in(paths: Sequence[Path]) -> list[ScriptRecord]:
     return [ScriptRecord.read(file) for file in files] if runs else []
 
 
-def check_only(request: Any, kept: Sequence[str], rule: str) -> None:
+def check_only(request: Request, kept: Sequence[str], rule: str) -> None:
     """UsageError: the request has another option than those kept. rule: what the others are for."""
-    for name in options_of(request):
-        if name not in kept and request.given(name):
-            raise UsageError(f"{named(name)} is for {rule}")
+    if others := [name for name in request.asked if name not in kept and request.given(name)]:
+        raise UsageError(f"{named(others[0])} is for {rule}")

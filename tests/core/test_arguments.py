@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import memcheck
-from memcheck import Place
+from memcheck import Place, Step
 from memcheck.bench.capacity import find_capacity
 from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case
 from memcheck.bench.sweep.predicted_sweep import predict_sweep
 from memcheck.bench.sweep.run import run_sweep
 from memcheck.core.converters import OPTIMIZERS
+from memcheck.core.errors import UsageError
+from memcheck.core.options import options_of
 from memcheck.core.record import Record
 from memcheck.core.torch_versions import running, version_name
 from memcheck.report.tables import render
@@ -150,10 +152,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("loss", "sum", "loss must be callable, got 'sum'"),
     ("steps", "two", "steps must be a whole number, got 'two'"),
     ("accumulate", -1, "accumulate must be at least 1, got -1"),
-    ("device", "toaster", "device (toaster is unknown|must be cpu or cuda, got 'toaster')"),
-]
-# Arguments of predictions alone.
-WRONG_IN_PREDICTIONS: list[tuple[str, Any, str]] = [
+    ("device", "toaster", "device toaster is unknown"),
     ("threads", -3, "threads must be at least 1, got -3"),
     ("threads", 0, "threads must be at least 1, got 0"),
     ("threads", 1.5, "threads must be a whole number, got 1.5"),
@@ -161,31 +160,31 @@ WRONG_IN_PREDICTIONS: list[tuple[str, Any, str]] = [
     ("torch_version", "2.6.1", "torch_version must be at least 2.7: rules are known for 2.7 to 2.15, got '2.6.1'"),
     ("torch_version", "new", r"torch_version must look like '2.13', '2.13.0' or \(2, 13\), got 'new'"),
     ("torch_version", 2.13, "torch_version must look like .*, got 2.13"),
-    ("probes", 3, "probes must be a file, True, False or a Probe, got 3"),
     ("ranks", 8, "ranks must be a memcheck.Ranks, got 8"),
     ("device", 3, "device must be a Device or a name such as 'A100-40GB', '40GiB' or 'cpu', got 3"),
 ]
 
 
-@both
 @pytest.mark.parametrize(("name", "value", "words"), WRONG)
-def test_a_wrong_value_is_named(find: Any, name: str, value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_wrong_value_is_named(name: str, value: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Step(LINEAR, x(), **{name: value}) if name in options_of(Step) else Place(**{name: value}).resolved()
+
+
+@both
+@pytest.mark.parametrize("name", ["memory_limit", "optimizer", "device"])
+def test_public_functions_make_steps_and_places(find: Any, name: str) -> None:
+    value, words = next((value, words) for other, value, words in WRONG if other == name)
+    with pytest.raises(ValueError, match="device must be" if name == "device" and find is measured else words):
         find(LINEAR, x(), **{name: value})
 
 
-@pytest.mark.parametrize(("name", "value", "words"), WRONG_IN_PREDICTIONS)
-def test_a_wrong_value_of_a_prediction_is_named(name: str, value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        predicted(LINEAR, x(), **{name: value})
-
-
-@pytest.mark.parametrize(("name", "value", "words"), [*WRONG[:5], *WRONG_IN_PREDICTIONS[:7], WRONG[-1]])
-def test_a_wrong_value_of_a_case_is_named(name: str, value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        predicted(CASE, **{name: value})
-    with pytest.raises(ValueError, match=words):
-        predict_case(CASE, Place(**{name: value}))
+def test_a_wrong_value_of_a_prediction_of_a_case_is_named() -> None:
+    for find in (predicted, lambda case, **place: predict_case(case, Place(**place))):
+        with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+            find(CASE, threads=0)
+    with pytest.raises(ValueError, match="probe must be True, False or a Probe, got 'yes'"):
+        predicted(LINEAR, x(), probe="yes")
 
 
 def test_wrong_values_of_sweeps_and_searches_are_named(tmp_path: Path) -> None:
@@ -221,20 +220,9 @@ def test_every_optimizer_by_its_name(name: str) -> None:
     )
 
 
-@both
-def test_a_dense_gradient_needs_a_backward(find: Any) -> None:
-    with pytest.raises(ValueError, match="dense_grad needs a backward, got backward=False"):
-        find(LINEAR, x(), dense_grad=True, backward=False)
-
-
 def test_a_form_of_tables_that_is_none_is_named() -> None:
     with pytest.raises(ValueError, match="form text is unknown; known: table, markdown, latex, csv, json"):
         render([], "text")
-
-
-def test_two_optimizers_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="optimizer and optimizer_step exclude each other"):
-        measured(LINEAR, x(), optimizer="sgd", optimizer_step=lambda: None)
 
 
 # Versions of torch.

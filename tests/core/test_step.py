@@ -56,6 +56,8 @@ def decoder() -> nn.Module:
         ({"steps": 2, "backward": False}, "steps 2 needs a backward, got backward=False"),
         ({"backward": False, "optimizer": "sgd"}, "optimizer needs a backward, got backward=False"),
         ({"backward": False, "keep_outputs": False}, "keep_outputs=False needs a backward, got backward=False"),
+        ({"backward": False, "dense_grad": True}, "dense_grad needs a backward, got backward=False"),
+        ({"backward": False, "clip_grad_norm": 1.0}, "clip_grad_norm needs a backward, got backward=False"),
         ({"backward": False, "checkpointing": True}, "checkpointing needs a backward, got backward=False"),
         ({"optimizer": "sgd", "optimizer_step": bool}, "optimizer and optimizer_step exclude each other"),
     ],
