@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memcheck.cli.options import (
-    COMBINATOR_TYPES,
-    DECODER_TYPES,
-    DEFAULT_SIZES,
-    MEASURING,
-    OPERATORS,
-    PREDICTING,
-    RUNNING,
-    Compiled,
-    Detailed,
-    Modes,
-    OfTwoLengths,
-    Plugins,
-    Predicting,
-    Printed,
-    Timed,
-)
+from memcheck.cli import options
 from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
 from memcheck.core.errors import UsageError
@@ -31,7 +15,7 @@ from memcheck.core.step import Step
 PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
 
 
-class Kept(Printed):
+class Kept(options.Printed):
     """A request whose records are written to a folder."""
 
     output: Path = option(
@@ -55,7 +39,7 @@ class Inspected(Kept):
     )
 
 
-class RunsCases(Timed, Plugins, Modes, Compiled):
+class RunsCases(options.Timed, options.Plugins, options.Modes, options.Compiled):
     """The options of the commands that run cases of operators."""
 
     max_seconds_per_case: float | None = option(
@@ -63,12 +47,12 @@ class RunsCases(Timed, Plugins, Modes, Compiled):
         "no timed pass of a case begins after S seconds, and a sweep ends a case that takes longer; 0: no limit; "
         "default: 60 on a CPU, else 0",
         converters.seconds,
-        group=MEASURING,
+        group=options.MEASURING,
     )
     predict: bool = option(False, "a predicted row for each measured one", switch)
 
 
-class Cases(RunsCases, Inspected, Detailed):
+class Cases(RunsCases, Inspected, options.Detailed):
     """The options of the commands that run operators case by case."""
 
     units: bool = option(False, "bytes also in U, the bytes of one main tensor, and per query and key", switch)
@@ -84,7 +68,7 @@ class Cases(RunsCases, Inspected, Detailed):
     )
 
 
-class ProfileAttention(Cases, OfTwoLengths):
+class ProfileAttention(Cases, options.OfTwoLengths):
     """Measures memory and time of attention operators: a table, records and a plot.
 
     memcheck profile-attention
@@ -93,7 +77,7 @@ class ProfileAttention(Cases, OfTwoLengths):
     memcheck profile-attention --attention-type softmax,softplus --lengths 4096,1000,300
     """
 
-    ones = (*DEFAULT_SIZES, "core_dim", "factor", "window")
+    ones = (*options.DEFAULT_SIZES, "core_dim", "factor", "window")
 
     preset: str = option("quick", "values of flags not given", choices=PRESETS[:1])
 
@@ -109,7 +93,7 @@ class ProfileCombinator(Cases):
     dim: int = option(128, "token dimension E", count)
     query_len: list[int] | None = option(None, "lengths S; default: 512, or 1 in --mode decode", converters.sizes)
     combinator_type: list[str] | None = option(
-        None, f"{', '.join(COMBINATOR_TYPES)}; default: combinator", names, repeatable=True
+        None, f"{', '.join(options.COMBINATOR_TYPES)}; default: combinator", names, repeatable=True
     )
     low_memory: bool = option(
         False, "combinator-low-memory: computes its pre-activations again, does not keep them", switch
@@ -122,7 +106,7 @@ class ProfileCombinator(Cases):
             raise UsageError(f"{both}: leave out one of the two")
 
 
-class ProfileModel(Predicting, Timed, Inspected, Detailed):
+class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detailed):
     """Measures and predicts memory and time of a whole decoder: parameters, gradients, AdamW and activations.
 
     memcheck profile-model --size small --attention-type naive,softplus
@@ -133,7 +117,7 @@ class ProfileModel(Predicting, Timed, Inspected, Detailed):
     include = flags_of(Step, "autocast", "checkpointing") | flags_of(Place, "torch_version")
 
     size: list[str] = option(("tiny",), "tiny, mini, small, medium, large, xl, 2.7B, all", names)
-    attention_type: list[str] = option(("softmax",), f"{', '.join(DECODER_TYPES)}, all of them causal", names)
+    attention_type: list[str] = option(("softmax",), f"{', '.join(options.DECODER_TYPES)}, all of them causal", names)
     feed_forward: list[str] = option(("swiglu",), "swiglu, combinator, combinator-low-memory", names)
     mode: list[str] = option(
         ("train",), "forward: no gradients; backward: forward and backward; train: and a step of AdamW", names
@@ -155,7 +139,7 @@ class ProfileModel(Predicting, Timed, Inspected, Detailed):
                 raise UsageError(f"{named(name)} is for {named('predict')}; a run {words}")
 
 
-class Sweep(OfTwoLengths, RunsCases, Predicting, Kept):
+class Sweep(options.OfTwoLengths, RunsCases, options.Predicting, Kept):
     """Runs a grid of cases, with tables and plots. The same command again continues where the last one stopped.
 
     memcheck sweep
@@ -164,20 +148,20 @@ class Sweep(OfTwoLengths, RunsCases, Predicting, Kept):
     memcheck sweep --attention-type softmax,softplus --lengths 2048,2048 --lengths 2048,512,512 --dim 128,256
     """
 
-    group = RUNNING
+    group = options.RUNNING
     include = flags_of(Place, "device")
 
     mode: list[str] = option(
         ("train",),
         "train: forward and backward; inference: forward; decode: a step from a state",
         names,
-        group=OPERATORS,
+        group=options.OPERATORS,
     )
     dtype: list[str] | None = option(
         None,
         "fp32, bf16, fp16, fp64, or torch's names; default: fp32, on a GPU bf16",
         converters.dtype_names,
-        group=OPERATORS,
+        group=options.OPERATORS,
     )
     preset: str | None = option(None, "a known grid; default: quick, if no flag names a case", choices=PRESETS)
     config: Path | None = option(
@@ -192,4 +176,4 @@ class Sweep(OfTwoLengths, RunsCases, Predicting, Kept):
     all_pictures: bool = option(
         False, "also each panel of an overview as a picture of its own, as memcheck plot draws them", switch
     )
-    predict_only: bool = option(False, "run nothing: a predicted row for every case", switch, group=PREDICTING)
+    predict_only: bool = option(False, "run nothing: a predicted row for every case", switch, group=options.PREDICTING)

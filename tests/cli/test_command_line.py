@@ -32,7 +32,11 @@ from memcheck.cli.requests import COMMANDS
 from memcheck.core.case import MODES, SHORT_DTYPES
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import MemcheckError, unknown_name
+from memcheck.core.options import options_of
+from memcheck.core.place import Place
+from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
+from memcheck.core.step import Step
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 from memcheck.ops.gradcheck import operators
 from memcheck.report.plots.pictures import KINDS
@@ -66,6 +70,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_name_like_no_other_has_no_suggestion() -> None:
     assert str(unknown_name("--x", "sky", ["seq-len"])) == "--x sky is unknown; known: seq-len"
+
+
+@pytest.mark.parametrize("kind", [Step, Place, Ranks])
+def test_options_of_steps_and_places_are_flags(kind: type) -> None:
+    flags = COMMANDS["predict"].options
+    known = options_of(kind)
+    assert [name for name in known if name in flags] == [name for name, option in known.items() if option.flag]
+    assert [flags[name].help for name in known if name in flags] == [it.help for it in known.values() if it.flag]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
