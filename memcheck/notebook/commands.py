@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import re
@@ -43,12 +44,8 @@ def takes_options(
     known = {"attention_type": known.pop("attention_type"), **known}
 
     def decorate(function: Callable[[R, list[Step]], Results]) -> Callable[..., Results]:
-        def public(
-            attention_type: str | Sequence[str] | Step | Sequence[Step] | None = None,
-            *,
-            place: Place | None = None,
-            **options: Any,
-        ) -> Results:
+        @functools.wraps(function)
+        def public(attention_type: Any = None, *, place: Place | None = None, **options: Any) -> Results:
             for name, value in options.items():
                 if name not in known:
                     hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
@@ -57,17 +54,15 @@ def takes_options(
                 options |= options_of_place(place, options)
             first = [attention_type] if isinstance(attention_type, Step) else attention_type
             steps = [step for step in first or () if isinstance(step, Step)]
-            return function(kind(**options, **({} if steps else {"attention_type": first})), steps)
+            return function(kind(**options, attention_type=None if steps else first), steps)
 
-        parameter, kinds = inspect.Parameter, (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = [parameter(name, kinds[bool(index)], default=None) for index, name in enumerate([*known, "place"])]
-        public.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
-        helps = {name: in_python(option.help) for name, option in known.items()}
+        helps = {name: option.help for name, option in known.items()}
         helps["place"] = "a memcheck.Place, in place of device and memory_limit"
-        lines = [f"    {name}: {words}" for name, words in helps.items()]
+        kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD, *[inspect.Parameter.KEYWORD_ONLY] * len(known)]
+        parameters = [inspect.Parameter(name, kind, default=None) for name, kind in zip(helps, kinds, strict=True)]
+        public.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
+        lines = [f"    {name}: {in_python(words)}" for name, words in helps.items()]
         public.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keywords:", "", *lines])
-        public.__name__, public.__qualname__ = function.__name__, function.__name__
-        public.__module__ = function.__module__
         return public
 
     return decorate
