@@ -31,7 +31,7 @@ from memcheck.bench.case_predictions import predict_case, traced
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
 from memcheck.bench.sweep.predicted_sweep import predict_sweep
 from memcheck.core.devices import DEVICES, Device
-from memcheck.report.plots.pictures import write_plots
+from memcheck.report.plots.pictures import write_pictures
 from memcheck.report.records import write_tables
 
 OPERATORS = (
@@ -98,7 +98,7 @@ def time_sweeps(rounds: int) -> list[dict[str, Any]]:
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
     with tempfile.TemporaryDirectory() as folder, files.running():
         write_tables(records, folder)
-        write_plots(records, folder, styles=styles, title="sweep")
+        write_pictures(records, folder, styles=styles, title="sweep")
     what = {"cells": len(records), "device": GPU.name, "threads": torch.get_num_threads()}
     whole = {**figures("seconds", sweeps.seconds), **figures("cpu_seconds", sweeps.cpu_seconds)}
     return [

@@ -6,7 +6,6 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.plots.lines import named_lines
 
 STYLES = {"naive": Style("#D55E00", "s", "--"), "softplus": Style("#009E73", "o", "-")}
 MIB = 2**20
@@ -37,11 +36,14 @@ def texts(ax) -> set[str]:
 
 
 def points(ax) -> dict[str, list[tuple[float, float]]]:
-    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in named_lines(ax)}
+    """The marks of each operator."""
+    lines = [line for line in ax.get_lines() if not line.get_label().startswith("_")]
+    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in lines}
 
 
-def marks(ax, how: str = "oom") -> list[tuple[str, list[float]]]:
-    return [(line.get_color(), list(line.get_xdata())) for line in ax.get_lines() if line.get_label() == f"_{how}"]
+def key(figure) -> list[str]:
+    """The names in the legend."""
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
 def labelled(ax, label: str) -> list[list[tuple[float, float]]]:

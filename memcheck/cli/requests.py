@@ -117,33 +117,6 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
-class Plot(Request):
-    """Draws the records of a folder of results.
-
-    memcheck plot results/
-    memcheck plot results/ --kind memory,time --format pdf --output figures/
-    memcheck plot results/ --y saved_bytes --x dim --log
-    """
-
-    folder: Path = option(None, f"{RESULTS}; or a memory snapshot", converters.folder, positional=True, metavar="DIR")
-    kind: list[str] | None = option(
-        None,
-        "every picture of these kinds: memory, prediction, terms, savings, time, decode, models; default: what makes "
-        "sense",
-        names,
-        repeatable=True,
-    )
-    x: str | None = option(None, "seq-len, query-len, kv-len, dim or counted; default: what varies", metavar="AXIS")
-    y: str | None = option(None, "a field of the records in bytes or ms, such as saved_bytes", metavar="FIELD")
-    log: bool | None = option(None, "logarithmic axes only, or linear ones only; default: both", switch)
-    attention_type: list[str] | None = option(None, "only these operators; default: all", names, repeatable=True)
-    title: str = option("", "text before the title of each picture")
-    output: Path | None = option(
-        None, "folder of the pictures, which are replaced; default: beside the records", converters.folder
-    )
-    format: list[str] | None = option(None, "png, svg, pdf; default: png,svg", names)
-
-
 class Predict(PredictedModel, OfTwoLengths, Compiled):
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
@@ -184,6 +157,7 @@ class Report(Tables, Detailed):
     memcheck report results/
     memcheck report results/ --html page.html
     memcheck report results/ --pivot forward_ms,saved_bytes --format markdown
+    memcheck report results/ --plot memory,savings --output figures/
     """
 
     folders: list[Path] = option(
@@ -211,6 +185,22 @@ class Report(Tables, Detailed):
     accounting: bool = option(False, "each case's memory by tensor: prediction beside measurement", switch)
     cs336: bool = option(False, "every row in the columns of cs336's published table", switch)
     html: Path | None = option(None, "write one self-contained page", converters.folder, metavar="FILE")
+    plot: list[str] | None = option(
+        None,
+        "write pictures: all, memory, kept, time, decode, savings, or a field such as saved_bytes; as PNG and SVG, or "
+        "memory.pdf as that alone; to --output, or beside the records; repeatable",
+        names,
+        repeatable=True,
+        metavar="KIND",
+    )
+    x: str | None = option(
+        None,
+        "axis of --plot: seq-len, query-len, kv-len, dim, counted, bsz, heads, core-dim, factor or window; default: "
+        "what varies",
+        metavar="AXIS",
+    )
+    linear: bool = option(False, "linear axes in --plot", switch)
+    title: str = option("", "text before the title of each picture of --plot")
 
 
 class Run(OnThisMachine):
@@ -285,7 +275,6 @@ TASKS: dict[str, dict[str, type[Request]]] = {
         "report": Report,
         "compare": Compare,
         "snapshot": Snapshot,
-        "plot": Plot,
     },
     "check": {
         "gradcheck": Gradcheck,

@@ -173,7 +173,4 @@ class Sweep(options.OfTwoLengths, RunsCases, options.Predicting, Kept):
     workers: int | None = option(None, "cases at the same time; default: 1", count)
     devices: list[str] | None = option(None, "CUDA devices, with a worker on each", names, metavar="0,1")
     dask: str | None = option(None, "a dask scheduler whose workers run the cases", metavar="ADDRESS")
-    all_pictures: bool = option(
-        False, "also each panel of an overview as a picture of its own, as memcheck plot draws them", switch
-    )
     predict_only: bool = option(False, "run nothing: a predicted row for every case", switch, group=options.PREDICTING)

@@ -26,7 +26,7 @@ from memcheck.core.place import Place
 from memcheck.core.record import Record, write_csv
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report.cases import case_and_place, common_case
-from memcheck.report.plots.pictures import plot_memory
+from memcheck.report.plots.figure import plot_figure
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.predictions import unknown_words
 from memcheck.report.rows import PREDICTED, LiveRows, explanation
@@ -69,9 +69,9 @@ def run_cases(cases: list[Case], request: Cases, *, title: str, note: str = "") 
             show(rows.predicted_row(record, prediction))
         out.flush()
     write_csv(store.keep_newest(case_and_place), table)
-    plot_memory(
-        [*records, *predictions], picture, styles=styles_of_contenders(), title=title, subtitle=common_case(records)
-    )
+    kind, title = ("decode", "") if records[0].mode == "decode" else ("memory", title)
+    styles = styles_of_contenders()
+    plot_figure([*records, *predictions], picture, kind, styles=styles, title=title, subtitle=common_case(records))
     print(f"\n{rows.legend()}", file=out)
     if predictions:
         print(*map(rows.screen.fill, [PREDICTED, *unknown_words(predictions)]), sep="\n", file=out)

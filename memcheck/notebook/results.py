@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import Store, read_results
-from memcheck.cli.commands.plot import make_request
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.core.model_record import ModelRecord
@@ -19,8 +16,8 @@ from memcheck.core.record import Record, write_csv
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import case_and_place, select
 from memcheck.report.comparison import Comparison, compare
-from memcheck.report.plots.pictures import Picture, PictureRequest, choose_pictures, main_picture
-from memcheck.report.plots.style import png_of, shown
+from memcheck.report.plots.pictures import KINDS, Picture, check_axis, check_kind, pictures_of
+from memcheck.report.plots.style import image_element, shown
 from memcheck.report.predictions import prediction_table
 from memcheck.report.records import PIVOT_FIELDS, cs336_tables, main_tables, pivot_tables
 from memcheck.report.scaling import scaling_table
@@ -76,9 +73,9 @@ class Results(Sequence[Record]):
         tables = main_tables(self.records)
         for table in tables:
             table.notes = [note for note in table.notes if note not in sentences]
-        pictures = self.pictures(PictureRequest())
-        shown = [inline_png(main_picture(pictures))] if pictures else []
-        return html.fragment(html.listed(sentences), *shown, *map(to_html, tables))
+        first = [image_element(one.draw(), one.caption, "png") for one in self.pictures()[:1]]
+        pictures = [f'<div class="picture">{image}</div>' for image in first]
+        return html.fragment(html.listed(sentences), *pictures, *map(to_html, tables))
 
     def select(self, **wanted: Any) -> Results:
         """The records whose fields have these values: select(operator="naive", kv_len=[256, 1024]).
@@ -131,17 +128,15 @@ class Results(Sequence[Record]):
         kind: str | None = None,
         *,
         x: str | None = None,
-        y: str | None = None,
-        log: bool | None = None,
+        log: bool = True,
         title: str = "",
     ) -> Figure:
-        """The main picture of a kind, as a matplotlib figure.
+        """A picture of the records, as a matplotlib figure.
 
         Args:
-            kind: memory, prediction, terms, savings, time, decode or models; by default the first that the records
-                allow.
-            x: seq_len, query_len, kv_len or dim; by default what varies.
-            y: a field in bytes or ms instead of a kind, such as "saved_bytes".
+            kind: memory, kept, time, decode or savings, or a field in bytes or ms such as "saved_bytes"; by default the
+                first kind that the records allow.
+            x: seq_len, query_len, kv_len, dim, bsz, heads, core_dim, factor or window; by default what varies.
             log: logarithmic axes, or with False linear ones.
             title: text before the title.
 
@@ -149,15 +144,15 @@ class Results(Sequence[Record]):
             UsageError: a name is unknown.
             MemcheckError: there is nothing to draw.
         """
-        request = make_request([kind] if kind else None, x, y, log)
-        pictures = self.pictures(request, title)
+        kinds = [check_kind(kind, "kind")] if kind else KINDS
+        pictures = self.pictures(kinds=kinds, x=check_axis(x, "x"), log=log, title=title)
         if not pictures:
             raise MemcheckError(f"there is nothing to draw in these {len(self)} records")
-        return shown(main_picture(pictures).draw())
+        return shown(pictures[0].draw())
 
-    def pictures(self, request: PictureRequest, title: str = "") -> list[Picture]:
-        """Every picture that the records allow."""
-        return choose_pictures(self.records, styles=styles_of_contenders(), title=title, request=request)
+    def pictures(self, **how: Any) -> list[Picture]:
+        """Every picture that the records allow. how: as of pictures_of."""
+        return pictures_of(self.records, styles=styles_of_contenders(), **how)
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per record, and a column per field that any of them has."""
@@ -202,8 +197,3 @@ def load(folder: Path | str, *more: Path | str) -> Results:
         UsageError: a folder holds no records.
     """
     return Results(record for one in (folder, *more) for record in read_results(one))
-
-
-def inline_png(picture: Picture) -> str:
-    data = base64.b64encode(png_of(picture.draw())).decode()
-    return f'<div class="picture"><img alt="{escape(picture.caption)}" src="data:image/png;base64,{data}"></div>'

@@ -27,7 +27,7 @@ def html_page(
 ) -> str:
     """The page as HTML.
 
-    plots: (caption, inline SVG). sweeps: the contents of each DIR/sweep.json. tables: replace the usual ones.
+    plots: (caption, <img> or inline SVG). sweeps: the contents of each DIR/sweep.json. tables: replace the usual ones.
     """
     first, folded = page_tables(records) if tables is None else (list(tables), [])
     return render_page(

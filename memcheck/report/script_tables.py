@@ -52,13 +52,13 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
     return "\n".join([*lines, "", to_text(table, Screen())])
 
 
-def script_page(record: ScriptRecord, svg: str) -> str:
-    """The report as an HTML page with the picture."""
+def script_page(record: ScriptRecord, picture: str) -> str:
+    """The report as an HTML page. picture: an HTML element."""
     title = script_title(record)
     return render_page(
         title=title,
         paragraphs=paragraphs(record),
-        plots=[(f"{title}: what was alive, by what it holds", svg)],
+        plots=[(f"{title}: what was alive, by what it holds", picture)],
         tables=tables(record, MOST_ROWS_OF_PAGE),
         facts={"device": record.device, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],

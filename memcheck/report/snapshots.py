@@ -36,7 +36,7 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
 
 
 def snapshot_page(records: Sequence[SnapshotRecord], pictures: Sequence[tuple[str, str]], command: str) -> str:
-    """The reports as an HTML page. pictures: (caption, inline SVG)."""
+    """The reports as an HTML page. pictures: (caption, <img>)."""
     return render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
         paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],

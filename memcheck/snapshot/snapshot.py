@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ from memcheck.core.options import named
 from memcheck.core.place import Place
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.core.verdict import few_lines
-from memcheck.report.plots.snapshot_plot import snapshot_figure
-from memcheck.report.plots.style import inline_svg, shown
+from memcheck.report.plots.style import image_element, shown
+from memcheck.report.plots.timeline import snapshot_figure
 from memcheck.report.script_tables import MOST_ROWS
 from memcheck.report.snapshots import (
     comparison_of,
@@ -146,9 +145,7 @@ class Snapshot:
         return snapshot_object(self.record)
 
     def _picture(self, record: SnapshotRecord) -> str:
-        caption = escape(name_of(record))
-        svg = inline_svg(partial(figure_of, record), f"snapshot-{record.device}", caption)
-        return f'<div class="picture">{svg}</div>'
+        return f'<div class="picture">{image_element(figure_of(record), name_of(record))}</div>'
 
 
 def figure_of(record: SnapshotRecord) -> Figure:

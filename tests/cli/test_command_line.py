@@ -26,7 +26,6 @@ from memcheck.bench.models.case import SIZES
 from memcheck.bench.sweep.grid import PRESETS
 from memcheck.cli import options, run_requests
 from memcheck.cli.commands import info
-from memcheck.cli.commands.plot import AXES
 from memcheck.cli.flags import parser_of, split_help
 from memcheck.cli.requests import COMMANDS
 from memcheck.core.case import MODES, SHORT_DTYPES
@@ -40,7 +39,7 @@ from memcheck.core.step import Step
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 from memcheck.ops.gradcheck import operators
 from memcheck.report.plots.pictures import KINDS
-from memcheck.report.plots.style import FORMATS
+from memcheck.report.plots.series import AXES
 
 
 def run_memcheck(*words: str) -> subprocess.CompletedProcess[str]:
@@ -104,7 +103,7 @@ def test_help_lists_the_names_that_there_are() -> None:
     for name, known in {
         "fit": known_axes(),
         "gradcheck": operators(),
-        "plot": (*KINDS, *AXES, *FORMATS),
+        "report": (*KINDS, "seq-len", *(axis.replace("_", "-") for axis in AXES if axis != "length")),
         "profile-model": (*SIZES, *ATTENTIONS, *FEED_FORWARDS, *MODEL_MODES, *SHORT_DTYPES),
         "predict": (*DEVICES, *SHORT_DTYPES),
     }.items():

@@ -10,7 +10,7 @@ from forked import run_python
 from memcheck.__main__ import main
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.record import Record
-from memcheck.report.plots.pictures import plot_memory
+from memcheck.report.plots.figure import figure
 
 pytestmark = pytest.mark.extension
 
@@ -20,7 +20,7 @@ SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.cli.running.plot_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.running.plot_figure", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-combinator", "--output", str(tmp_path), "--format", "json", *flags])
@@ -87,11 +87,9 @@ def test_lengths_go_from_small_to_large(profile) -> None:
 
 
 @pytest.mark.parametrize(("flags", "words"), [("--query-len 8,2", "sequence length"), ("", "at sequence length 2")])
-def test_the_plot_says_a_combinator_has_one_length(profile, tmp_path, flags: str, words: str) -> None:
+def test_the_plot_says_a_combinator_has_one_length(profile, flags: str, words: str) -> None:
     _, records = profile(*SMALL, *(flags.split() or ("--query-len", "2")))
-    figure = plot_memory(records, tmp_path / "memory.svg", styles={}, title="", subtitle="")
-    labels = [figure.get_supxlabel(), *(ax.get_xlabel() for ax in figure.axes)]
-    assert any(label.endswith(words) for label in labels)
+    assert [ax.get_xlabel() for ax in figure(records).axes] == [words] * 2
 
 
 def test_time_is_measured_unless_refused(profile) -> None:

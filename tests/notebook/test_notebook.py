@@ -162,7 +162,7 @@ def test_plots_are_figures_that_show_themselves(results):
     figure = results.plot("memory", log=False, title="here")
     assert figure.get_suptitle().startswith("here")
     assert figure._repr_png_().startswith(b"\x89PNG")
-    assert results.plot(y="saved_bytes").axes
+    assert results.plot("saved_bytes", x="seq_len").axes
 
 
 def test_results_show_an_answer_a_picture_and_a_table(results):

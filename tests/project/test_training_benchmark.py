@@ -9,9 +9,7 @@ import torch
 from forked import run_python
 
 from memcheck.bench.models.case import SIZES
-from memcheck.core.model_record import ModelRecord
 from memcheck.nn.decoder import ATTENTIONS
-from memcheck.report.plots.models import labels_of
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -146,11 +144,3 @@ def check_models(rows, sizes):
         assert row["status"] == "ok" or row["oom_phase"] in ("forward", "backward", "optimizer")
     means = {(row["autocast"], row["checkpointing"]): row["saved_bytes"] for row in rows if row["about"] == "means"}
     assert max(means[None, True], means["bfloat16", True]) < means["bfloat16", False] < means[None, False]
-
-
-def test_every_bar_has_a_name():
-    means = [(None, False), ("bfloat16", False), (None, True), ("bfloat16", True)]
-    records = [ModelRecord(operator="softmax", autocast=autocast, checkpointing=on) for autocast, on in means]
-    names = ["no autocast, no checkpoints", "autocast bfloat16", "checkpoints", "autocast bfloat16, checkpoints"]
-    assert labels_of(records) == names
-    assert labels_of(records[:1]) == ["softmax"]

@@ -1,4 +1,4 @@
-"""What compare, report and plot read: records of operators, of whole models, and of a caller's own callables."""
+"""What compare and report read: records of operators, of whole models, and of a caller's own callables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report.cases import case_and_place
 from memcheck.report.models import models_table
-from memcheck.report.plots.pictures import choose_pictures
+from memcheck.report.plots.pictures import pictures_of
 from memcheck.report.summary import summary
 from memcheck.report.tables import data_rows
 
@@ -57,7 +57,7 @@ def test_a_report_of_a_folder_that_holds_both(folder: Path, capsys) -> None:
     assert out.count("5 cases of whole models") == 1
     assert "At S = T = 4096, naive needs 28 times as much as softplus" in out
     page = (folder / "page.html").read_text()
-    assert "Memory of whole models" in page
+    assert "models: peak memory; cpu" in page
     assert "small, softmax, S 128, train, fp32: 128,625,408 parameters" in page
     (rows,) = [
         table["rows"] for table in json.loads((folder / "tables/tables.json").read_text()) if table["name"] == "models"
@@ -78,14 +78,11 @@ def test_other_tables_of_whole_models(folder: Path, capsys) -> None:
 
 
 def test_pictures_of_whole_models(folder: Path, capsys) -> None:
-    code, out, _ = run(capsys, "plot", folder, "--format", "svg")
-    assert (code, out) == (0, f"Wrote {folder / 'models.svg'}\n")
-    assert "kept for backward" in (folder / "models.svg").read_text()
-    records = [*read_records(QUICK), *read_results(folder)]
-    names = [picture.name for picture in choose_pictures(records, styles={}, title="")]
-    assert {"memory", "models"} <= set(names)
-    assert run(capsys, "plot", folder, "--kind", "memory")[0] == 1
-    assert run(capsys, "plot", folder, "--kind", "models", "--format", "svg")[0] == 0
+    code, _, err = run(capsys, "report", folder, "--plot", "memory.svg")
+    assert (code, err) == (0, f"\nWrote {folder / 'memory.svg'}\n")
+    assert "With the optimizer" in (folder / "memory.svg").read_text()
+    names = [picture.name for picture in pictures_of([*read_records(QUICK), *read_results(folder)], styles={})]
+    assert {"memory-attention", "memory-models", "savings-attention"} <= set(names)
 
 
 def test_a_prediction_of_a_model_says_what_it_is() -> None:
@@ -101,10 +98,9 @@ def test_a_prediction_of_a_model_says_what_it_is() -> None:
 
 
 def test_a_folder_without_results(tmp_path: Path, capsys) -> None:
-    for command in ("report", "plot"):
-        code, out, err = run(capsys, command, tmp_path)
-        assert (code, out) == (2, "")
-        assert "holds no records.jsonl" in err
+    code, out, err = run(capsys, "report", tmp_path)
+    assert (code, out) == (2, "")
+    assert "holds no records.jsonl" in err
 
 
 def own_record(rows: int = 8) -> Record:
@@ -130,9 +126,8 @@ def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> N
     assert "None" not in out
     assert run(capsys, "report", before, "--html", before / "page.html", "--output", before)[0] == 0
     assert "<h1>Peak memory</h1>" in (before / "page.html").read_text()
-    code, out, _ = run(capsys, "plot", before, "--format", "svg")
-    assert (code, out) == (0, f"Wrote {before / 'memory.svg'}\n")
-    assert "With the optimizer's step" in (before / "memory.svg").read_text()
+    assert run(capsys, "report", before, "--plot", "memory.svg")[0] == 0
+    assert "With the optimizer" in (before / "memory.svg").read_text()
 
     memcheck.write_record(after, memcheck.measure_memory(model, torch.randn(64, 64, requires_grad=True)), name="linear")
     memcheck.write_record(after, step, name="a step")

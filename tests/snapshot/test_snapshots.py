@@ -417,7 +417,7 @@ def test_the_28_histories_are_exact() -> None:
 def test_a_notebook_shows_the_answer_the_picture_and_the_tables(write: Callable[..., Path]) -> None:
     snapshot = memcheck.Snapshot.load(write(fragmented().data()))
     page = snapshot._repr_html_()
-    assert all(part in page for part in ("Memory ran out on cuda:0", "<svg", "Alive when memory ran out, by line"))
+    assert all(part in page for part in ("Memory ran out on cuda:0", "<img", "Alive when memory ran out, by line"))
     assert [table.name for table in snapshot.table("what-if")] == ["what-if"]
     with pytest.raises(UsageError, match="table: line is unknown"):
         snapshot.table("line")

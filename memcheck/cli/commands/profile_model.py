@@ -28,7 +28,7 @@ from memcheck.core.options import named
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report.cases import case_and_place
 from memcheck.report.models import LETTERS, ModelRows, model_title, parts_table
-from memcheck.report.plots.models import plot_models
+from memcheck.report.plots.figure import plot_figure
 from memcheck.report.summary import model_answer
 from memcheck.report.tables import Screen, to_text
 
@@ -56,7 +56,7 @@ def run(request: ProfileModel) -> int:
             records.append(record)
             bar.update()
     store.keep_newest(case_and_place)
-    plot_models(records, picture, title="Memory of a decoder", subtitle=model_title(records))
+    plot_figure(records, picture, title="Memory of a decoder", subtitle=model_title(records))
     print(f"\n{rows.legend()}", file=out)
     print_doubts([record for record in records if record.source == "measured"], request.doubts, rows.screen, out)
     if request.components or len(records) == 1:

@@ -11,10 +11,11 @@ from typing import Any
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_results
 from memcheck.cli.commands import snapshot
+from memcheck.cli.commands.run import page_of
 from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Report, Snapshot
 from memcheck.cli.runs import check_only, runs_in
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.files import write_text
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
@@ -24,7 +25,15 @@ from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import has_sizes, is_model, parse_wanted, select
 from memcheck.report.models import parts_table
 from memcheck.report.page import html_page
-from memcheck.report.plots.script_plot import page_of
+from memcheck.report.plots.pictures import (
+    KINDS,
+    check_axis,
+    check_kind,
+    inline_pictures,
+    pictures_of,
+    write_pictures,
+)
+from memcheck.report.plots.style import FORMATS
 from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
 from memcheck.report.scaling import scaling_table
 from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_report
@@ -47,6 +56,8 @@ def run(request: Report) -> int:
     written = write_output(standard_tables(records) if usual else tables, request.output) if request.output else []
     if request.html:
         written.append(write_page(records, request.folders, request.html))
+    if request.plot:
+        written += write_plots(records, request)
     if usual and request.format == "table":
         print(*map(Screen.of(sys.stdout).fill, summary(records)), sep="\n", end="\n\n")
     print(render(tables, request.format, sys.stdout))
@@ -111,14 +122,35 @@ def accounting_of(record: Record) -> Table:
     return parts_table(record) if isinstance(record, ModelRecord) else accounting_table(record)
 
 
+def write_plots(records: Sequence[Record], request: Report) -> list[Path]:
+    """Writes the pictures of --plot to --output, or beside the records of the first folder."""
+    folder, paths = request.output or request.folders[0], list[Path]()
+    x = check_axis(request.x, named("x"))
+    for word in request.plot or ():
+        kind, dot, suffix = word.partition(".")
+        if dot and suffix not in FORMATS:
+            raise unknown_name(named("plot"), word, [f"{kind}.{known}" for known in FORMATS])
+        kinds = KINDS if kind == "all" else [check_kind(kind, named("plot"))]
+        how: dict[str, Any] = {"formats": [suffix] if dot else ["png", "svg"], "watch": watch, "title": request.title}
+        try:
+            made = write_pictures(
+                records, folder, styles=styles_of_contenders(), kinds=kinds, x=x, log=not request.linear, **how
+            )
+        except OSError as error:
+            raise UsageError(f"{named('output')} {folder} cannot be written to: {error.strerror}") from None
+        if not made:
+            raise MemcheckError(f"there is nothing to draw of {kind} in these {len(records)} records")
+        paths += made
+    return paths
+
+
 def write_page(records: Sequence[Record], folders: Sequence[Path], path: Path) -> Path:
-    from memcheck.report.plots.pictures import svg_plots
 
     make_room("html", path)
     styles = styles_of_contenders()
     sweeps = [sweep for folder in folders if (sweep := read_sweep(folder))]
     operators = [record for record in records if not is_model(record)]
-    plots = svg_plots(records, styles=styles, watch=watch)
+    plots = inline_pictures(pictures_of(records, styles=styles), watch)
     title = "What attention costs" if any(map(has_sizes, operators)) else "Peak memory"
     page = html_page(records, title=title, plots=plots, sweeps=sweeps)
     try:

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
 from memcheck.core.snapshot_record import SnapshotRecord
-from memcheck.report.plots.snapshot_plot import plot_snapshot
-from memcheck.report.plots.style import inline_svg
+from memcheck.report.plots.style import image_element
+from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import MOST_ROWS_OF_PAGE
 from memcheck.report.snapshots import (
     comparison_of,
@@ -90,19 +89,12 @@ def heading(record: SnapshotRecord) -> str:
 def write(records: Sequence[SnapshotRecord], request: Request) -> list[Path]:
     written = []
     if request.html is not None:
-        pictures = [
-            (name_of(record), inline_svg(partial(figure_of, record), f"snapshot-{number}", name_of(record)))
-            for number, record in enumerate(records)
-        ]
+        pictures = [(name_of(record), image_element(figure_of(record), name_of(record))) for record in records]
         command = f"memcheck snapshot {shlex.join(map(str, request.files))}"
         write_text(request.html, snapshot_page(records, pictures, command))
         written.append(request.html)
     if request.plot is not None:
-        draw(max(records, key=attrgetter("peak_reserved_bytes")), request.plot, "plot")
+        record = max(records, key=attrgetter("peak_reserved_bytes"))
+        plot_timeline(record, request.plot, title=f"Memory of {name_of(record)}", subtitle=record.settings)
         written.append(request.plot)
     return written
-
-
-def draw(record: SnapshotRecord, path: Path, option: str) -> None:
-    make_room(option, path)
-    plot_snapshot(record, path, title=f"Memory of {name_of(record)}", subtitle=record.settings)

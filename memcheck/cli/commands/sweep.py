@@ -35,7 +35,7 @@ from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes, format_time
 from memcheck.report.cases import failure_note, is_predicted
-from memcheck.report.plots.pictures import write_plots
+from memcheck.report.plots.pictures import write_pictures
 from memcheck.report.records import write_tables
 from memcheck.report.summary import summary
 from memcheck.report.tables import Screen
@@ -367,8 +367,7 @@ def write_files(options: Sweep) -> str:
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        how: dict[str, Any] = {"every": options.all_pictures, "watch": watch}
-        plots = write_plots(records, output, styles=styles_of_contenders(), title=title, **how)
+        plots = write_pictures(records, output, styles=styles_of_contenders(), title=title, watch=watch)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
     first = [f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else str(*paths) for paths in (tables, plots)]

@@ -1,16 +1,18 @@
-"""Plots one case over time: live bytes, stacked by name, with phases and peaks."""
+"""Memory over time, stacked by what holds it: of one case, of a script, and of a snapshot of torch's allocator."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memcheck.core.script_record import LAYERS, ScriptRecord
+from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.core.style import colour_of
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.scales import set_linear_ticks
-from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, is_narrow, new_figure, written
+from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, new_figure, save, set_linear
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +30,9 @@ MOST_STEPS = 1500
 MOST_LETTERS = 36
 # Names that hold less than this share of the maximum at every peak are combined.
 LEAST_SHARE = 0.01
+PEAKS = ("v", "D", "s")  # Markers of peaks, in order.
+# The layers of a script from the bottom: what lives longest first.
+ORDER = ("parameters", "buffers", "optimizer state", "gradients")
 
 
 @dataclass(frozen=True)
@@ -48,41 +53,84 @@ class Layers:
 
 @in_house_style
 def timeline_figure(timeline: Timeline, *, title: str = "Memory over one case", subtitle: str = "") -> Figure:
-    figure, ax = stack_figure(layers_of(timeline), title, subtitle)
-    mark_phases(ax, timeline)
+    """One case, with the phases and their peaks."""
     columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
-    phases = {name: (first, last + 1) for name, first, last in timeline.phases}
-    peaks = []
-    for phase, step in timeline.peak.items():
-        if step in columns:
-            text = f"{phase} peak {format_bytes(sum(columns[step]))}"
-            top = sum(size for size in columns[step] if size > 0)
-            # Centred on the step.
-            peaks.append(Peak(step + 0.5, top, text, *phases.get(phase, ax.get_xlim())))
-    mark_peaks(ax, peaks)
+    peaks = [
+        # Centred on the step.
+        (step + 0.5, sum(max(size, 0) for size in columns[step]), f"{phase} peak {format_bytes(sum(columns[step]))}")
+        for phase, step in timeline.peak.items()
+        if step in columns
+    ]
+    figure, ax = stack_figure(layers_of(timeline), title, subtitle, peaks=peaks)
+    for number, (name, first, last) in enumerate(timeline.phases):
+        if number:
+            ax.axvline(first, color="black", lw=0.8, ls="--", label="_phase")
+        place = ax.get_xaxis_transform()
+        ax.text((first + last + 1) / 2, 0.985, name, transform=place, ha="center", va="top", fontsize=11, weight="bold")
+    if timeline.steps:
+        ax.set_xlim(timeline.steps[0], timeline.steps[-1] + 1)
     return figure
 
 
-plot_timeline = written(timeline_figure)
+@in_house_style
+def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Figure:
+    """A run of a script, with its peak, its limit and the time."""
+    # The limit is shown unless it is so far above the peak that it would flatten the picture.
+    limit = record.limit_bytes or 0
+    limit = limit if limit < 3 * record.peak.bytes else 0
+    if record.growing:
+        subtitle += f"; grows {format_bytes(record.growth_per_step)} a {record.step_name}"
+    if record.process.growth_per_step:
+        subtitle += f"; the process grows {format_bytes(record.process.growth_per_step)} more"
+    peak = record.peak
+    peaks = [(peak.event, peak.bytes, f"peak {format_bytes(peak.bytes)}, {peak.place.phase}")]
+    used = [place for place in range(len(LAYERS)) if any(level.layers[place] for level in record.levels)]
+    used.sort(key=lambda place: ORDER.index(LAYERS[place]) if LAYERS[place] in ORDER else len(ORDER) + place)
+    layers = {LAYERS[place]: [0, *(level.layers[place] for level in record.levels)] for place in used}
+    stack = Layers([0, *(level.event for level in record.levels)], layers)
+    lines = {f"limit {format_bytes(limit)}": ([0, record.events + 1], [limit] * 2, "--")} if limit else {}
+    figure, ax = stack_figure(stack, title, subtitle, peaks=peaks, lines=lines)
+    ax.set_xlim(0, record.events + 1)
+    # Along the upper edge, when some of the events were.
+    levels = record.levels[len(record.levels) // 12 :: max(1, len(record.levels) // 6)]
+    upper = ax.secondary_xaxis("top")
+    upper.set_xticks([level.event for level in levels], [f"{level.seconds:.3g} s" for level in levels], fontsize=9)
+    upper.tick_params(length=3)
+    return figure
 
 
-def stack_figure(stack: Layers, title: str, subtitle: str, *, top: float = 0) -> tuple[Figure, Axes]:
-    """The layers on axes of bytes that reach to `top` at least, beside a bar of what is alive at the peak."""
-    figure = new_figure(WIDE, 6.4 if is_narrow() else 4.8, title, subtitle)
-    ax, bar = figure.subplots(1, 2, width_ratios=[9 if is_narrow() else 18, 1])
-    tops = stack.tops
-    highest = max([top, *tops]) or 1
-    lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
-    looks = looks_of(stack)
-    draw_layers(ax, stack, looks)
-    draw_bar(bar, stack, looks, tops.index(max(tops, default=0)) if tops else 0, highest)
-    for each in (ax, bar):
-        each.set_ylim(1.1 * min(lowest, 0), 1.2 * highest)
-    figure.draw_without_rendering()
-    set_linear_ticks(ax.yaxis, highest, "bytes")
-    ax.set_xlabel("allocations and frees")
-    ax.set_ylabel("alive")
-    return figure, ax
+@in_house_style
+def snapshot_figure(record: SnapshotRecord, *, title: str, subtitle: str = "") -> Figure:
+    """A snapshot: what was alive by line of Python, below what was reserved, and where memory ran out."""
+    levels, peak, end = record.levels, record.peak, max(record.events, 1) + 1
+    names = [name.rpartition("/")[2] for name in levels.layers]  # Without folders, where that is unique.
+    layers = {
+        short if names.count(short) == 1 else name: sizes
+        for short, (name, sizes) in zip(names, levels.layers.items(), strict=True)
+    }
+    stack = Layers([event + 1 for event in levels.events], layers)
+    peaks = [(peak.event + 1, peak.allocated_bytes, f"peak {format_bytes(peak.allocated_bytes)}")]
+    if record.oom is not None:
+        moment, requested = record.oom.moment, format_bytes(record.oom.requested_bytes)
+        peaks.append((moment.event + 1, moment.reserved_bytes, f"out of memory: {requested} requested"))
+    lines = {"reserved": ([*stack.steps, end], [*levels.reserved, *levels.reserved[-1:]], "-")}
+    figure, ax = stack_figure(stack, title, subtitle, peaks=peaks, lines=lines)
+    ax.set_xlabel("events")
+    ax.set_xlim(0, end)
+    return figure
+
+
+def plot_timeline(data: Timeline | ScriptRecord | SnapshotRecord, path: Path | str, **how: Any) -> Figure:
+    """Draws memory over time and writes it to `path`. how: title and subtitle."""
+    figure: Figure
+    if isinstance(data, ScriptRecord):
+        figure = script_figure(data, **how)
+    elif isinstance(data, SnapshotRecord):
+        figure = snapshot_figure(data, **how)
+    else:
+        figure = timeline_figure(data, **how)
+    save(figure, path)
+    return figure
 
 
 def layers_of(timeline: Timeline) -> Layers:
@@ -113,6 +161,41 @@ def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
     places = sorted(fullest | set(keep) | {0, len(tops) - 1})
     layers = {name: [sizes[place] for place in places] for name, sizes in stack.layers.items()}
     return Layers([stack.steps[place] for place in places], layers)
+
+
+def stack_figure(
+    stack: Layers,
+    title: str,
+    subtitle: str,
+    *,
+    peaks: Sequence[tuple[float, int, str]],
+    lines: Mapping[str, tuple[Sequence[int], Sequence[int], str]] | None = None,
+) -> tuple[Figure, Axes]:
+    """The layers over their steps, beside a bar of what is alive at the peak, with their names.
+
+    peaks: x, bytes and words of moments to mark. lines: name -> x, bytes and dash.
+    """
+    figure = new_figure(WIDE, 5, title, subtitle)
+    ax, bar = figure.subplots(1, 2, width_ratios=[18, 1])
+    tops, looks = stack.tops, looks_of(stack)
+    draw_layers(ax, stack, looks)
+    marked = []
+    for name, (xs, sizes, dash) in (lines or {}).items():
+        marked += ax.plot(xs, sizes, drawstyle="steps-post", color="black", lw=1, ls=dash, label=name)
+    for (x, top, words), marker in zip(peaks, itertools.cycle(PEAKS)):
+        shape = "X" if words.startswith("out of memory") else marker
+        marked += ax.plot([x], [top], marker=shape, color="black", ms=7, ls="none", clip_on=False, label=words)
+    highest = max([ax.dataLim.y1, *tops]) if tops or marked else 1
+    lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
+    draw_bar(bar, stack, looks, tops.index(max(tops)) if tops else 0, highest)
+    for each in (ax, bar):
+        each.set_ylim(1.1 * min(lowest, 0), 1.15 * (highest or 1))
+    set_linear(ax.yaxis, highest or 1, format_bytes)
+    ax.set_xlabel("allocations and frees")
+    ax.set_ylabel("alive")
+    if marked:
+        figure.legend(handles=marked, loc="outside lower center", ncols=3)
+    return figure, ax
 
 
 def looks_of(stack: Layers) -> dict[str, dict[str, Any]]:
@@ -155,71 +238,12 @@ def draw_bar(ax: Axes, stack: Layers, looks: Mapping[str, Mapping[str, Any]], pl
         below += size
         if max(map(abs, sizes), default=0) >= LEAST_VISIBLE * highest:
             handles.append(drawn)
+            short = name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 3]}..."
             # Matplotlib omits labels that begin with an underscore, such as _softmax_backward_data.
-            names.append(f" {short(name)}".removeprefix("" if name.startswith("_") else " ") + size_words(size))
-    ax.set_xlim(-0.5, 0.5)
+            short = f" {short}" if name.startswith("_") else short
+            names.append(f"{short}, {format_bytes(size)}" if size else short)
+    ax.set(xlim=(-0.5, 0.5), yticks=[])
     ax.set_xticks([0], ["peak"])
-    ax.set_yticks([])
     ax.spines[["left", "bottom"]].set_visible(False)
     ax.tick_params(length=0)
-    how: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.1, 0.5)}
-    if is_narrow():
-        figure = ax.get_figure()
-        assert figure is not None
-        figure.legend(handles[::-1], names[::-1], frameon=False, fontsize=9, loc="outside lower center", ncols=1)
-        return
-    ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=9, **how)
-
-
-def size_words(size: int) -> str:
-    return f", {format_bytes(size)}" if size else ""
-
-
-def short(name: str) -> str:
-    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 3]}..."
-
-
-def mark_phases(ax: Axes, timeline: Timeline) -> None:
-    place = ax.get_xaxis_transform()
-    for number, (name, first, last) in enumerate(timeline.phases):
-        if number:
-            ax.axvline(first, color="black", lw=0.8, ls="--", label="_phase")
-        middle = (first + last + 1) / 2
-        ax.text(middle, 0.985, name, transform=place, ha="center", va="top", fontsize=11, weight="bold")
-    if timeline.steps:
-        ax.set_xlim(timeline.steps[0], timeline.steps[-1] + 1)
-
-
-@dataclass(frozen=True)
-class Peak:
-    """A peak to mark at (x, top). Its text should stay between first and last."""
-
-    x: float
-    top: float
-    text: str
-    first: float
-    last: float
-
-
-def mark_peaks(ax: Axes, peaks: Sequence[Peak]) -> None:
-    """Marks the peaks, with their texts where they cross no phase and no other text, if there is such a place."""
-    from matplotlib.transforms import Bbox
-
-    taken: list[Bbox] = []
-    low, high = ax.get_xlim()
-    for peak in peaks:
-        ax.plot([peak.x], [peak.top], marker="v", color="black", ms=7, clip_on=False, label="_peak")
-        label = ax.annotate(peak.text, (peak.x, peak.top), textcoords="offset points", xytext=(0, 7), va="bottom")
-        sides = ["left", "right"] if (peak.x - low) / (high - low) < 0.7 else ["right", "left"]
-        places = [
-            (span, lift, side) for span in ((peak.first, peak.last), (low, high)) for lift in (7, 20) for side in sides
-        ]
-        for (first, last), lift, side in places:
-            label.set(ha=side, position=(-4 if side == "left" else 4, lift))
-            box = label.get_window_extent()
-            left, right = (ax.transData.transform((x, 0))[0] for x in (first, last))
-            if left - 1 <= box.x0 and box.x1 <= right + 1 and not any(box.overlaps(other) for other in taken):
-                break
-        if (first, last) != (peak.first, peak.last):  # The text crosses the line between two phases.
-            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
-        taken.append(label.get_window_extent())
+    ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.1, 0.5))
