@@ -145,7 +145,7 @@ class Snapshot:
         return snapshot_object(self.record)
 
     def _picture(self, record: SnapshotRecord) -> str:
-        return f'<div class="picture">{image_element(figure_of(record), name_of(record))}</div>'
+        return f'<div class="picture">{image_element(figure_of(record), name_of(record), "png")}</div>'
 
 
 def figure_of(record: SnapshotRecord) -> Figure:

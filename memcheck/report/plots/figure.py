@@ -308,6 +308,6 @@ def bar_figure(panels: Sequence[Panel], columns: int, words: tuple[str, str], la
     highest = max(ax.dataLim.x1 for ax in axes)
     highest = highest if math.isfinite(highest) and highest else 2.0**20
     axes[0].set_yticks(range(len(names)), names)
-    axes[0].set(ylim=(len(names) - 0.4, -0.6), xlim=(0, 1.3 * highest))  # The first operator stands at the top.
-    set_linear(axes[0].xaxis, highest, panels[0].quantity.text, 3)
+    axes[0].set(ylim=(len(names) - 0.4, -0.6), xlim=(0, 1.4 * highest))  # The first operator stands at the top.
+    set_linear(axes[0].xaxis, highest, panels[0].quantity.text, 2.5)
     return figure

@@ -158,7 +158,7 @@ def set_powers(ax: Axes, values: Iterable[float], text: Callable[[float], str], 
     set_ticks(ax.yaxis, [2.0**power for power in range(low, high + 1, math.ceil((high - low) / 8))], text)
 
 
-def set_linear(axis: Axis, highest: float, text: Callable[[float], str], count: int = 5) -> None:
+def set_linear(axis: Axis, highest: float, text: Callable[[float], str], count: float = 5) -> None:
     """About so many ticks of a linear axis from 0 to the highest value, at multiples of a power of two."""
     step = 2.0 ** round(math.log2(highest / count))
     set_ticks(axis, [step * number for number in range(int(highest / step) + 1)], lambda y: text(y) if y else "0")
