@@ -145,12 +145,11 @@ def figure(
     words = title or title_of(kind), common_case(records) if subtitle is None else subtitle
     label = axis_words(records, views[0].x)
     if all(len(view.positions) < 2 for view in views):
-        result, notes = bar_figure(panels, columns, words, label), ["black: predicted"]
-        notes = notes * any(line.expected(panel.quantity) for panel in panels for line in panel.lines)
+        result, drawn_as = bar_figure(panels, columns, words, label), "black: predicted"
     else:
         result = line_figure(panels, columns, words, label, log=log)
-        notes = line_notes(panels)
-    add_note(result, *notes, undrawn_note(records, views[0].x))
+        drawn_as = "marks: measured; lines: predicted, else from mark to mark"
+    add_note(result, *notes_of(panels, drawn_as), undrawn_note(records, views[0].x))
     return result
 
 
@@ -269,14 +268,14 @@ def legend_of(panels: Sequence[Panel]) -> list[Any]:
     return handles
 
 
-def line_notes(panels: Sequence[Panel]) -> list[str]:
-    """What lines and hollow marks are if something is predicted, and which lines a logarithmic axis cannot show."""
+def notes_of(panels: Sequence[Panel], drawn_as: str) -> list[str]:
+    """What needs an explanation. drawn_as: how predictions are drawn beside measurements."""
     cells = [(line, panel.quantity) for panel in panels for line in panel.lines]
     expected = [(line, quantity) for line, quantity in cells if line.expected(quantity)]
     hollow = any(dict(line.expected(quantity)).keys() - dict(line.measured) for line, quantity in expected)
     zeros = [line.name for line, quantity in cells if {y for _, y in quantity.along(line.points)} == {0}]
     return [
-        "marks: measured; lines: predicted, else from mark to mark" * any(line.measured for line, _ in expected),
+        drawn_as * any(line.measured for line, _ in expected),
         "hollow: predicted, not run" * hollow,
         f"0 throughout: {', '.join(dict.fromkeys(zeros))}" * bool(zeros),
     ]

@@ -41,7 +41,6 @@ RC = {
     "legend.fontsize": 9,
     "svg.fonttype": "none",
     "svg.hashsalt": "memcheck",
-    "savefig.dpi": 150,
 }
 # No file has the date on which it was written.
 METADATA: dict[str, dict[str, str | None]] = {
@@ -174,9 +173,9 @@ def spaced(values: Iterable[int]) -> list[int]:
 
 
 @in_house_style
-def image_bytes(figure: Figure, suffix: str = "png") -> bytes:
+def image_bytes(figure: Figure, suffix: str = "png", dpi: int = 100) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, metadata=METADATA.get(suffix))
+    figure.savefig(buffer, format=suffix, dpi=dpi, metadata=METADATA.get(suffix))
     return buffer.getvalue()
 
 
@@ -184,7 +183,7 @@ def save(figure: Figure, path: Path | str) -> Path:
     """Writes the figure in the format of the path's suffix, by default as PNG, and returns the path."""
     path = Path(path) if Path(path).suffix else Path(f"{path}.png")
     with whole_file(path) as file:
-        file.write(image_bytes(figure, path.suffix[1:]))
+        file.write(image_bytes(figure, path.suffix[1:], dpi=150))
     return path
 
 

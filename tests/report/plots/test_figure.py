@@ -179,7 +179,7 @@ def test_a_single_size_is_bars_with_values() -> None:
     assert [bar.get_facecolor()[:3] == (1, 1, 1) for bar in both.patches] == [False, False, True]
     assert [label.get_text() for label in forward.get_yticklabels()] == ["softplus", "naive", "linear"]
     assert both.get_xlabel() == "at sequence length 256"
-    assert result.get_supxlabel() == "black: predicted"
+    assert result.get_supxlabel() == "black: predicted; hollow: predicted, not run"
 
 
 def test_whole_models_are_a_figure_as_well() -> None:
