@@ -183,8 +183,8 @@ def test_a_wrong_value_of_a_prediction_of_a_case_is_named() -> None:
     for find in (predicted, lambda case, **place: predict_case(case, Place(**place))):
         with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
             find(CASE, threads=0)
-    with pytest.raises(ValueError, match="probe must be True, False or a Probe, got 'yes'"):
-        predicted(LINEAR, x(), probe="yes")
+    with pytest.raises(ValueError, match="probes must be a file, True, False or a Probe, got 3"):
+        predicted(LINEAR, x(), probes=3)
 
 
 def test_wrong_values_of_sweeps_and_searches_are_named(tmp_path: Path) -> None:
