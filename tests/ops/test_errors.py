@@ -110,6 +110,7 @@ MORE_CALLS: dict[str, Callable[[], Arguments]] = {
         **{"sink": ones(4), "k": ones(2, 2, 7, 3), "v": ones(2, 2, 7, 3), "window": 3},
     },
 }
+PLACES = ["grad_y", "grad_m", "grad_z", "q", "kc", "vc", "x", "k", "v", "w", "weight", "carries", "preactivations"]
 PARTS = {"softplus_attention_step": ("z", "a"), "linear_attention_step": ("m", "z")}
 
 
@@ -131,7 +132,7 @@ def error_of(call: str, changed: Arguments) -> str:
             if wanted and argument not in changed and isinstance(x, Tensor) and x.is_floating_point():
                 x.requires_grad_()
         # What is no keyword-only argument comes by its place, as in most calls.
-        places = (
+        places = [
             "grad_y",
             "grad_m",
             "grad_z",
@@ -145,7 +146,7 @@ def error_of(call: str, changed: Arguments) -> str:
             "weight",
             "carries",
             "preactivations",
-        )
+        ]
         given = [arguments.pop(place) for place in [*arguments] if place in places]
         with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)) as raised:
             function(*given, **arguments)

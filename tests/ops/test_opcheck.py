@@ -78,7 +78,7 @@ def test_operators(it: Operator) -> None:
     assert_operators_are_right(it.function, it.inputs(it.small)[0])
 
 
-@pytest.mark.ci  # of options, lengths and strides other tests find what is wrong, too
+@pytest.mark.ci  # repeats it for other options, lengths and strides
 @EVERY
 def test_options_and_strides(it: Operator) -> None:
     inputs, _ = it.inputs(it.small)
