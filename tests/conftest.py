@@ -151,8 +151,8 @@ def pytest_configure(config):
 
         is_worker = hasattr(config, "workerinput")
         config.pluginmanager.register(Outcomes(Path(file), config.getoption("failed"), is_worker))
-    # Failed assertions in ops.checks show the compared values.
-    pytest.register_assert_rewrite("ops.checks")
+    # Failed assertions of these modules show the compared values.
+    pytest.register_assert_rewrite("ops.checks", "ops.operators")
 
 
 def pytest_pyfunc_call(pyfuncitem):
