@@ -150,9 +150,9 @@ MISTAKES = [
     ),
     Mistake(
         "one-search-only",
-        "memcheck/bench/capacity.py",
+        "memcheck/predict/search.py",
         "low = self.edge(again)\n",
-        "return again * self.step\n",
+        "return self.found_at(again)\n",
         ("tests/cli/test_fit.py", "-k", "found"),
     ),
     Mistake(

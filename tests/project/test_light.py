@@ -294,7 +294,7 @@ def test_nothing_of_linux_is_needed(tmp_path: Path) -> None:
         "sweep --predict-only --device T4 --attention-type naive,softmax --seq-len 8,16 --output sweep",
         "report sweep --html page.html",
         "compare sweep sweep",
-        "plot sweep --output pictures",
+        "report sweep --plot all --output pictures",
         "info",
     ]
     code = f"""{ELSEWHERE}
