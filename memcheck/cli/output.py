@@ -38,11 +38,10 @@ def watch(items: Sequence[T], title: str = "plots") -> Iterator[T]:
             bar.update()
 
 
-def print_doubts(records: list[R], in_detail: bool, screen: Screen, out: TextIO) -> None:
-    """Prints a line for the doubts about the records, or each doubt."""
-    lines = doubt_lines(records)
-    hint = [] if in_detail or not lines else ["--doubts lists each of them."]
-    for line in [*lines, *hint, *(doubt_details(records) if in_detail else [])]:
+def print_details(records: list[R], in_detail: bool, screen: Screen, out: TextIO) -> None:
+    """Below a table: each doubt, or the flag that lists them."""
+    lines = doubt_details(records) if in_detail else ["--doubts lists each doubt."] if doubt_lines(records) else []
+    for line in lines:
         print(screen.fill(line), file=out)
 
 

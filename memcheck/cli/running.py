@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -17,28 +16,29 @@ from memcheck.bench.catalog import (
 )
 from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.predicted_sweep import predicted_record
-from memcheck.bench.sweep.run import Settings
+from memcheck.bench.sweep.run import Settings, shape
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import note_unused_options
-from memcheck.cli.output import check_picture, make_room, print_answer, print_doubts, progress_bar
+from memcheck.cli.output import check_picture, make_room, print_details, progress_bar
 from memcheck.cli.run_requests import Cases
 from memcheck.core.place import Place
 from memcheck.core.record import Record, write_csv
+from memcheck.core.units import format_bytes, format_time
 from memcheck.measure.export import format_shares, nvtx_ranges
-from memcheck.report.cases import case_and_place, common_case
+from memcheck.report.cases import case_and_place, common_case, failure_note, is_predicted
 from memcheck.report.plots.figure import plot_figure
 from memcheck.report.plots.timeline import plot_timeline
-from memcheck.report.predictions import unknown_words
-from memcheck.report.rows import PREDICTED, LiveRows, explanation
-from memcheck.report.summary import answer
-from memcheck.report.tables import Screen
+from memcheck.report.predictions import prediction_table, unknown_words
+from memcheck.report.records import main_tables
+from memcheck.report.rows import explanation
+from memcheck.report.tables import Screen, to_text
 
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 
 def run_cases(cases: list[Case], request: Cases, *, title: str, note: str = "") -> int:
-    """Runs the cases and prints each row when it is done. Returns the exit code.
+    """Runs the cases, and prints a line of each when it is done and the table at the end. Returns the exit code.
 
     title: of the plot. note: a line of the header.
 
@@ -52,38 +52,55 @@ def run_cases(cases: list[Case], request: Cases, *, title: str, note: str = "") 
     note_unused_options(request, cases)
     records: list[Record] = []
     predictions: list[Record] = []
-    how = {"units": request.units, "predicted": request.predict, "timed": not request.no_time}
-    rows = LiveRows(cases, **how, screen=Screen.of(out))
+    screen = Screen.of(out)
     if note:
-        print(rows.screen.fill(note), file=out, flush=True)
-    show = functools.partial(tqdm.write, file=out)
+        print(screen.fill(note), file=out, flush=True)
     for record, prediction in profile_all(cases, request):
-        if not records:
-            show(f"{common_case(cases)}\n\n{rows.header()}")
+        both = [record, *([prediction] if prediction is not None else [])]
+        for one in both:
+            store.append(one)
         records.append(record)
-        store.append(record)
-        show(rows.row(record))
-        if prediction is not None:
-            predictions.append(prediction)
-            store.append(prediction)
-            show(rows.predicted_row(record, prediction))
-        out.flush()
+        predictions += both[1:]
+        tqdm.write(f"[{len(records)}/{len(cases)}] {case_line(record)}", file=sys.stderr)
     write_csv(store.keep_newest(case_and_place), table)
     kind, title = ("decode", "") if records[0].mode == "decode" else ("memory", title)
     styles = styles_of_contenders()
     plot_figure([*records, *predictions], picture, kind, styles=styles, title=title, subtitle=common_case(records))
-    print(f"\n{rows.legend()}", file=out)
-    if predictions:
-        print(*map(rows.screen.fill, [PREDICTED, *unknown_words(predictions)]), sep="\n", file=out)
-    print_doubts(records, request.doubts, rows.screen, out)
+    tables = [
+        *main_tables(records, request.units),
+        *([prediction_table([*records, *predictions])] if predictions else []),
+    ]
+    print("\n\n".join(to_text(table, screen) for table in tables), file=out)
+    for line in unknown_words(predictions):
+        print(screen.fill(line), file=out)
+    print_details(records, request.doubts, screen, out)
     written = [store.path, table, picture]
     for case, record in zip(cases, records, strict=True):
         written += inspect_case(case, record, request, out, single=len(cases) == 1)
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
-    print_answer(answer(records), rows.screen, out)
     if request.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in [*records, *predictions]) + "]")
     return exit_code(records)
+
+
+def case_title(case: Case | Record) -> str:
+    """ "naive  B1 S256 T256 E256 H4 float32 inference" """
+    compiled, mode = "compiled" if case.compiled else "", "" if case.mode == "train" else case.mode
+    return " ".join(filter(None, (f"{case.operator:<23}", shape(case), case.dtype, compiled, mode)))
+
+
+def case_line(record: Record) -> str:
+    return f"{case_title(record)}: {'predicted ' if is_predicted(record) else ''}{record.status}{figures(record)}"
+
+
+def figures(record: Record) -> str:
+    if record.status != "ok":
+        return f", {note}" if (note := failure_note(record)) and note != record.status else ""
+    sizes = {"peak forward": record.forward_peak_bytes, "kept": record.saved_bytes}
+    sizes["peak backward"] = record.backward_peak_bytes
+    parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
+    times = [format_time(time) for time in (record.forward_ms, record.backward_ms) if time is not None]
+    return ", " + ", ".join(parts + ([" + ".join(times)] if times else []))
 
 
 def profile_all(cases: list[Case], request: Cases) -> Iterator[tuple[Record, Record | None]]:

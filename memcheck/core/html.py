@@ -1,76 +1,53 @@
-"""Small pieces of HTML for notebooks: no scripts, and the colours of the page around them, light or dark."""
+"""HTML by jinja2: templates beside their callers, and the parts of what a notebook shows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from memcheck.core.style import KINDS, colour_of
 from memcheck.core.units import format_bytes, largest_first
 
-STYLE = """<style>
-.memcheck { max-width: 75em; overflow-wrap: anywhere; }
-.memcheck .scroll { overflow: auto; max-height: 48em; margin: .5em 0; }
-.memcheck table { border-collapse: collapse; margin: 0; font-variant-numeric: tabular-nums; }
-.memcheck td, .memcheck th { padding: .2em .6em; text-align: left; white-space: nowrap; vertical-align: top; }
-.memcheck td.number, .memcheck th.number { text-align: right; }
-.memcheck thead th { vertical-align: bottom; border-bottom: 1px solid; white-space: normal; overflow-wrap: normal; }
-.memcheck p, .memcheck li { margin: .3em 0; }
-.memcheck ul { padding-left: 1.2em; margin: .3em 0; }
-.memcheck .title { font-weight: bold; }
-.memcheck .note { opacity: .75; font-size: .9em; }
-.memcheck .bar { display: inline-block; height: .8em; min-width: 1px; }
-.memcheck td.bars { min-width: 12em; }
-.memcheck .picture { overflow-x: auto; }
-.memcheck .picture img { min-width: 32em; max-width: 100%; background: #fff; }
-.memcheck svg { display: block; width: 100%; max-width: 45em; height: 6em; margin: .5em 0; }
-</style>"""
 MOST_ROWS = 10  # Of a list of tensors or modules.
 MOST_STEPS = 400  # Of a timeline; with more, each column shows its maximum.
 
 
+@functools.cache
+def template(path: Path) -> Any:
+    """The jinja2 template in a file. What it inserts is escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path.parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(path.name)
+
+
+def macros() -> Any:
+    """The macros of result.html: each returns the HTML of one part."""
+    return template(Path(__file__).with_name("result.html")).module
+
+
 def fragment(*parts: str) -> str:
     """The parts as one output of a cell."""
-    return f'<div class="memcheck">{STYLE}\n' + "\n".join(parts) + "\n</div>"
-
-
-def paragraphs(sentences: Iterable[str], kind: str = "") -> str:
-    attribute = f' class="{kind}"' if kind else ""
-    return "\n".join(f"<p{attribute}>{escape(sentence)}</p>" for sentence in sentences)
-
-
-def listed(sentences: Iterable[str]) -> str:
-    return "<ul>\n" + "\n".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "\n</ul>"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool]) -> str:
-    """A table that scrolls where it is larger than the page. The cells are text; numeric columns are aligned right."""
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        kinds = ['class="number"' if number else "" for number in numeric]
-        parts = (f"<{tag} {kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-        return f"<tr>{''.join(parts)}</tr>".replace(" >", ">")
-
-    body = "\n".join(line("td", row) for row in rows)
-    head = f"<thead>{line('th', headings)}</thead>\n" if any(headings) else ""
-    return f'<div class="scroll"><table>\n{head}<tbody>\n{body}\n</tbody></table></div>'
+    return str(macros().fragment(parts))
 
 
 def bars(rows: Sequence[tuple[str, str, int]]) -> str:
     """A bar for each (name, kind, bytes); the kind has the colour."""
-    highest = max((size for *_, size in rows), default=0) or 1
-    lines = [
-        f'<tr><td>{escape(name)}</td><td class="number">{format_bytes(size)}</td><td class="bars"><span class="bar" '
-        f'style="width:{100 * size / highest:.1f}%;background:{colour_of(kind)}"></span></td></tr>'
-        for name, kind, size in rows
-    ]
-    return "<table><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
+    return str(macros().bars([(name, colour_of(kind), size, format_bytes(size)) for name, kind, size in rows]))
 
 
 def sizes_table(sizes: Mapping[str, int]) -> str:
     """A table of bytes and names, with what is beyond the longest list in one row."""
     rows = largest_first(((size, name) for name, size in sizes.items()), MOST_ROWS)
-    return table(("", ""), [(format_bytes(size), name) for size, name in rows if size], (True, False))
+    return str(macros().table((), [(format_bytes(size), name) for size, name in rows if size], (True, False)))
 
 
 def timeline(steps: Sequence[tuple[str, int]]) -> str:
@@ -79,21 +56,13 @@ def timeline(steps: Sequence[tuple[str, int]]) -> str:
     if not highest:
         return ""
     few = -(-len(steps) // MOST_STEPS)
-    groups = [steps[first : first + few] for first in range(0, len(steps), few)]
-    columns = [max(group, key=lambda step: step[1]) for group in groups]
-    areas = []
-    for phase in dict.fromkeys(phase for phase, _ in columns):
-        path = "".join(
-            f"M{x} 100V{100 - 100 * size / highest:.1f}h1V100z"
-            for x, (name, size) in enumerate(columns)
-            if name == phase
-        )
-        areas.append(f'<path d="{path}" fill="{colour_of(phase) or KINDS["others"]}"/>')
-    label = f"memory over time, up to {format_bytes(highest)}"
-    box = f'viewBox="0 0 {len(columns)} 100" preserveAspectRatio="none" shape-rendering="crispEdges"'
-    before = "; grey: the inputs, and the step before" if any(colour_of(phase) is None for phase, _ in steps) else ""
-    note = paragraphs([f"Bytes alive, over the allocations and releases in order{before}."], "note")
-    return f'<svg {box} role="img" aria-label="{label}">{"".join(areas)}</svg>\n{note}'
+    columns = [max(steps[first : first + few], key=lambda step: step[1]) for first in range(0, len(steps), few)]
+    paths: dict[str, str] = {}
+    for x, (phase, size) in enumerate(columns):
+        paths[phase] = f"{paths.get(phase, '')}M{x} 100V{100 - 100 * size / highest:.1f}h1V100z"
+    areas = [(path, colour_of(phase) or KINDS["others"]) for phase, path in paths.items()]
+    has_before = any(colour_of(phase) is None for phase, _ in steps)
+    return str(macros().timeline(areas, len(columns), format_bytes(highest), has_before))
 
 
 def modules(sizes: Mapping[str, Mapping[str, int]]) -> str:
@@ -103,8 +72,4 @@ def modules(sizes: Mapping[str, Mapping[str, int]]) -> str:
         (path or "outside of modules", *(format_bytes(one[moment]) for moment in ("peak", "saved")))
         for path, one in largest
     ]
-    return table(("module", "at the peak", "kept for backward"), rows, (False, True, True))
-
-
-def sentence(text: str) -> str:
-    return text if text.endswith((".", "!")) else f"{text}."
+    return str(macros().table(("module", "at the peak", "kept for backward"), rows, (False, True, True)))

@@ -176,7 +176,7 @@ class Record:
                 more = f"{format_bytes(asked)} requested, {format_bytes(used)} in use"
             phase = f" in the {self.oom_phase}" if self.oom_phase else ""
             status = "out of memory" if self.status == "oom" else self.status
-            return html.sentence(f"{place}: {status}{phase}{f': {more}' if more else ''}")
+            return sentence(f"{place}: {status}{phase}{f': {more}' if more else ''}")
         if not (peaks := self.peaks):
             return f"{place}."
         highest = max(peaks, key=lambda phase: peaks[phase])
@@ -235,17 +235,17 @@ class Record:
         time. modules: path -> its bytes at the "peak" and "saved" for backward.
         """
         start = [f"Backward from {self.backward_from}."] if self.backward_from else []
-        bars = self.bars()
-        parts = [html.paragraphs(filter(None, words or [self.headline(), *start]))]
+        bars, paragraphs = self.bars(), html.macros().paragraphs
+        parts = [paragraphs([*filter(None, words or [self.headline(), *start])])]
         parts += [html.bars(bars)] if bars else []
         steps = steps or [(phase, size) for phase, sizes in (self.over_time or {}).items() for size in sizes]
         parts.append(html.timeline(steps))
         parts += [html.modules(modules)] if modules and set(modules) != {""} else []
         if (alive := self.alive_then()) is not None:
-            parts.append(html.paragraphs([f"Alive {alive[0]}:"]) + html.sizes_table(alive[1]))
+            parts += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
         about = "Not known: " if self.source == "predicted" and self.exact is False else ""
         doubts = [f"{about}{doubt}" if doubt.startswith("what ") else doubt for doubt in self.doubts]
-        return html.fragment(*filter(None, parts), html.paragraphs(map(html.sentence, doubts), "note"))
+        return html.fragment(*filter(None, parts), paragraphs([*map(sentence, doubts)], "note"))
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:
@@ -260,6 +260,10 @@ class Record:
         if schema != SCHEMA:
             raise ValueError(f"its schema is {schema!r}, and this memcheck reads {SCHEMA}")
         return of_values(cls, values)
+
+
+def sentence(text: str) -> str:
+    return text if text.endswith((".", "!")) else f"{text}."
 
 
 @functools.cache

@@ -33,7 +33,7 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 
 
 class Results(Sequence[Record]):
-    """A sequence of records. As the last line of a cell it shows the answer, the main picture and the table.
+    """A sequence of records. As the last line of a cell it shows the main picture and the table.
 
     Examples:
         >>> memcheck.Results({"mine": memcheck.measure_memory(mine, x), "theirs": memcheck.measure_memory(theirs, x)})
@@ -64,18 +64,13 @@ class Results(Sequence[Record]):
         return Results([*self, *other])
 
     def __repr__(self) -> str:
-        return "\n\n".join(summary(self.records)) if self.records else "no records"
+        return repr(self.table()) if self.records else "no records"
 
     def _repr_html_(self) -> str:
         if not self.records:
-            return html.fragment(html.paragraphs(["No records."]))
-        sentences = summary(self.records)
-        tables = main_tables(self.records)
-        for table in tables:
-            table.notes = [note for note in table.notes if note not in sentences]
-        first = [image_element(one.draw(), one.caption, "png") for one in self.pictures()[:1]]
-        pictures = [f'<div class="picture">{image}</div>' for image in first]
-        return html.fragment(html.listed(sentences), *pictures, *map(to_html, tables))
+            return html.fragment(html.macros().paragraphs(["No records."]))
+        images = [html.macros().picture(image_element(one.draw(), one.caption, "png")) for one in self.pictures()[:1]]
+        return html.fragment(*images, *map(to_html, self.table()))
 
     def select(self, **wanted: Any) -> Results:
         """The records whose fields have these values: select(operator="naive", kv_len=[256, 1024]).
@@ -95,7 +90,7 @@ class Results(Sequence[Record]):
         return Results(chosen)
 
     def summary(self) -> Sentences:
-        """What ran, which operators need most and least, what is missing and what is doubtful, in sentences."""
+        """How many cases ran, how they ended, and what is doubtful, in sentences."""
         return Sentences(summary(self.records))
 
     def table(self, kind: str | None = None, *, units: bool = False) -> Tables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -179,6 +180,11 @@ def predicted_need(record: Record) -> int | None:
     """The highest peak of all phases, predicted from the shapes alone. None if a phase is not predicted."""
     terms = [(record.terms or {}).get(f"{phase}_peak_bytes") for phase in phases_of(record)]
     return None if None in terms else max(sum(named.values()) for named in terms if named is not None)
+
+
+def size_of(record: Record) -> int:
+    """The product of the sizes, to order cases by."""
+    return math.prod(getattr(record, name) or 1 for name in ("bsz", "query_len", "kv_len", "dim"))
 
 
 def failure_note(record: Record) -> str:

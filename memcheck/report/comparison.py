@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from memcheck.report.cases import (
     values_of,
     varying,
 )
-from memcheck.report.tables import Cell, Column, Table, to_html, to_text
+from memcheck.report.tables import Column, Table, to_html, to_text
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
 EXACT_BYTES = (
@@ -67,7 +66,7 @@ class Comparison:
         return "\n".join([to_text(comparison_table(self)), "", *comparison_words(self)])
 
     def _repr_html_(self) -> str:
-        return html.fragment(html.listed(comparison_words(self)), to_html(comparison_table(self)))
+        return html.fragment(html.macros().listed(comparison_words(self)), to_html(comparison_table(self)))
 
     def missing(self) -> list[Record]:
         """The records of `before` whose case is not in `after`, or has lost its memory figures there."""
@@ -119,6 +118,10 @@ def byte_differences(before: Record, after: Record) -> dict[str, int]:
         name: [getattr(record, name, None) for record in (before, after)] for name in EXACT_BYTES
     }
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
+
+
+def largest_growth(before: Record, after: Record) -> int:
+    return max(byte_differences(before, after).values(), default=0)
 
 
 def outcome(before: Record, after: Record) -> str:
@@ -215,6 +218,8 @@ def other_changes(before: Record, after: Record) -> str | None:
 
 
 def comparison_table(comparison: Comparison) -> Table:
+    """A row for each case in both, the largest growth first."""
+    ordered = sorted(comparison.pairs, key=lambda pair: (not fits_no_longer(*pair), -largest_growth(*pair)))
     both = [record for pair in comparison.pairs for record in pair]
     always = {"operator", "size", "query_len", "kv_len"}
     fields = [name for name in CASE_FIELDS if name in {*always, *varying(both)}]
@@ -231,29 +236,14 @@ def comparison_table(comparison: Comparison) -> Table:
         Column("other_changes", "other changes", audience="programs", read=lambda pair: other_changes(*pair)),
         column("measured_by_predicted", "measured / predicted", partial(prediction_change, comparison), 1),
     ]
-    others = [(describe(pair[1], fields), changes) for pair in comparison.pairs if (changes := other_changes(*pair))]
+    others = [(describe(pair[1], fields), changes) for pair in ordered if (changes := other_changes(*pair))]
     notes = [
         *(f"{case}: {changes}." for case, changes in others),
         "same: equal to the byte. within noise: the quartiles of the two times overlap, or the medians are within 2 %; "
         "otherwise the ratio of the medians.",
         *doubt_notes(comparison),
     ]
-    table = Table.of("comparison", f"{count_of(comparison.pairs)} in both", columns, comparison.pairs, notes)
-    return without_shared(table) if len(comparison.pairs) > 1 else table
-
-
-def without_shared(table: Table) -> Table:
-    """The table for people without the columns whose cells are all the same. The title has their values instead."""
-    shared = dict[Cell, list[str]]()
-    columns = list(table.columns)
-    for place, column in enumerate(table.columns):
-        values = {row[place] for row in table.rows}
-        if column.audience == "all" and len(values) == 1 and None not in values:
-            shared.setdefault(values.pop(), []).append(column.title)
-            columns[place] = dataclasses.replace(column, audience="programs")
-    words = [f"{', '.join(titles)} {value}" for value, titles in shared.items()]
-    title = ". ".join([table.title, *(["In all of them: " + "; ".join(words)] if words else [])])
-    return dataclasses.replace(table, title=title, columns=columns)
+    return Table.of("comparison", f"{count_of(comparison.pairs)} in both", columns, ordered, notes)
 
 
 def doubt_notes(comparison: Comparison) -> list[str]:
@@ -296,11 +286,6 @@ def comparison_words(comparison: Comparison) -> list[str]:
     counts = Counter(itertools.starmap(outcome, pairs))
     found = [f"{counts[words]} {words}" for words in OUTCOMES if counts[words]]
     lines = [f"Of {counted(len(pairs), 'case')}, {', '.join(found) or 'none is in both'}."]
-    changed = [
-        f"{describe(old, CASE_FIELDS)}: {verdict_change(old, new)}" for old, new in pairs if old.status != new.status
-    ]
-    lines += [f"Verdicts changed: {first_few(changed)}."] if changed else []
-    lines += largest_growth(comparison)
     for records, which in ((comparison.only_before, "before"), (comparison.only_after, "now")):
         if records:
             lines.append(f"Only {which}: {first_few([describe(record, CASE_FIELDS) for record in records])}.")
@@ -311,14 +296,3 @@ def first_few(words: Sequence[str]) -> str:
     """The first items of a list, and how many more there are."""
     more = f"; and {len(words) - MOST_LISTED} more" if len(words) > MOST_LISTED else ""
     return "; ".join(words[:MOST_LISTED]) + more
-
-
-def largest_growth(comparison: Comparison) -> list[str]:
-    """The figure that grew most, in a sentence; empty if none grew."""
-    growths = [
-        (change, name, new) for old, new in comparison.pairs for name, change in byte_differences(old, new).items()
-    ]
-    change, name, record = max(growths, key=lambda growth: growth[0], default=(0, "", None))
-    if record is None or change <= 0:
-        return []
-    return [f"{FIELD_WORDS[name]} of {describe(record, CASE_FIELDS)} grew most: by {format_bytes(change)}."]

@@ -18,9 +18,9 @@ from memcheck.report.cases import (
     ratio_words,
     varying,
 )
-from memcheck.report.rows import BELOW, Rows, mib_column, named_columns, predicted_cell, short_dtype
-from memcheck.report.summary import HELD, doubt_lines
-from memcheck.report.tables import SPREAD, TIME, Cell, Column, Screen, Table
+from memcheck.report.rows import mib_column, named_columns, short_dtype
+from memcheck.report.summary import doubt_lines
+from memcheck.report.tables import SPREAD, TIME, Cell, Column, Table
 
 LETTERS = (
     "B: batch, S: context, E: dimension, D: of a head, H: heads, F: of the feed-forward, L: layers, V: vocabulary, "
@@ -32,6 +32,7 @@ LEGEND = (
     "time: the median of a whole pass, ± its standard deviation. predicted: from the sizes alone; same: equal to the "
     "byte, otherwise measured / predicted; >=: at least, as something is not known. -: none, or not known."
 )
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # What a model holds between steps.
 TITLES = {"optimizer_bytes": "AdamW", "optimizer_peak_bytes": "peak AdamW"}
 
 
@@ -63,36 +64,18 @@ def precision(record: ModelRecord) -> str:
 
 
 CASE = [
-    Column("size", "size", width=6, rank=4),
-    Column("operator", "attention", read=attention, width=15),
-    Column("query_len", "S", read=lambda record: str(record.query_len), width=5),
-    Column("mode", "mode", width=8, rank=7),
-    Column("dtype", "dtype", read=precision, width=9, rank=7),
+    Column("size", "size", rank=4),
+    Column("operator", "attention", read=attention),
+    Column("query_len", "S", read=lambda record: str(record.query_len)),
+    Column("mode", "mode", rank=7),
+    Column("dtype", "dtype", read=precision, rank=7),
 ]
 FIGURES = [
     *(model_mib(field, rank=5) for field in HELD),
     *(model_mib(field, rank=0) for field in (*NEEDS, "optimizer_peak_bytes")),
-    Column("median_ms", "time", format=TIME, read=lambda record: total_time(record, "median_ms"), width=7),
-    Column("deviation", "time", format=SPREAD, read=deviation, width=4, rank=6),
+    Column("median_ms", "time", format=TIME, read=lambda record: total_time(record, "median_ms")),
+    Column("deviation", "±", format=SPREAD, read=deviation, rank=6),
 ]
-
-
-class ModelRows(Rows):
-    """The rows of models that run one after another. timed: there will be times."""
-
-    def __init__(self, screen: Screen | None = None, *, timed: bool = True) -> None:
-        columns = [column for column in (*CASE, *FIGURES) if timed or column.title != "time"]
-        super().__init__(columns, (), [LEGEND], screen)
-
-    def row(self, record: ModelRecord) -> str:
-        """The record, and below it its prediction if it has one."""
-        row = super().row(record)
-        if record.predicted is None:
-            return row
-        predicted = SimpleNamespace(**record.predicted)
-        note = "" if predicted.status == record.status else predicted.status
-        cells = [predicted_cell(column, record, predicted) for column in self.columns[2:]]
-        return f"{row}\n{self.line(['', BELOW, *cells], note)}"
 
 
 def model_title(records: Sequence[ModelRecord]) -> str:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from memcheck.core import html
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 from memcheck.report.accounting import accounting_table
-from memcheck.report.cases import is_model, models_among
+from memcheck.report.cases import is_model, models_among, size_of, values_in_order
 from memcheck.report.models import parts_table
 from memcheck.report.records import growth_tables, main_tables
-from memcheck.report.summary import environment_facts, size_of, summary, when
+from memcheck.report.summary import summary
 from memcheck.report.tables import Table, is_number
 
-TEMPLATE = "page.html"
+FACTS = {
+    "device": "device",
+    "device_name": "device name",
+    "device_uuid": "device UUID",
+    "device_total_bytes": "device memory",
+    "torch_version": "torch",
+    "memcheck_version": "memcheck",
+    "allocator": "allocator",
+    "threads": "threads",
+}
 
 
 def html_page(
@@ -52,18 +64,9 @@ def render_page(
     sweeps: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """A page of these parts. folded: tables that are collapsed at first. sweeps: commands and where they ran."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
     parts = {"title": title, "paragraphs": paragraphs, "plots": plots, "facts": facts, "sweeps": sweeps}
     shown = {"tables": [*map(table_object, tables)], "folded": [*map(table_object, folded)]}
-    return environment.get_template(TEMPLATE).render(**parts, **shown)
+    return str(html.template(Path(__file__).with_name("page.html")).render(**parts, **shown))
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
@@ -95,3 +98,21 @@ def sweep_object(sweep: Mapping[str, Any]) -> dict[str, Any]:
     environment = sweep.get("environment") or {}
     facts = {str(name): str(value) for name, value in environment.items() if value is not None}
     return {"command": sweep.get("command"), "started": when(sweep.get("started")), "facts": facts}
+
+
+def environment_facts(records: Sequence[Record]) -> dict[str, str]:
+    """The environment of the records: name -> values."""
+    facts = {}
+    for field, words in FACTS.items():
+        values = values_in_order(records, field)
+        if values:
+            facts[words] = ", ".join(format_bytes(value) if field.endswith("bytes") else str(value) for value in values)
+    return facts
+
+
+def when(text: str | None) -> str | None:
+    """Formats an ISO time for reading. None if the text is not an ISO time."""
+    try:
+        return datetime.fromisoformat(text or "").strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return None

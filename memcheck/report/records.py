@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from memcheck.report.cases import (
     has_sizes,
     lengths,
     models_among,
+    need,
     operators_among,
     place_of,
     settings_of,
@@ -34,6 +36,8 @@ from memcheck.report.predictions import prediction_table
 from memcheck.report.rows import (
     BACKEND,
     BATCHES,
+    DECODING,
+    LEAST,
     MASK,
     MIB,
     PEAKS,
@@ -47,11 +51,12 @@ from memcheck.report.rows import (
     mib_column,
     missing_words,
     named_columns,
+    quotient,
     value_or_verdict,
 )
 from memcheck.report.scaling import scaling_table
 from memcheck.report.summary import doubt_lines
-from memcheck.report.tables import TIME, Cell, Column, Table, write_files
+from memcheck.report.tables import THREE_DIGITS, TIME, Cell, Column, Table, write_files
 
 BYTE_FIELDS = [
     field.name for field in dataclasses.fields(Record) if "_bytes" in field.name and "device" not in field.name
@@ -73,6 +78,7 @@ CASE_COLUMNS = [
 ]
 ALWAYS_SHOWN = ("operator", "backend")
 SIZES = ("bsz", "dim", "query_len", "kv_len")
+OPERATORS_OWN = ("operator", *OWN_SIZES, "compiled")  # Cases that differ in nothing else are comparable.
 
 
 class Footnotes:
@@ -118,42 +124,64 @@ def case_columns(records: Sequence[Record]) -> list[Column]:
     return [*columns, lengths_column(records), *batch_columns(records)]
 
 
+def by_need(records: Sequence[Record]) -> list[tuple[Record, float | None]]:
+    """The records by size, and those of equal sizes by their highest peak, each with its multiple of the least one."""
+    groups: dict[object, list[Record]] = {}
+    for record in records:
+        # Padded and packed batches of the same sequences differ in these sizes.
+        sizes = ("bsz", "query_len", "kv_len") if record.lengths else ()
+        groups.setdefault(settings_of(record, (*OPERATORS_OWN, *sizes)), []).append(record)
+    rows: list[tuple[Record, float | None]] = []
+    for group in sorted(groups.values(), key=lambda group: [getattr(group[0], size) or 0 for size in SIZES]):
+        group.sort(key=lambda record: math.inf if (size := need(record)) is None else size)
+        several = len(group) > 1 and need(group[1]) is not None
+        rows += [(record, quotient(need(record), need(group[0])) if several else None) for record in group]
+    return rows
+
+
 def rows_table(
     name: str, words: str, records: Sequence[Record], figures: Sequence[Column], notes: Sequence[str]
 ) -> Table:
     """One row per record: its case, its status if a case did not end well, the figures, and why some are missing."""
-    footnotes = Footnotes()
+    footnotes, ordered = Footnotes(), by_need(records)
+    records = [record for record, _ in ordered]
+    least = {id(record): times for record, times in ordered}
     all_ok = all(record.status == "ok" for record in records)
-    status = Column("status", "status", audience="programs" if all_ok else "all", rank=5)
-    columns = [*case_columns(records), status, *figures, *note_columns(footnotes)]
+    times = next((place for place, column in enumerate(figures) if column.format == TIME), len(figures))
+    columns = [
+        *case_columns(records),
+        Column("status", "status", audience="programs" if all_ok else "all", rank=5),
+        *figures[:times],
+        Column("times_least", "x least", format=THREE_DIGITS, read=lambda record: least[id(record)], rank=2),
+        *figures[times:],
+        *note_columns(footnotes),
+    ]
     title = f"{count_of(records)}{words}: {common_case(records)}"
-    return footnotes.below(Table.of(name, title, columns, records, notes), doubt_lines(records))
+    more = [LEAST] if any(least.values()) else []
+    return footnotes.below(Table.of(name, title, columns, records, [*notes, *more]), doubt_lines(records))
 
 
 def records_table(records: Sequence[Record], units: bool = False) -> Table:
-    """One row per record, sorted by size. units: U and bytes per query and key besides MiB."""
-    records = sorted(records, key=lambda record: [getattr(record, size) or 0 for size in SIZES])
+    """One row per record. units: U and bytes per query and key besides MiB."""
     parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
     more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
-    steps = any(record.optimizer_peak_bytes is not None for record in records)
     batches = any(record.lengths for record in records)
     figures = [
         *(mib_column(field, audience="programs") for field in ("input_bytes", "output_bytes", "parameter_bytes")),
-        *figure_columns(units),
+        *figure_columns(units, any(record.optimizer_peak_bytes is not None for record in records)),
         *([PER_TOKEN] if batches else []),
-        *([mib_column("optimizer_peak_bytes")] if steps else []),
         *(mib_column(field, audience="programs") for field in more),
         *named_columns(("passes", "device_name", "torch_version", "threads"), "programs"),
     ]
-    notes = [PEAKS, TIMES, *([BATCHES] if batches else []), *([UNITS] if units else [])]
+    timed = any(record.forward_ms is not None for record in records)
+    notes = [PEAKS, *([TIMES] if timed else []), *([BATCHES] if batches else []), *([UNITS] if units else [])]
     return rows_table("records", "", records, figures, notes)
 
 
 def decode_table(records: Sequence[Record]) -> Table:
     """The size of the decoding state, and the memory and time of one step."""
-    notes = ["The peak of a step holds the state before it and the one after it."]
     records = [record for record in records if record.mode == "decode"]
-    return rows_table("decode", " of decoding, one token after T of them", records, decoding_columns(), notes)
+    return rows_table("decode", " of decoding, one token after T of them", records, decoding_columns(), [DECODING])
 
 
 HELD = ("input_bytes", "parameter_bytes", "output_bytes")

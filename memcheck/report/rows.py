@@ -1,8 +1,7 @@
-"""The columns of a record, and its row, so that a row can be printed as soon as its case is done."""
+"""The columns of a record's figures, and a list of what was alive."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record, sequence_words
 from memcheck.core.units import format_bytes, largest_first
-from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, lengths, need, ratio_words, tokens_that_count
-from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Layout, Screen, Verdict, text_of
+from memcheck.report.cases import FIELD_WORDS, NEEDS, lengths, need, tokens_that_count
+from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Verdict
 
 MIB = 2**20
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -19,6 +18,11 @@ SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat
 BACKWARD_FIELDS = ("backward_peak_bytes", "gradient_bytes", "backward_max_allocated_bytes", "backward_ms")
 PEAKS = "Peaks count everything that is alive in the phase, inputs and output included. -: not known."
 TIMES = "Times are medians of separate passes without tracking, ± half the distance between their quartiles."
+DECODING = (
+    "state: what T tokens leave for the next one. peak of a step: of the step from T tokens to T + 1, with the state "
+    "before it and the state after it. -: not known."
+)
+LEAST = "x least: the highest peak of all phases, as a multiple of the least one of the same sizes."
 UNITS = (
     "U: the bytes of one main tensor, (B,H,S,D), (B,S,R) or (B,S,E). B/ST: bytes per query and key, flat where memory "
     "grows with S*T, halved per doubling where it is linear. memcheck's operators have a fixed scratch for each "
@@ -30,11 +34,6 @@ PREDICTED = (
 BATCHES = (
     "batch: padded, a row for each sequence; packed, one row with a sequence behind the other. per token: the highest "
     "peak of all phases, for each token that is no padding."
-)
-BELOW = "  predicted"  # In the first column of a row of predictions.
-DECODING = (
-    "state: what T tokens leave for the next one. peak of a step: of the step from T tokens to T + 1, with the state "
-    "before it and the state after it. -: not known."
 )
 
 
@@ -82,7 +81,7 @@ def named_columns(names: Iterable[str], audience: str = "all", rank: int = 0) ->
 
 def mib_column(field: str, title: str = "", audience: str = "all", form: str = ".2f", rank: int = 0) -> Column:
     key, read = field.replace("_bytes", "_mib"), partial(value_or_verdict, field=field)
-    return Column(key, title or FIELD_WORDS[field], "MiB", form, audience, read, rank, width=8)
+    return Column(key, title or FIELD_WORDS[field], "MiB", form, audience, read, rank)
 
 
 def need_columns(field: str, units: bool) -> list[Column]:
@@ -97,8 +96,8 @@ def need_columns(field: str, units: bool) -> list[Column]:
 
     return [
         mib_column(field),
-        Column(f"{stem}_u", title, "U", ".2f", audience, in_units, width=6),
-        Column(f"{stem}_bytes_per_pair", title, "B/ST", ".1f", audience, per_pair, rank=1, width=5),
+        Column(f"{stem}_u", title, "U", ".2f", audience, in_units),
+        Column(f"{stem}_bytes_per_pair", title, "B/ST", ".1f", audience, per_pair, rank=1),
     ]
 
 
@@ -119,8 +118,8 @@ def time_columns(field: str, title: str, rank: int = 0) -> list[Column]:
     """The median and its spread. Programs get the quartiles instead of the spread."""
     spread = partial(relative_spread, field=field)
     return [
-        Column(field, title, "", TIME, "all", partial(value_or_verdict, field=field), rank, width=7),
-        Column(f"{field}_spread", title, "", SPREAD, "people", spread, max(rank, 4), width=4),
+        Column(field, title, "", TIME, "all", partial(value_or_verdict, field=field), rank),
+        Column(f"{field}_spread", "±", "", SPREAD, "people", spread, max(rank, 4)),
         *(
             Column(
                 f"{field}_{name}_quartile",
@@ -176,16 +175,20 @@ def bytes_per_token(record: Record) -> float | None:
     return quotient(need(record), tokens_that_count(record))
 
 
-PER_TOKEN = Column("peak_bytes_per_token", "per token", "B", ".0f", read=bytes_per_token, width=6)
-BACKEND = Column("backend", "backend", rank=5, width=12)
-MASK = Column("causal", "mask", read=mask, rank=6, width=6)
+PER_TOKEN = Column("peak_bytes_per_token", "per token", "B", ".0f", read=bytes_per_token)
+BACKEND = Column("backend", "backend", rank=5)
+MASK = Column("causal", "mask", read=mask, rank=6)
 
 
-def figure_columns(units: bool = False) -> list[Column]:
-    """The bytes and times of a forward and backward. With units, times give way first where width is limited."""
+def figure_columns(units: bool = False, steps: bool = False) -> list[Column]:
+    """The bytes and times of a forward and backward. With units, times give way first where width is limited.
+
+    steps: there are steps of an optimizer.
+    """
     rank = 3 if units else 0
     return [
         *(column for field in NEEDS for column in need_columns(field, units)),
+        *([mib_column("optimizer_peak_bytes")] if steps else []),
         *time_columns("forward_ms", "forward", rank),
         *time_columns("backward_ms", "backward", rank),
     ]
@@ -196,99 +199,10 @@ def decoding_columns() -> list[Column]:
     return [
         mib_column("state_bytes", form=THREE_DIGITS),
         mib_column("state_bytes_per_sequence", "state per sequence", form=THREE_DIGITS, rank=3),
-        Column(field, "state per token", "B", ".1f", read=partial(value_or_verdict, field=field), width=7),
+        Column(field, "state per token", "B", ".1f", read=partial(value_or_verdict, field=field)),
         mib_column("forward_peak_bytes", "peak of a step", form=THREE_DIGITS),
         *time_columns("forward_ms", "step"),
     ]
-
-
-class Rows:
-    """The rows of a table whose cases run one after another. cases: set the widths of columns without one."""
-
-    def __init__(
-        self, columns: Iterable[Column], cases: Sequence[Any], notes: Sequence[str], screen: Screen | None
-    ) -> None:
-        self.columns, self.notes, self.screen = list(columns), notes, screen or Screen()
-        widths = [
-            column.width or max(len(text_of(column.cell(case), column)) for case in cases) for column in self.columns
-        ]
-        numeric = [bool(column.format or column.unit) for column in self.columns]
-        self.layout = Layout(self.columns, widths, numeric, self.screen)
-
-    def header(self) -> str:
-        return self.layout.header()
-
-    def row(self, record: Any) -> str:
-        """The figures, or the reason why there are none; below them the reason why some are missing."""
-        return self.line([column.cell(record) for column in self.columns], failure_note(record))
-
-    def line(self, cells: Sequence[Cell], note: str) -> str:
-        """The row. A note stands in place of figures where none is known, else in a line of its own."""
-        figures = [bool(column.width and column.format) for column in self.columns]
-        pairs = list(zip(cells, figures, strict=True))
-        if note and all(cell in (None, "") or isinstance(cell, Verdict) for cell, figure in pairs if figure):
-            cells = ["" if figure else cell for cell, figure in pairs]
-            line = f"{self.layout.row(cells)}  {note}"
-            if self.screen.width is None or len(line) <= self.screen.width:
-                return line
-        lines = textwrap.wrap(note, self.screen.width or 10**6, initial_indent="  ", subsequent_indent="  ")
-        return "\n".join([self.layout.row(cells), *lines])
-
-    def legend(self) -> str:
-        return "\n".join(self.screen.fill(note) for note in [*self.notes, *self.layout.notes()])
-
-
-class LiveRows(Rows):
-    """Rows of operators.
-
-    cases: what will run. units: U and bytes per query and key besides MiB. predicted: there will be rows of
-    predictions. timed: there will be times.
-    """
-
-    def __init__(
-        self,
-        cases: Sequence[Any],
-        *,
-        units: bool = False,
-        predicted: bool = False,
-        timed: bool = True,
-        screen: Screen | None = None,
-    ) -> None:
-        decoding = cases[0].mode == "decode"
-        width = max([len(BELOW) if predicted else 0, *(len(str(case.operator)) for case in cases)])
-        batch = batch_columns(cases)
-        columns = [
-            Column("operator", "operator", width=width),
-            *(BACKEND, *([] if decoding else [MASK]), lengths_column(cases), *batch),
-            *(decoding_columns() if decoding else figure_columns(units)),
-            *([PER_TOKEN] if batch else []),
-        ]
-        shown = (
-            column
-            for column in columns
-            if column.audience != "programs" and (timed or column.format not in (TIME, SPREAD))
-        )
-        notes = [DECODING if decoding else PEAKS, *([TIMES] if timed else []), *([BATCHES] if batch else [])]
-        super().__init__(shown, cases, [*notes, *([UNITS] if units and not decoding else [])], screen)
-
-    def predicted_row(self, measured: Record, predicted: Record) -> str:
-        """The row below a measured one: for each figure "same", or measured / predicted."""
-        how = "bound" if predicted.doubts else predicted.basis
-        cells = [
-            how if column is BACKEND else predicted_cell(column, measured, predicted) for column in self.columns[1:]
-        ]
-        return self.line([BELOW, *cells], failure_note(predicted))
-
-
-def predicted_cell(column: Column, measured: Any, predicted: Any) -> Cell:
-    """The cell of a prediction: a comparison where the measured figure is known, else the predicted one."""
-    field = column.key.replace("_mib", "_bytes")
-    if "_mib" not in column.key:
-        return ""
-    words, size = ratio_words(measured, predicted, field), getattr(predicted, field)
-    if size is not None and words != "same" and field in predicted.bounds:
-        return f">={size / MIB:.2f}"
-    return words if words is not None else quotient(size, MIB)
 
 
 def explanation(record: Record, top: int) -> str:

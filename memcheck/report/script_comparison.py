@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.script_record import Line, ScriptRecord
+from memcheck.core.script_record import Line, Origin, ScriptRecord
 from memcheck.core.units import Growth, format_bytes
-from memcheck.report.script_tables import FORMAT, NO_LINE, OUTSIDE, in_unit, unit_of
+from memcheck.report.script_tables import FORMAT, NO_LINE, OUTSIDE, figures_of, in_unit, unit_of
 from memcheck.report.tables import Column, Table
 
 # What makes two lines the same, the best match first: nothing changed, the line moved, its file has another folder, or
@@ -23,15 +23,17 @@ MATCHES: tuple[Callable[[Line], Any], ...] = (
 )
 
 
-def figures_of(record: ScriptRecord) -> dict[str, int]:
-    """The figures that --fail-on-growth compares."""
-    return {"peak": record.peak.bytes, "growth per step": record.growth_per_step}
+COMPARED = ("peak", "growth per step")  # By --fail-on-growth.
 
 
 def run_sentences(before: ScriptRecord, now: ScriptRecord) -> list[str]:
     """How the peak and the growth changed, how the runs ended if they failed, and which settings differ."""
     old, new = figures_of(before), figures_of(now)
-    lines = [f"The {name} {went(old[name], new[name])}." for name in old if name == "peak" or old[name] or new[name]]
+    lines = [
+        f"The {name} {went(old.get(name, 0), new.get(name, 0))}."
+        for name in COMPARED
+        if name == "peak" or name in old | new
+    ]
     lines += [f"{when} it failed: {record.error}." for when, record in sides(before, now) if record.error]
     settings = [settings_of(record) for _, record in sides(before, now)]
     names = [name for name in settings[0] | settings[1] if settings[0].get(name) != settings[1].get(name)]
@@ -52,30 +54,28 @@ def settings_of(record: ScriptRecord) -> dict[str, object]:
 def run_tables(before: ScriptRecord, now: ScriptRecord, most: int) -> list[Table]:
     """Figures, and what was alive by line and by module, each before and now."""
     unit = unit_of(max(before.peak.bytes, now.peak.bytes))
-    figures = [
-        {**figures_of(record), **{f"highest, {phase}": size for phase, size in record.phase_peaks.items()}}
-        | {"alive at the end": record.left_bytes}
-        for record in (before, now)
-    ]
-    known = {name: tuple(side.get(name, 0) for side in figures) for name in figures[0] | figures[1]}
-    modules: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for place, (_, record) in enumerate(sides(before, now)):
-        for each in record.alive_then:
-            add(modules, each.place.module or OUTSIDE, each.bytes, place)
+    old, new = figures_of(before), figures_of(now)
+    # The process's own figures differ from run to run.
+    names = [name for name in {**old, **new} if not name.startswith("process")]
+    known = {name: (old.get(name, 0), new.get(name, 0)) for name in names}
+    modules = by_name(before, now, lambda place, _: place.module or OUTSIDE)
     moment = "when memory ran out" if before.ran_out and now.ran_out else "at the peak"
     return [
-        change_table(
-            "figures", f"Figures, {unit}", "figure", {name: pair for name, pair in known.items() if any(pair)}, unit
-        ),
+        change_table("figures", f"Figures, {unit}", "figure", known, unit),
         change_table("lines", f"Alive {moment}, by line of Python, {unit}", "line", by_line(before, now), unit, most),
         change_table("modules", f"Alive {moment}, by module, {unit}", "module", modules, unit, most),
     ]
 
 
-def add(sums: dict[str, tuple[int, int]], name: str, size: int, place: int) -> None:
-    """Adds bytes to the sum before (place 0) or now (place 1)."""
-    old, new = sums[name]
-    sums[name] = (old, new + size) if place else (old + size, new)
+def by_name(
+    before: ScriptRecord, now: ScriptRecord, name_of: Callable[[Origin, bool], str]
+) -> dict[str, tuple[int, int]]:
+    """Name -> bytes alive before and now. name_of: is given a place, and whether it is one of before."""
+    old, new = Counter[str](), Counter[str]()
+    for sums, record in ((old, before), (new, now)):
+        for each in record.alive_then:
+            sums[name_of(each.place, sums is old)] += each.bytes
+    return {name: (old[name], new[name]) for name in {**old, **new}}
 
 
 def by_line(before: ScriptRecord, now: ScriptRecord) -> dict[str, tuple[int, int]]:
@@ -83,12 +83,14 @@ def by_line(before: ScriptRecord, now: ScriptRecord) -> dict[str, tuple[int, int
     lines = [{each.place.line for each in record.alive_then if each.place.line} for record in (before, now)]
     same = matched(*lines)
     moved = {new: f"{new}, was {old.number}" for old, new in same.items() if old.number != new.number}
-    sums: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for place, (_, record) in enumerate(sides(before, now)):
-        for each in record.alive_then:
-            line = each.place.line if place else each.place.line and same.get(each.place.line, each.place.line)
-            add(sums, NO_LINE if line is None else moved.get(line, str(line)), each.bytes, place)
-    return sums
+
+    def name_of(place: Origin, is_before: bool) -> str:
+        line = place.line
+        if line is not None and is_before:
+            line = same.get(line, line)
+        return NO_LINE if line is None else moved.get(line, str(line))
+
+    return by_name(before, now, name_of)
 
 
 def matched(before: Iterable[Line], now: Iterable[Line]) -> dict[Line, Line]:
@@ -133,12 +135,12 @@ def sums(rows: Iterable[tuple[Any, ...]]) -> tuple[int, int]:
 
 def growth_of_runs(before: ScriptRecord, now: ScriptRecord, allowed: Growth) -> list[str]:
     """Figures that grew by more than is allowed, and that the script failed where it did not before."""
-    old, new = figures_of(before), figures_of(now)
+    sides = [figures_of(record) for record in (before, now)]
+    pairs = {name: (sides[0].get(name, 0), sides[1].get(name, 0)) for name in COMPARED}
     grown = [
-        f"The {name} grew by more than {allowed}: {format_bytes(old[name])} -> {format_bytes(new[name])}, "
-        f"{new[name] - old[name]:+,} B."
-        for name in old
-        if not allowed.allows(old[name], new[name])
+        f"The {name} grew by more than {allowed}: {format_bytes(old)} -> {format_bytes(new)}, {new - old:+,} B."
+        for name, (old, new) in pairs.items()
+        if not allowed.allows(old, new)
     ]
     return grown + ([f"It fails now: {now.error}."] if now.error and not before.error else [])
 

@@ -28,7 +28,7 @@ IMPORTANCE = (
 
 
 def script_report(record: ScriptRecord, screen: Screen | None = None) -> str:
-    """The report as text."""
+    """The report as text: how the script ended, then the tables."""
     screen = screen or Screen()
     first = [screen.fill(line) if screen.width else line for line in paragraphs(record)]
     return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in tables(record, MOST_ROWS))])
@@ -55,10 +55,12 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
 def script_page(record: ScriptRecord, picture: str) -> str:
     """The report as an HTML page. picture: an HTML element."""
     title = script_title(record)
+    rest = record.events_per_level
+    points = f"; each point is the highest of {rest} allocations and frees in a row" if rest > 1 else ""
     return render_page(
         title=title,
         paragraphs=paragraphs(record),
-        plots=[(f"{title}: what was alive, by what it holds", picture)],
+        plots=[(f"{title}: what was alive, by what it holds{points}", picture)],
         tables=tables(record, MOST_ROWS_OF_PAGE),
         facts={"device": record.device, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
@@ -71,18 +73,12 @@ def script_title(record: ScriptRecord) -> str:
 
 
 def paragraphs(record: ScriptRecord) -> list[str]:
-    """How the script ended, what grew, its peak, and what was left out."""
+    """How the script ended, what grew, and its peak."""
     lines = [ending(record), *out_of_memory(record), *growth_sentences(record), peak_sentence(record)]
-    phases = [f"{phase} {format_bytes(size)}" for phase, size in record.phase_peaks.items() if size]
-    if len(phases) > 1:
-        lines.append(f"Highest after an allocation in each phase: {', '.join(phases)}.")
     if record.steps and not record.phase_peaks.get("backward"):
         lines.append(f"{counted(record.steps, 'optimizer step')} ran, and no backward did.")
-    lines += [f"The peak of {device} was {format_bytes(size)}." for device, size in record.other_peaks.items()]
-    lines += process_sentence(record)
-    lines.append(thinning(record))
     if record.snapshot is not None:
-        lines.append(f"What would have fitted says: memcheck snapshot {shlex.quote(record.snapshot)}")
+        lines.append(f"memcheck snapshot reads {record.snapshot} and says what would have fitted.")
     return [*lines, *(f"Doubt: {doubt}." for doubt in record.doubts)]
 
 
@@ -124,22 +120,13 @@ def growth_sentences(record: ScriptRecord) -> Iterator[str]:
         )
 
 
-def process_sentence(record: ScriptRecord) -> Iterator[str]:
-    process = record.process
-    known = [size for size in (process.begin_bytes, process.peak_bytes, process.end_bytes) if size is not None]
-    if len(known) == 3:
-        begin, peak, end = map(format_bytes, known)
-        yield f"The process (RSS) had {begin} when the script began, at most {peak}, and {end} at the end."
-
-
 def peak_sentence(record: ScriptRecord) -> str:
     peak = record.peak
     if not peak.bytes:
         return f"It allocated no memory of tensors on {record.device}."
     return (
         f"The peak was {format_bytes(peak.bytes)} ({peak.bytes:,} bytes) after {peak.seconds:.3g} s, when "
-        f"{peak.place.operator} allocated {where(peak, record)}. "
-        f"At the end {format_bytes(record.left_bytes)} were alive."
+        f"{peak.place.operator} allocated {where(peak, record)}."
     )
 
 
@@ -152,29 +139,48 @@ def where(moment: Moment, record: ScriptRecord) -> str:
     return f"{phase}{step}{module}{line}"
 
 
-def thinning(record: ScriptRecord) -> str:
-    """How events are thinned in the picture, and which blocks have no line."""
-    points = (
-        "The picture has every event"
-        if record.events_per_level == 1
-        else f"Each point of the picture is the highest of {record.events_per_level} allocations and frees in a row"
-    )
-    small = f"; blocks below {format_bytes(record.least_bytes)} have no line" if record.least_bytes else ""
-    return f"{points}{small}. The peak and what was alive then are exact."
+def figures_of(record: ScriptRecord) -> dict[str, int]:
+    """The figures of a run, of its tensors and of its process (RSS), as far as they are known and not 0."""
+    process = record.process
+    figures = {
+        "peak": record.peak.bytes,
+        "growth per step": record.growth_per_step,
+        **{f"highest, {phase}": size for phase, size in record.phase_peaks.items()},
+        "alive at the end": record.left_bytes,
+        **{f"peak of {device}": size for device, size in record.other_peaks.items()},
+        "process, at the beginning": process.begin_bytes,
+        "process, at most": process.peak_bytes,
+        "process, at the end": process.end_bytes,
+    }
+    return {name: size for name, size in figures.items() if size}
 
 
 def tables(record: ScriptRecord, most: int) -> list[Table]:
+    """The figures, what grows, and what was alive at the peak by module, operator and line."""
     moment = "when memory ran out" if record.ran_out and record.refusal else "at the peak"
     alive, unit = record.alive_then, unit_of(size_of(record.alive_then))
-    growing = [growth_table(record.growing, record.step_name)] if record.growing else []
-    if not alive:
-        return growing
-    return [
-        *growing,
-        module_table(alive, f"Alive {moment}, by module, {unit}", unit, most),
-        group_table(alive, "operators", f"Alive {moment}, by operator", "operator", attrgetter("operator"), unit, most),
-        group_table(alive, "lines", f"Alive {moment}, by line of Python", "line", line_of, unit, most),
+    found = [figures_table(record)] if record.peak.bytes or record.other_peaks else []
+    found += [growth_table(record.growing, record.step_name)] if record.growing else []
+    if alive:
+        by = f"Alive {moment}, by"
+        lines = group_table(alive, "lines", f"{by} line of Python", "line", line_of, unit, most)
+        lines.notes += [f"Blocks below {format_bytes(record.least_bytes)} have no line."] if record.least_bytes else []
+        found.append(module_table(alive, f"{by} module, {unit}", unit, most))
+        found.append(group_table(alive, "operators", f"{by} operator", "operator", attrgetter("operator"), unit, most))
+        found.append(lines)
+    return found
+
+
+def figures_table(record: ScriptRecord) -> Table:
+    columns = [
+        Column("figure", "figure", read=lambda pair: pair[0]),
+        Column("mib", "MiB", "", FORMAT, read=lambda pair: in_unit(pair[1], "MiB")),
+        Column("bytes", "bytes", "", ",", read=lambda pair: pair[1]),
     ]
+    notes = ["highest: after an allocation in the phase."]
+    if record.process.peak_bytes:
+        notes.append("process: its resident memory (RSS), with its tensors on the CPU and all else.")
+    return Table.of("figures", "Figures", columns, figures_of(record).items(), notes)
 
 
 def unit_of(whole: int) -> str:

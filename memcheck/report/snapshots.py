@@ -9,7 +9,7 @@ from typing import Any
 
 from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
-from memcheck.core.snapshot_record import Holes, Moment, OutOfMemory, SnapshotRecord, WhatIf
+from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.page import render_page
 from memcheck.report.script_comparison import change, change_table
@@ -52,15 +52,13 @@ def name_of(record: SnapshotRecord) -> str:
 
 
 def snapshot_sentences(record: SnapshotRecord) -> list[str]:
-    """The answer first: whether memory ran out and why, the peak, what would have fitted; then how true that is."""
+    """Whether memory ran out and why, the peak, and what would have fitted."""
     sentences = [
         *out_of_memory(record),
         peak_sentence(record),
         *fragmentation(record),
-        *what_if_sentences(record),
-        *growth_sentences(record),
-        replay_sentence(record),
-        *before_sentence(record),
+        *what_if_sentence(record),
+        *([] if record.what_if else [replay_words(record)]),
     ]
     return [*sentences, *(f"Doubt: {doubt}." for doubt in record.doubts)]
 
@@ -124,91 +122,55 @@ def peak_sentence(record: SnapshotRecord) -> str:
 
 
 def fragmentation(record: SnapshotRecord) -> Iterator[str]:
-    """The share of reserved memory that no request could use."""
-    moment, oom = record.moment, record.oom
-    free = sum(holes.free_bytes for holes in moment.holes)
-    if not free:
+    """Whether memory ran out because no hole in the segments was large enough."""
+    oom, free = record.oom, sum(holes.free_bytes for holes in record.moment.holes)
+    if oom is None or not free:
         return
-    largest = max(holes.largest_bytes for holes in moment.holes)
-    number = sum(holes.holes for holes in moment.holes)
-    pieces = f"in {number} holes, the largest of {format_bytes(largest)}" if number > 1 else "in one hole"
-    share = 100 * free / moment.reserved_bytes
-    at = "Then" if oom is None else "When memory ran out,"
-    yield f"{at} {format_bytes(free)} of what was reserved ({share:.1f} %) were free, {pieces}."
-    if oom is not None:
-        yield verdict_on_holes(oom, free)
-
-
-def verdict_on_holes(oom: OutOfMemory, free: int) -> str:
     missing = oom.requested_bytes - free - oom.free_bytes
     if missing <= 0:
-        return (
-            "Fragmentation is why it failed: these holes and what was free on the GPU add up to more than the request."
+        yield (
+            f"Fragmentation is why it failed: the {format_bytes(free)} in holes of the segments and what was free on "
+            "the GPU add up to more than the request."
         )
-    return f"Fragmentation is not why it failed: without any hole, {format_bytes(missing)} more were needed."
+    else:
+        yield f"Fragmentation is not why it failed: without any hole, {format_bytes(missing)} more were needed."
 
 
-def what_if_sentences(record: SnapshotRecord) -> Iterator[str]:
+def what_if_sentence(record: SnapshotRecord) -> Iterator[str]:
+    """The setting that would have reserved least, if it differs from what was recorded."""
+    fitting = [case for case in record.what_if if case.fits]
+    limit = record.what_if[0].limit_bytes if record.what_if else None
+    room = "" if limit is None else f" in {format_bytes(limit)}"
     if len(record.what_if) < 2:
         return
-    recorded, *others = record.what_if
-    limit = "" if recorded.limit_bytes is None else f" in {format_bytes(recorded.limit_bytes)}"
-    fitting = [case for case in others if case.fits]
-    if not recorded.fits:
-        if fitting:
-            expandable = [case for case in fitting if case.settings.startswith("expandable_segments")]
-            best = min(expandable or fitting, key=attrgetter("peak_reserved_bytes"))
-            yield (
-                f"With {best.settings} every recorded request would have had room{limit}: at most "
-                f"{format_bytes(best.peak_reserved_bytes)} reserved."
-            )
-        else:
-            yield f"No setting that was tried gives every recorded request room{limit}."
+    if not fitting:
+        yield f"No setting that was tried gives every recorded request room{room}."
         return
-    if recorded.limit_bytes is not None:
-        yield f"Every recorded request has room{limit}."
-    best = min([recorded, *fitting], key=attrgetter("peak_reserved_bytes"))
-    if best.peak_reserved_bytes <= 0.99 * recorded.peak_reserved_bytes:
+    recorded, best = record.what_if[0], min(fitting, key=attrgetter("peak_reserved_bytes"))
+    if not recorded.fits:
+        # Expandable segments are the usual remedy, and depend least on what else runs.
+        best = next((case for case in fitting if case.settings.startswith("expandable_segments")), best)
+        most = format_bytes(best.peak_reserved_bytes)
+        yield f"With {best.settings} every recorded request would have had room{room}: at most {most} reserved."
+    elif best.peak_reserved_bytes <= 0.99 * recorded.peak_reserved_bytes:
         yield f"With {best.settings} at most {format_bytes(best.peak_reserved_bytes)} would have been reserved."
-    else:
-        yield "No setting that was tried would have reserved less by 1 % or more."
 
 
-def growth_sentences(record: SnapshotRecord) -> Iterator[str]:
-    if record.growing:
-        total = sum(growth.bytes_per_step for growth in record.growing)
-        first = record.growing[0]
-        yield (
-            f"{format_bytes(total)} more are alive after each of the {record.steps} steps, "
-            f"{format_bytes(first.bytes_per_step)} of it from {first.place.where}."
-        )
-
-
-def replay_sentence(record: SnapshotRecord) -> str:
+def replay_words(record: SnapshotRecord) -> str:
+    """How true the model of the allocator is for this recording."""
     replay = record.replay
     if replay.reason is not None:
         return f"The recorded requests were not replayed: {replay.reason}."
+    peaks = (
+        f"{format_bytes(replay.peak_reserved_bytes)} reserved, {format_bytes(record.peak_reserved_bytes)} as recorded"
+    )
     how = (
-        "with every segment and reserved byte as recorded"
-        if replay.exact
-        else (
-            f"with a peak of {format_bytes(replay.peak_reserved_bytes)} reserved, "
-            f"{format_bytes(record.peak_reserved_bytes)} as recorded"
-        )
+        "every segment and reserved byte as recorded" if replay.exact else f"a peak of {peaks}; all rows are uncertain"
     )
     return (
         f"The model of the allocator replayed {replay.at_recorded_address:,} of {replay.allocations:,} allocations at "
-        f"their recorded addresses, {how}{'' if replay.exact else '; what other settings would do is uncertain'}."
+        f"their recorded addresses, with {how}."
     )
-
-
-def before_sentence(record: SnapshotRecord) -> Iterator[str]:
-    size, blocks = record.before
-    if blocks and record.events:
-        yield (
-            f"{format_bytes(size)} in {counted(blocks, 'block')} were in use before the recording began; what was "
-            "released since has no line."
-        )
 
 
 def snapshot_tables(record: SnapshotRecord, most: int) -> list[Table]:
@@ -219,7 +181,12 @@ def snapshot_tables(record: SnapshotRecord, most: int) -> list[Table]:
     alive = moment.alive
     tables = [what_if_table(record)] if record.what_if else []
     title = f"Alive {words}, by line of Python, {unit}"
-    tables.append(group_table(alive, "lines", title, "line", attrgetter("where"), unit, most))
+    lines = group_table(alive, "lines", title, "line", attrgetter("where"), unit, most)
+    size, blocks = record.before
+    if blocks and record.events:
+        before = f"{format_bytes(size)} in {counted(blocks, 'block')} were in use before the recording began"
+        lines.notes.append(f"{before}; what was released since has no line.")
+    tables.append(lines)
     if any(each.place.module for each in alive):
         tables.append(module_table(alive, f"Alive {words}, by module, {unit}", unit, most))
     tables.append(size_table(moment, f"Alive {words}, by size of block, {unit}", unit))
@@ -242,7 +209,7 @@ def what_if_table(record: SnapshotRecord) -> Table:
         Column("failing_event", "fails at event", "", ",", read=lambda case: case.failing_event),
         Column("failing_line", "line", read=failing_line),
     ]
-    notes = ["Each row is the recorded requests in the model of the allocator; nothing ran."]
+    notes = ["Each row is the recorded requests in the model of the allocator; nothing ran.", replay_words(record)]
     return Table.of("what-if", f"The same requests under other settings, {room}", columns, record.what_if, notes)
 
 

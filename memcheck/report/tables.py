@@ -1,17 +1,13 @@
-"""Tables as data. The same columns make rows that appear one by one, and whole tables as text, Markdown, LaTeX, CSV or
-JSON.
-"""
+"""Tables: columns with units and number formats, and rows, as text, Markdown, LaTeX, HTML, CSV or JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,19 +35,17 @@ class Verdict(str):
 @dataclass(frozen=True)
 class Column:
     key: str  # Name in CSV and JSON, with the unit: "forward_peak_mib".
-    title: str  # Title in text formats. Neighbours with the same title share it.
+    title: str  # Title in text formats.
     unit: str = ""
     format: str = ""  # Of numbers: a format specification, or one of the names above.
     # Who sees the column: everybody, "people" (text formats) or "programs" (data formats).
     audience: str = "all"  # or "people", "programs"
     read: Callable[[Any], Cell] | None = None  # Reads the cell from a row; by default its item or attribute `key`.
     rank: int = 0  # Where width is limited, the columns of the highest rank are left out first; 0: never.
-    width: int = 0  # Of cells that are not known when the first row is printed.
 
     @property
     def heading(self) -> str:
-        unit = "±" if self.format == SPREAD else self.unit
-        return f"{self.title}, {unit}" if unit else self.title
+        return f"{self.title}, {self.unit}" if self.unit else self.title
 
     def cell(self, row: Any) -> Cell:
         """The column's cell of a row."""
@@ -79,17 +73,20 @@ class Table:
 
     def to_people(self) -> Table:
         """The table for text formats: without columns for programs and without empty columns."""
-        return self._columns(
-            column.audience != "programs" and any(row[position] is not None for row in self.rows)
-            for position, column in enumerate(self.columns)
+        return self.with_columns(
+            column.audience != "programs" and any(row[place] is not None for row in self.rows)
+            for place, column in enumerate(self.columns)
         )
 
-    def to_programs(self) -> Table:
-        return self._columns(column.audience != "people" for column in self.columns)
+    def with_columns(self, keep: Iterable[bool]) -> Table:
+        """The table with some of its columns."""
+        keep = list(keep)
+        rows = [list(itertools.compress(row, keep)) for row in self.rows]
+        return Table(self.name, self.title, list(itertools.compress(self.columns, keep)), rows, self.notes)
 
     def numeric(self) -> list[bool]:
         """For each column, whether it holds a number."""
-        return [any(is_number(row[position]) for row in self.rows) for position in range(len(self.columns))]
+        return [any(is_number(row[place]) for row in self.rows) for place in range(len(self.columns))]
 
     def texts(self) -> tuple[list[str], list[list[str]]]:
         """The headings and the rows as text."""
@@ -101,11 +98,6 @@ class Table:
 
     def _repr_html_(self) -> str:
         return html.fragment(to_html(self))
-
-    def _columns(self, keep: Iterable[bool]) -> Table:
-        keep = list(keep)
-        rows = [list(itertools.compress(row, keep)) for row in self.rows]
-        return Table(self.name, self.title, list(itertools.compress(self.columns, keep)), rows, self.notes)
 
 
 class Tables(list[Table]):
@@ -131,7 +123,7 @@ class Sentences(list[str]):
         return "\n\n".join(self)
 
     def _repr_html_(self) -> str:
-        return html.fragment(html.listed(self))
+        return html.fragment(html.macros().listed(self))
 
 
 def text_of(cell: Cell, column: Column) -> str:
@@ -183,136 +175,101 @@ class Screen:
         return textwrap.fill(text, min(self.width or NOTE_WIDTH, NOTE_WIDTH), break_on_hyphens=False)
 
 
-class Layout:
-    """Columns side by side as text: the columns that fit the screen, with their widths.
-
-    cell_widths: of the widest cell of each column. numeric: whether a column's cells are aligned to the right.
-    """
-
-    def __init__(
-        self, columns: Sequence[Column], cell_widths: Sequence[int], numeric: Sequence[bool], screen: Screen
-    ) -> None:
-        self.columns, self.cell_widths, self.numeric, self.screen = columns, cell_widths, numeric, screen
-        kept = list(range(len(columns)))
-        while screen.width is not None and self._line_width(kept) > screen.width:
-            droppable = [place for place in kept if columns[place].rank]
-            if not droppable:
-                break
-            last = max(columns[place].rank for place in droppable)
-            kept = [place for place in kept if columns[place].rank != last]
-        self.kept, self.widths = kept, self._widths(kept)
-        self.left_out = [column for place, column in enumerate(columns) if place not in kept]
-
-    def _groups(self, kept: Sequence[int]) -> Iterator[list[int]]:
-        """Neighbours with the same title."""
-        for _, places in itertools.groupby(kept, key=lambda place: self.columns[place].title or place):
-            yield list(places)
-
-    def _widths(self, kept: Sequence[int]) -> dict[int, int]:
-        """The width of each column, with room for the longest word of its heading, or for a short heading."""
-        widths = {place: max(self.cell_widths[place], len(self.columns[place].unit)) for place in kept}
-        for group in self._groups(kept):
-            title = self.columns[group[0]].title
-            taken = sum(widths[place] for place in group) + len(GAP) * (len(group) - 1)
-            longest = max(map(len, title.split() if len(title) > SHORT else [title]), default=0)
-            widths[group[-1]] += max(0, longest - taken)
-        return widths
-
-    def _line_width(self, kept: Sequence[int]) -> int:
-        return sum(self._widths(kept).values()) + len(GAP) * (len(kept) - 1)
-
-    def header(self) -> str:
-        """The titles, wrapped to the width of their columns, the units below them, and a line."""
-        blocks = []
-        for group in self._groups(self.kept):
-            width = sum(self.widths[place] for place in group) + len(GAP) * (len(group) - 1)
-            align = "^" if len(group) > 1 else ">" if self.numeric[group[0]] else "<"
-            title = self.columns[group[0]].title
-            lines = [f"{line:{align}{width}}" for line in textwrap.wrap(title, width, break_on_hyphens=False)]
-            if any(self.columns[place].unit for place in group):
-                lines.append(GAP.join(self._padded(self.columns[place].unit, place) for place in group))
-            blocks.append((width, lines))
-        height = max((len(lines) for _, lines in blocks), default=0)
-        filled = [[" " * width] * (height - len(lines)) + lines for width, lines in blocks]
-        lines = [self.screen.paint(GAP.join(parts).rstrip(), BOLD) for parts in zip(*filled, strict=True)]
-        return "\n".join([*lines, GAP.join("-" * self.widths[place] for place in self.kept)])
-
-    def row(self, cells: Sequence[Cell]) -> str:
-        """A line of the cells, one for each of all columns."""
-        parts = []
-        for place in self.kept:
-            text = self._padded(text_of(cells[place], self.columns[place]), place)
-            parts.append(self.screen.paint(text, RED) if isinstance(cells[place], Verdict) else text)
-        return GAP.join(parts).rstrip()
-
-    def _padded(self, text: str, place: int) -> str:
-        return f"{text:{'>' if self.numeric[place] else '<'}{self.widths[place]}}"
-
-    def notes(self) -> list[str]:
-        """Names the columns that are left out."""
-        names = dict.fromkeys(column.heading for column in self.left_out)
-        return [f"Not shown in {self.screen.width} columns: {'; '.join(names)}."] if names else []
-
-
 def to_text(table: Table, screen: Screen | None = None) -> str:
-    table, screen = table.to_people(), screen or Screen()
+    """The table for a terminal. Columns that do not fit the screen are named below it."""
+    whole, screen = table.to_people(), screen or Screen()
+    shown, ranks = whole, sorted({column.rank for column in whole.columns} - {0})
+    while screen.width and sum(widths := widths_of(shown)) + len(GAP) * (len(widths) - 1) > screen.width and ranks:
+        last = ranks.pop()
+        shown = shown.with_columns([column.rank != last for column in shown.columns])
+    missing = dict.fromkeys(column.heading for column in whole.columns if column not in shown.columns)
+    notes = [*table.notes, *([f"Not shown in {screen.width} columns: {'; '.join(missing)}."] if missing else [])]
+    parts = [screen.paint(screen.fill(table.title), BOLD), *(["", grid(shown, screen)] if shown.columns else [])]
+    return "\n".join([*parts, *([""] if notes else []), *map(screen.fill, notes)])
+
+
+def widths_of(table: Table) -> list[int]:
+    """The width of each column: of its widest cell and of its heading's longest word, or of a short heading."""
     _, rows = table.texts()
-    widths = [max((len(row[place]) for row in rows), default=0) for place in range(len(table.columns))]
-    layout = Layout(table.columns, widths, table.numeric(), screen)
-    notes = [screen.fill(note) for note in [*table.notes, *layout.notes()]]
-    title = screen.paint(screen.fill(table.title), BOLD)
-    lines = ["", layout.header(), *map(layout.row, table.rows)] if table.columns else []
-    return "\n".join([title, *lines, *([""] if notes else []), *notes])
+    return [
+        max(
+            *(len(row[place]) for row in rows),
+            len(column.unit),
+            *(map(len, column.title.split() if len(column.title) > SHORT else [column.title])),
+        )
+        for place, column in enumerate(table.columns)
+    ]
+
+
+def grid(table: Table, screen: Screen) -> str:
+    """The headings, wrapped, with the units below them; a line; and the rows."""
+    widths, numeric, (_, rows) = widths_of(table), table.numeric(), table.texts()
+    has_units = any(column.unit for column in table.columns)
+    stacks = [textwrap.wrap(column.title, width) for column, width in zip(table.columns, widths, strict=True)]
+    stacks = [stack + [column.unit] * bool(column.unit) for stack, column in zip(stacks, table.columns, strict=True)]
+    height = max(map(len, stacks), default=has_units)
+    heads = zip(*([""] * (height - len(stack)) + stack for stack in stacks), strict=True)
+
+    def line(cells: Iterable[str]) -> list[str]:
+        triples = zip(cells, numeric, widths, strict=True)
+        return [f"{text:{'>' if number else '<'}{width}}" for text, number, width in triples]
+
+    def painted(texts: list[str], row: list[Cell]) -> list[str]:
+        pairs = zip(line(texts), row, strict=True)
+        return [screen.paint(text, RED) if isinstance(cell, Verdict) else text for text, cell in pairs]
+
+    lines = [screen.paint(GAP.join(line(head)).rstrip(), BOLD) for head in heads]
+    lines.append(GAP.join("-" * width for width in widths))
+    return "\n".join([*lines, *(GAP.join(painted(*pair)).rstrip() for pair in zip(rows, table.rows, strict=True))])
 
 
 def to_html(table: Table) -> str:
     table = table.to_people()
-    body = html.table(*table.texts(), table.numeric())
-    return "\n".join([html.paragraphs([table.title], "title"), body, html.paragraphs(table.notes, "note")])
+    return str(html.macros().titled(table.title, *table.texts(), table.numeric(), table.notes))
+
+
+def tabulated(table: Table, form: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table in a format of tabulate."""
+    from tabulate import tabulate
+
+    sides = ["right" if number else "left" for number in table.numeric()]
+    text: str = tabulate(rows, headings, form, colalign=sides or None, disable_numparse=True, preserve_whitespace=True)
+    return text
 
 
 def to_markdown(table: Table) -> str:
     table = table.to_people()
     headings, rows = table.texts()
-    lines = [f"| {' | '.join(map(escape_markdown, row))} |" for row in [headings, *rows]]
-    lines.insert(1, f"| {' | '.join('---:' if number else '---' for number in table.numeric())} |")
-    return "\n\n".join([f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, table.notes)])
+    escaped = [list(map(escape_markdown, row)) for row in [headings, *rows]]
+    body = tabulated(table, "pipe", escaped[0], escaped[1:])
+    return "\n\n".join([f"### {escape_markdown(table.title)}", body, *map(escape_markdown, table.notes)])
 
 
 def escape_markdown(text: str) -> str:
     return re.sub(r"([\\|<>*_`])", r"\\\1", text)
 
 
-LATEX = str.maketrans(
-    {
-        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-        **{"<": r"\textless{}", ">": r"\textgreater{}", "±": r"\textpm{}"},
-    }
-)
-
-
 def to_latex(table: Table) -> str:
     """A LaTeX table environment; it needs the booktabs package. The notes stand below the table."""
+    from tabulate import LATEX_ESCAPE_RULES
+
     table = table.to_people()
-    headings, rows = table.texts()
-    head, *body = [rf"{' & '.join(cell.translate(LATEX) for cell in row)} \\" for row in [headings, *rows]]
+    escapes = str.maketrans(LATEX_ESCAPE_RULES)
+    notes = (note.translate(escapes) for note in table.notes)
     lines = [
         r"\begin{table}[htbp]",
         r"\centering",
-        rf"\caption{{{table.title.translate(LATEX)}}}",
-        rf"\begin{{tabular}}{{{''.join('r' if number else 'l' for number in table.numeric())}}}",
-        *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
-        r"\end{tabular}",
-        *(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize {note.translate(LATEX)}}}" for note in table.notes),
+        rf"\caption{{{table.title.translate(escapes)}}}",
+        tabulated(table, "latex_booktabs", *table.texts()),
+        *(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize {note}}}" for note in notes),
         r"\end{table}",
     ]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("±", r"\ensuremath{\pm}")
 
 
 def data_rows(table: Table) -> list[dict[str, Cell]]:
     """Rows with unrounded values. An unknown value is None if another column tells the reason, else the verdict."""
-    table = table.to_programs()
+    table = table.with_columns(column.audience != "people" for column in table.columns)
     keys = [column.key for column in table.columns]
     hidden = Verdict if "status" in keys else ()
     return [
@@ -322,23 +279,21 @@ def data_rows(table: Table) -> list[dict[str, Cell]]:
 
 
 def to_csv(table: Table) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [column.key for column in table.to_programs().columns], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(data_rows(table))
-    return text.getvalue().rstrip("\n")
+    import pandas as pd
+
+    keys = [column.key for column in table.columns if column.audience != "people"]
+    text: str = pd.DataFrame(data_rows(table), columns=keys, dtype=object).to_csv(index=False)
+    return text.rstrip("\n")
 
 
 def to_object(table: Table) -> dict[str, Any]:
     columns = [
         {"key": column.key, "title": column.title, "unit": "ms" if column.format == TIME else column.unit or None}
-        for column in table.to_programs().columns
+        for column in table.columns
+        if column.audience != "people"
     ]
     head = {"name": table.name, "title": table.title, "columns": columns}
     return {**head, "rows": data_rows(table), "notes": table.notes}
-
-
-TEXTS = {"markdown": to_markdown, "latex": to_latex}
 
 
 def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str:
@@ -352,9 +307,10 @@ def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str
     if form == "table":
         screen = Screen.of(out) if out else Screen()
         return "\n\n\n".join(to_text(table, screen) for table in tables)
-    if form not in TEXTS:
-        raise unknown_name("form", form, ("table", *TEXTS, "csv", "json"))
-    return "\n\n".join(map(TEXTS[form], tables))
+    texts = {"markdown": to_markdown, "latex": to_latex}
+    if form not in texts:
+        raise unknown_name("form", form, ("table", *texts, "csv", "json"))
+    return "\n\n".join(map(texts[form], tables))
 
 
 def write_files(tables: Sequence[Table], folder: Path) -> list[Path]:

@@ -110,9 +110,9 @@ class Snapshot:
         return few_lines(self.summary())
 
     def _repr_html_(self) -> str:
-        parts = []
+        macros, parts = html.macros(), []
         for record in self.records:
-            parts += [html.listed(snapshot_sentences(record)), self._picture(record)]
+            parts += [macros.listed(snapshot_sentences(record)), macros.picture(picture_of(record))]
             parts += map(to_html, snapshot_tables(record, MOST_ROWS))
         return html.fragment(*parts)
 
@@ -144,8 +144,10 @@ class Snapshot:
         """The record of the device with the most reserved memory as data, as `memcheck snapshot --format json`."""
         return snapshot_object(self.record)
 
-    def _picture(self, record: SnapshotRecord) -> str:
-        return f'<div class="picture">{image_element(figure_of(record), name_of(record), "png")}</div>'
+
+def picture_of(record: SnapshotRecord) -> str:
+    """The figure as an <img> of HTML."""
+    return image_element(figure_of(record), name_of(record), "png")
 
 
 def figure_of(record: SnapshotRecord) -> Figure:

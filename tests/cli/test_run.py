@@ -129,7 +129,7 @@ def test_growth_is_the_second_line_and_the_process_has_its_own(run):
         assert process["growth_per_step"] == pytest.approx(4_000_000, rel=0.5)
         more = [line for line in lines if line.startswith("The process grows ")]
         assert lines.index(*more) == 2
-        assert "The process (RSS) had " in err
+        assert "process, at most " in err
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,6 @@ def test_predictions_of_sequences_go_on_and_are_shown(tmp_path, capsys) -> None:
     assert main(["sweep", *flags, "--lengths", "64,16"]) == 0
     out = capsys.readouterr().out
     assert "2 of 8 cases were done before" in out
-    assert "Padded against packed, sequences of 64, 16: softplus " in out
     assert {record.lengths for record in read_records(tmp_path)} == {(64, 64), (64, 16)}
     assert (tmp_path / "memory.png").exists()
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0

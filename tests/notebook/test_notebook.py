@@ -78,7 +78,7 @@ def test_a_prediction_comes_beside_each_measurement():
     assert [record.source for record in both] == ["measured", "predicted"]
     assert both[0].backward_peak_bytes == both[1].backward_peak_bytes
     assert both.table("prediction")[0].rows
-    assert "1 case predicted for cpu: 1 fit" in str(both.summary())
+    assert "figures are as predicted, to the byte" in str(both.summary())
 
 
 def test_a_sweep_keeps_its_records_in_a_folder(tmp_path):
@@ -134,21 +134,22 @@ def test_whole_models_are_results_too(tmp_path):
 
 
 def test_tables_and_sentences_are_those_of_the_commands(results):
-    assert "times as much as" in str(results.summary())
-    assert "times as much as" in repr(results)
+    assert str(results.summary()).startswith("4 cases (cpu, ")
+    assert repr(results) == repr(results.table())
+    assert "x least" in repr(results)
     assert "kept for backward, MiB" in str(results.table("saved_bytes"))
     assert {column.key for column in results.table("saved_bytes")[0].columns} == {"length", "naive", "softplus"}
     assert results.table("scaling")[0].name == "scaling"
     assert len(results.table("accounting")) == 4
     assert results.table("cs336")
     frame = results.table().to_pandas()
-    assert list(frame["operator"]) == ["naive", "softplus"] * 2
+    assert set(frame["operator"]) == {"naive", "softplus"}
 
 
 def test_text_is_what_print_and_a_console_show(results):
     for shown in (results, results.table(), results.table()[0], results.summary(), results.compare(results)):
         assert str(shown) == repr(shown)
-        assert "naive" in repr(shown)
+        assert "4 cases" in repr(shown)
         assert " at 0x" not in repr(shown)
 
 
@@ -167,7 +168,7 @@ def test_plots_are_figures_that_show_themselves(results):
 
 def test_results_show_an_answer_a_picture_and_a_table(results):
     page = Text(results._repr_html_())
-    assert "times as much as" in page.text
+    assert "x least" in page.text
     assert "peak forward, MiB" in page.text
     assert page.tags.count("img") == 1
     assert page.tags.count("tr") == 5
@@ -182,7 +183,7 @@ def test_what_records_say_is_text_in_html():
 
 @pytest.mark.parametrize("parts", [lambda r: r.table(), lambda r: r.summary(), lambda r: r.compare(r)])
 def test_parts_of_results_show_themselves(results, parts):
-    assert "naive" in Text(parts(results)._repr_html_()).text
+    assert "4 cases" in Text(parts(results)._repr_html_()).text
 
 
 def test_a_measurement_shows_its_peaks_and_what_was_alive():

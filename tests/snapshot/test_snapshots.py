@@ -277,7 +277,8 @@ def test_what_grows_from_step_to_step_is_found(write: Callable[..., Path]) -> No
     assert record.steps == 12
     (growth,) = record.growing
     assert (growth.place.where, growth.bytes_per_step) == ("me/project/train.py:12 (main)", 2 * MIB)
-    assert any("2 MiB more are alive after each of the 12 steps" in line for line in Snapshot([record]).summary())
+    (table,) = Snapshot([record]).table("growing")
+    assert table.rows == [["me/project/train.py:12 (main)", 2, 1, 22]]
 
 
 def test_the_requests_are_replayed_on_another_gpu(write: Callable[..., Path]) -> None:

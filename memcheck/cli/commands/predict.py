@@ -32,7 +32,6 @@ from memcheck.report.model_prediction import (
     tensors_of,
 )
 from memcheck.report.predictions import alive_sentence, case_words, figures_table
-from memcheck.report.summary import padded_against_packed
 from memcheck.report.tables import Screen, render
 
 FEW = 2  # Doubts of a case that are shown without --doubts.
@@ -117,8 +116,6 @@ def predict_operator(request: Predict) -> list[Prediction]:
         print_case(request, prediction)
         if prediction is not predictions[-1]:
             print("\n")
-    for words in padded_against_packed([prediction.record for prediction in predictions]):
-        print(f"\n{Screen.of(sys.stdout).fill(words)}")
     return predictions
 
 

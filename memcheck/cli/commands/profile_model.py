@@ -11,15 +11,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
 
-from tqdm import tqdm
-
 from memcheck.bench.models.case import SIZES, ModelCase, make_model_case
 from memcheck.bench.models.model_predictions import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import check_takes_window
-from memcheck.cli.output import make_room, print_answer, print_doubts, progress_bar
+from memcheck.cli.output import make_room, print_details, progress_bar
 from memcheck.cli.run_requests import ProfileModel
 from memcheck.cli.running import exit_code
 from memcheck.core.errors import UsageError
@@ -27,9 +25,8 @@ from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report.cases import case_and_place
-from memcheck.report.models import LETTERS, ModelRows, model_title, parts_table
+from memcheck.report.models import LETTERS, model_title, models_table, parts_table
 from memcheck.report.plots.figure import plot_figure
-from memcheck.report.summary import model_answer
 from memcheck.report.tables import Screen, to_text
 
 
@@ -44,29 +41,24 @@ def run(request: ProfileModel) -> int:
     store, picture = Store(request.output, ModelRecord), request.output / "models.png"
     store.begin()
     records: list[ModelRecord] = []
-    rows = ModelRows(Screen.of(out), timed=not (request.no_time or request.predict))
+    screen = Screen.of(out)
     with progress_bar(len(cases), "profile") as bar:
         for case in cases:
             record = record_of(case, request)
-            if not records:
-                tqdm.write(f"{model_title([record])}\n\n{rows.header()}", file=out)
-            tqdm.write(rows.row(record), file=out)
-            out.flush()
             store.append(record)
             records.append(record)
             bar.update()
     store.keep_newest(case_and_place)
     plot_figure(records, picture, title="Memory of a decoder", subtitle=model_title(records))
-    print(f"\n{rows.legend()}", file=out)
-    print_doubts([record for record in records if record.source == "measured"], request.doubts, rows.screen, out)
+    print(to_text(models_table(records), screen), file=out)
+    print_details([record for record in records if record.source == "measured"], request.doubts, screen, out)
     if request.components or len(records) == 1:
-        parts = "\n\n".join(to_text(parts_table(record), rows.screen) for record in records)
-        print(f"\n{parts}\n\n{rows.screen.fill(LETTERS)}", file=out)
+        parts = "\n\n".join(to_text(parts_table(record), screen) for record in records)
+        print(f"\n{parts}\n\n{screen.fill(LETTERS)}", file=out)
     for line in unknown_words(records):
         print(line, file=out)
     written = [store.path, picture, *inspect(cases[0], records[0], request, out)]
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
-    print_answer(list(model_answer(records)), rows.screen, out)
     if request.format == "json":
         print(json.dumps([dataclasses.asdict(record) for record in records]))
     return exit_code(list(records))

@@ -38,7 +38,7 @@ from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivo
 from memcheck.report.scaling import scaling_table
 from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_report
 from memcheck.report.script_tables import tables as script_tables
-from memcheck.report.summary import doubt_details, summary
+from memcheck.report.summary import doubt_details
 from memcheck.report.tables import Screen, Table, render, write_files
 
 
@@ -58,8 +58,6 @@ def run(request: Report) -> int:
         written.append(write_page(records, request.folders, request.html))
     if request.plot:
         written += write_plots(records, request)
-    if usual and request.format == "table":
-        print(*map(Screen.of(sys.stdout).fill, summary(records)), sep="\n", end="\n\n")
     print(render(tables, request.format, sys.stdout))
     if request.doubts:
         print("", *doubt_details(records), sep="\n", file=sys.stdout if request.format == "table" else sys.stderr)

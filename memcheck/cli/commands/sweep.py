@@ -22,22 +22,22 @@ from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
-from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
+from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS, OPERATORS
 from memcheck.cli.output import print_answer, progress_bar, watch
 from memcheck.cli.run_requests import Sweep
+from memcheck.cli.running import case_line, case_title
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.options import convert_some, named
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
-from memcheck.core.units import format_bytes, format_time
-from memcheck.report.cases import failure_note, is_predicted
+from memcheck.report.cases import is_predicted
 from memcheck.report.plots.pictures import write_pictures
 from memcheck.report.records import write_tables
-from memcheck.report.summary import summary
+from memcheck.report.summary import remarks
 from memcheck.report.tables import Screen
 
 # What may vary: options that a [[grid]] table may have.
@@ -71,7 +71,7 @@ def run(request: Sweep) -> int:
         raise StoreError(f"{error}; {resume}") from None
     print(f"\n{counted_words(records)}", file=out, flush=True)
     print(f"\nWrote {write_files(options)}", file=out)
-    print_answer(summary(records)[1:], Screen.of(out), out)
+    print_answer(remarks(records), Screen.of(out), out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
@@ -320,30 +320,14 @@ def shown_progress(planned: Plan, out: TextIO) -> Iterator[Callable[[Progress], 
                 if done:
                     tqdm.write(f"{done} of {progress.total} cases were done before", file=out)
             else:
-                tqdm.write(f"[{done:>{len(str(progress.total))}}/{progress.total}] {line(progress.record)}", file=out)
+                tqdm.write(
+                    f"[{done:>{len(str(progress.total))}}/{progress.total}] {case_line(progress.record)}", file=out
+                )
             out.flush()
             bar.set_description_str(f"{done} of {progress.total} cases", refresh=False)
             bar.update((bar.total or 0) - left - bar.n)
 
         yield show
-
-
-def title(case: Case | Record) -> str:
-    """ "naive  B1 S256 T256 E256 H4 float32 inference" """
-    compiled, mode = "compiled" if case.compiled else "", "" if case.mode == "train" else case.mode
-    return " ".join(filter(None, (f"{case.operator:<23}", shape(case), case.dtype, compiled, mode)))
-
-
-def line(record: Record) -> str:
-    """The case, how it ended, and its figures or why it has none."""
-    words = f"{title(record)}: {'predicted ' if is_predicted(record) else ''}{record.status}"
-    if record.status != "ok":
-        return f"{words}, {note}" if (note := failure_note(record)) and note != record.status else words
-    sizes = {"peak forward": record.forward_peak_bytes, "kept": record.saved_bytes}
-    sizes["peak backward"] = record.backward_peak_bytes
-    parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
-    times = [format_time(time) for time in (record.forward_ms, record.backward_ms) if time is not None]
-    return ", ".join([words, *parts, *([" + ".join(times)] if times else [])])
 
 
 def counted_words(records: Sequence[Record]) -> str:
@@ -391,7 +375,7 @@ def list_cases(planned: Plan) -> int:
         print(total, file=sys.stderr)
     else:
         for case, (status, reason) in verdicts.items():
-            print(f"{title(case)}: {reason or status}")
+            print(f"{case_title(case)}: {reason or status}")
         print(f"\n{total}")
     return 0
 
