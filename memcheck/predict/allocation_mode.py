@@ -22,18 +22,16 @@ from memcheck.core.torch_versions import WORKSPACE_OF_A_CALL
 from memcheck.predict import sparse
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
 from memcheck.predict.checks import AssumedValues
+from memcheck.predict.device_kinds import KINDS
 from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_counts
 from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
 from memcheck.predict.known_contents import NEEDS_VALUES, UNKNOWN, KnownContents, flagged_as, is_meta, written_by
 from memcheck.predict.live_storages import LiveStorages, running_node
-from memcheck.predict.meta_cache import result_of
 from memcheck.predict.meta_copy import NESTED, MetaCopies, all_on_meta
 from memcheck.predict.meta_results import (
     ADAFACTOR,
     TRANSFORMS,
-    as_computed,
     as_probed,
-    grouped_product,
     is_inside,
     is_of_zeros,
     parts_of,
@@ -43,11 +41,11 @@ from memcheck.predict.meta_results import (
     with_integers,
 )
 from memcheck.predict.modules import Modules
-from memcheck.predict.on_device import refuse_mixture
 from memcheck.predict.operators import facts_of, scratch_of
 from memcheck.predict.operators.value_shapes import DecidingValues, decided_by_values
-from memcheck.predict.probed import FunctionCall, Probe, Probed, made
-from memcheck.predict.ranks import BUFFERS, Done, is_collective, is_reduction, is_wrapper
+from memcheck.predict.probed import FunctionCall, Probe
+from memcheck.predict.ranks import BUFFERS, Done, is_collective
+from memcheck.predict.results import result_of_call
 from memcheck.predict.scratch import (
     FreedLate,
     OperatorCall,
@@ -61,8 +59,6 @@ from memcheck.predict.scratch import (
 )
 
 COMPOSITE = "CompositeImplicitAutograd"
-PACK = torch.ops.aten._pack_padded_sequence.default
-GROUPED = torch.ops.aten._grouped_mm.default
 # What a node's code writes into its first operand, except when a mode such as AllocationMode is active.
 WRITES_IN_PLACE = {
     "ClampBackward0": ("aten::logical_and", "aten::logical_or"),
@@ -95,6 +91,7 @@ class AllocationMode(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.target = target
+        self.kind = KINDS[target.kind]
         self.contents = contents or KnownContents()
         self.probe = probe
         self.assumed = AssumedValues()
@@ -110,8 +107,8 @@ class AllocationMode(TorchDispatchMode):
         self.guessed: set[str] = set()
         self.freed_late: set[str] = set()
         self.operators: dict[str, None] = {}
-        self.works: list[Done] = []
-        self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
+        self.works: list[Done] = []  # Of collectives.
+        self.replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
         self.workspaces: dict[tuple[str, bool], Allocation] = {}  # Name, and whether it is that of autograd's thread.
         self._searched: set[str] = set()  # Algorithms that cuDNN has searched for.
         self._keeps_integers = False
@@ -146,31 +143,65 @@ class AllocationMode(TorchDispatchMode):
             return self._run(func, args, placed(func, args, kwargs or {}, self.target))
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.storages.note_sizes()
-        if func is torch.ops.aten.lift_fresh.default and self.target.kind == "cpu" and not args[0].is_meta:
+        """Runs an operator on meta tensors, and logs what it would allocate on the device.
+
+        The order of the stages is that of the device: what its kernel allocates first is logged first, and the
+        allocator may give it the memory of what was freed before. Each stage needs what those before it found.
+        """
+        self.storages.note_sizes()  # Those that the model resized since the last operator.
+        if self.kind.lifts(func, args):
             return self.lifted(args[0])
         if not self._keeps_integers and not all_on_meta(args, kwargs):
             if (returns_numbers(func) or is_view(func)) and self.copies.are_unchanged(args, kwargs):
                 return func(*args, **kwargs)
             args, kwargs = self.copies.with_twins(func, args, kwargs, self.storages.on_host)
-            if self.target.kind == "cuda":
-                refuse_mixture(func, args, kwargs)
-        if returns_numbers(func):
-            if (number := self.contents.computed(func, args, kwargs)) is not UNKNOWN:
-                return number
-            if func is torch.ops.aten._local_scalar_dense.default and is_meta(args[0]):
-                if args[0].dtype == torch.bool:
-                    return self._assumed(args[0])
-                if args[0].is_floating_point():
-                    if not is_inside(ADAFACTOR):
-                        self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
-                    return 1.0
-                raise NotImplementedError(NEEDS_VALUES.format("item"))
+            self.kind.check(func, args, kwargs)
+        if returns_numbers(func) and (number := self._number(func, args, kwargs)) is not UNKNOWN:
+            return number
         decided = decided_by_values(func, args, kwargs, self.contents)
         for doubt in decided.doubts if decided is not None else ():
             self.note_unknown(Unlisted(doubt), self.phase)
-        output, probed = self._result(func, args, kwargs, decided)
-        if self.target.kind == "cpu" and isinstance(output, Tensor) and next(tensors_in((args, kwargs)), None) is None:
+        output, call, parts = self._called(func, args, kwargs, decided)
+        self.operators[call.name] = None
+        self.note_node()
+        numbers = self._numbers_for_tensors(func, call)
+        scratch = list(self._known(without_kept(parts, kept_bytes(numbers))))
+        taken = [self._take(part) for part in scratch if part.first]
+        self._note_storages(func, args, kwargs, call, bool(numbers))
+        if not call.is_view:
+            self.contents.note_call(func, args, kwargs, call.outputs)  # Results have their storages now.
+        taken += [self._take(part) for part in scratch if not part.first and not part.kept]
+        self._use_libraries(call, scratch)
+        for allocation in reversed(taken):
+            self.log.free(allocation)
+        if numbers and self.kind.counts_numbers and torch.is_grad_enabled():
+            self.numbers.await_node(call, numbers, func._schema.is_mutable)
+        self.replaced = []
+        return output
+
+    def _number(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operator returns that reads values: known ones, or what they are assumed to be; UNKNOWN: it runs.
+
+        It comes before all that allocates, as reading a value allocates nothing.
+        """
+        if (number := self.contents.computed(func, args, kwargs)) is not UNKNOWN:
+            return number
+        if func is not torch.ops.aten._local_scalar_dense.default or not is_meta(args[0]):
+            return UNKNOWN
+        if args[0].dtype == torch.bool:
+            return self._assumed(args[0])
+        if not args[0].is_floating_point():
+            raise NotImplementedError(NEEDS_VALUES.format("item"))
+        if not is_inside(ADAFACTOR):
+            self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
+        return 1.0
+
+    def _called(
+        self, func: Any, args: Any, kwargs: dict[str, Any], decided: DecidingValues | None
+    ) -> tuple[Any, OperatorCall, list[Scratch | Unknown]]:
+        """The result, the call with it, and what the kernel takes besides, for which rules ask the result's layout."""
+        output, probed = result_of_call(self, func, args, kwargs, decided)
+        if self.kind.counts_numbers and isinstance(output, Tensor) and next(tensors_in((args, kwargs)), None) is None:
             output = output if is_meta(output) else self.known_on_meta(output)  # Of numbers alone, as torch.div(7, 2).
         call = call_of(func, args, kwargs, output, self.target, contents=self.contents.of)
         parts = scratch_of(call)
@@ -183,98 +214,41 @@ class AllocationMode(TorchDispatchMode):
             parts = parts_of(call.name, probed) + [part for part in parts if isinstance(part, RunDependent)]
         if decided is not None and decided.size is not None:
             output.resize_(decided.size)
-        self.operators[call.name] = None
-        self.note_node()
+        return output, call, parts
+
+    def _numbers_for_tensors(self, func: Any, call: OperatorCall) -> dict[str, int]:
+        """Operands that are numbers. An autograd node may keep them as tensors, which rules must not count again."""
         numbers = numbers_for_tensors(func, call)
-        if numbers and self.target.kind == "cpu" and (forward_ad._current_level >= 0 or is_inside(TRANSFORMS)):
-            self.note_unknown(
-                Unlisted("how long forward-mode AD and transforms of functions keep their numbers"), self.phase
-            )
-        scratch = list(self._known(without_kept(parts, kept_bytes(numbers))))
-        taken = [self._take(part) for part in scratch if part.first]
-        facts = facts_of(call.name)
-        elsewhere = facts.on_host if self.target.kind == "cuda" else ()
+        if numbers and self.kind.counts_numbers and (forward_ad._current_level >= 0 or is_inside(TRANSFORMS)):
+            words = "how long forward-mode AD and transforms of functions keep their numbers"
+            self.note_unknown(Unlisted(words), self.phase)
+        return numbers
+
+    def _note_storages(self, func: Any, args: Any, kwargs: Any, call: OperatorCall, has_numbers: bool) -> None:
+        """Logs the storages of the results, after the scratch that the kernel allocates before them."""
         if self._runs_in_place(call):
             self.storages.hand_over(call.self, call.outputs[0])
         for tensor in written_by(func, args, kwargs):
             self.storages.note_sizes(storage for storage in storages_in(tensor) if storage in self.storages)
+        elsewhere = self.kind.on_host(facts_of(call.name))
         for position, tensor in enumerate(call.outputs):
-            is_noted = position not in elsewhere and not (call.is_view and numbers)
+            is_noted = position not in elsewhere and not (call.is_view and has_numbers)
             if is_noted and not self.storages.know(tensor) and not tensor._is_zerotensor() and not is_of_zeros(func):
                 self.storages.note(tensor, call.name)
-        if not call.is_view:
-            self.contents.note_call(func, args, kwargs, call.outputs)
-        self._name_buffers(call)
-        taken += [self._take(part) for part in scratch if not part.first and not part.kept]
+        for argument, name in BUFFERS.get(call.name, {}).items():  # Of FSDP2 or of a process group.
+            for tensor in tensors_in(call.arguments[argument]):
+                if (allocation := self.storages.allocation_of(tensor)) is not None:
+                    allocation.name = name
+
+    def _use_libraries(self, call: OperatorCall, scratch: list[Scratch]) -> None:
+        """Allocates what libraries keep for later calls, when the kernel runs: after its results and its scratch."""
         for part in scratch:
             if part.kept:
                 self._use_library(part.name, part.bytes)
-        if facts.uses_cublas and self.target.kind == "cuda" and self.target.has_workspaces:
+        if self.kind.has_workspace(facts_of(call.name)) and self.target.has_workspaces:
             self._use_library(WORKSPACE, self.target.cublas_workspace_bytes)
             if self.target.has(WORKSPACE_OF_A_CALL):
                 self.drop_library_workspaces()
-        for allocation in reversed(taken):
-            self.log.free(allocation)
-        if numbers and self.target.kind == "cpu" and torch.is_grad_enabled():
-            self.numbers.await_node(call, numbers, func._schema.is_mutable)
-        self._replaced = []
-        return output
-
-    def _result(
-        self, func: Any, args: Any, kwargs: dict[str, Any], decided: DecidingValues | None
-    ) -> tuple[Any, Probed | None]:
-        """What the operator returns on meta tensors, and the probe's result if one ran.
-
-        If it has no kernel for meta tensors, it is computed from known contents, or a probe runs it.
-        """
-        if is_reduction(func):
-            self.works.append(Done(args[0][0]))  # The object must live as long as torch asks it.
-            return (args[0], self.works[-1].boxed()), None
-        if is_wrapper(func):  # Its kernel for meta tensors allocates.
-            return torch.ops.aten.alias(args[0]), None
-        if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
-            return grouped_product(*args, **kwargs), None
-        if facts_of(func._schema.name).only_writes:
-            return None, None
-        if sparse.takes_sparse(func, args, kwargs):
-            node = running_node()
-            if func is torch.ops.aten.clone.default and node.endswith("AccumulateGrad"):
-                with _disable_current_modes():
-                    parts = sparse.parts_of(args[0])
-                    if all(part.is_contiguous() for part in parts):  # Then torch keeps it, unless a mode is active.
-                        return sparse.with_parts(args[0], parts), None
-            steps = func is torch.ops.aten.add_.Tensor and not sparse.is_sparse(args[0])
-            if not node.endswith("AccumulateGrad") if node else self.phase == "optimizer" and not steps:
-                self.note_unknown(
-                    Unlisted(f"when {func._schema.name} of sparse tensors frees its operands"), self.phase
-                )
-            with _disable_current_modes():
-                output, self._replaced = sparse.computed(func, args, kwargs, self.contents, self.known_on_meta)
-            return output, None
-        if func is PACK and (lengths := self.contents.of(args[1])) is not None:
-            return self._packed(args[0], lengths, *args[2:]), None
-        if decided is not None and decided.output is not None:
-            return decided.output, None
-        try:
-            return as_computed(func, result_of(func, args, kwargs), args), None
-        except (NotImplementedError, RuntimeError) as error:
-            if "overflow" in str(error):
-                raise
-            if (contents := self.contents.computed(func, args, kwargs, small=True)) is not UNKNOWN:
-                return tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, contents), None
-            probed = self.probe(func, args, kwargs, self.contents) if self.probe is not None else None
-            if probed is None or not probed.results or any(result.operand is not None for result in probed.results):
-                raise
-            outputs = tuple(made(result) for result in probed.results)
-            return outputs if len(outputs) > 1 else outputs[0], probed
-
-    def _packed(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        """What _pack_padded_sequence returns: x (S,B,..), or (B,S,..), -> (N,..) and the sizes (S) of its steps."""
-        steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
-        with _disable_current_modes():
-            sizes = PACK(torch.zeros(steps, batch, 1), lengths, False)[1]
-            total = int(sizes.sum())
-        return torch.empty(total, *x.shape[2:], dtype=x.dtype, device="meta"), self.known_on_meta(sizes)
 
     def _assumed(self, condition: Tensor) -> bool:
         """The value that an unknown condition is assumed to have: a check passes."""
@@ -396,13 +370,6 @@ class AllocationMode(TorchDispatchMode):
         self.log.forget_the_past()
         for noted in (self.unknown, self.guessed, self.freed_late, self.operators, self.calls):
             noted.clear()
-
-    def _name_buffers(self, call: OperatorCall) -> None:
-        """Names the allocations that an operator of FSDP2 or of a process group uses as its buffers."""
-        for argument, name in BUFFERS.get(call.name, {}).items():
-            for tensor in tensors_in(call.arguments[argument]):
-                if (allocation := self.storages.allocation_of(tensor)) is not None:
-                    allocation.name = name
 
     def note_node(self) -> None:
         """Records a doubt if the running autograd node chooses its operators by contents."""

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memcheck.core.failures import line_words
 from memcheck.core.tensors import tensors_in
 from memcheck.core.torch_versions import FUSED_RMS_NORM
+from memcheck.predict import rnn
 from memcheck.predict.allocation_log import ANY_PHASE
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
@@ -117,15 +118,50 @@ class DeviceFunctions(TorchFunctionMode):
         if not is_treated(func):
             return func(*args, **on_meta(kwargs or {}, target))
         func, args, kwargs = moved(func, args, kwargs or {}, target)
-        if func in OF_DATA and target.kind == "cpu" and next(tensors_in((args, kwargs)), None) is None:
+        name = getattr(func, "__name__", "")
+        output = (self._on_cpu if target.kind == "cpu" else self._on_cuda)(func, name, args, kwargs)
+        return self._on_both(func, name, args, kwargs) if output is NotImplemented else output
+
+    def _on_cpu(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a function returns that runs other operators on the CPU; NotImplemented for any other."""
+        if func in OF_DATA and next(tensors_in((args, kwargs)), None) is None:
             return self.mode.of_data(func, args, kwargs)
+        if name in CLOSED:
+            sizes = self._sizes(args[1]) if rnn.is_packed(args) else None
+            with self:
+                return rnn.run(name, args, sizes)
+        if name == "_pad_packed_sequence":
+            return self._padded(*args)
+        if func is torch.max_pool1d and not wants_gradients(args):
+            return self._pooled(args, kwargs)
+        of_all = func in EXTREMA and len(args) == 1 and not kwargs
+        if of_all and wants_gradients(args) and not derives_otherwise():
+            return Extremum.apply(args[0], func)
+        return NotImplemented
+
+    def _on_cuda(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a function returns that is one kernel on CUDA; NotImplemented for any other."""
+        if func in (torch.nn.functional.rms_norm, torch.rms_norm):
+            args, kwargs = cast_for("rms_norm", args, kwargs)
+            if self.mode.target.has(FUSED_RMS_NORM) and (y := fused_rms_norm(*args, **kwargs)) is not None:
+                if y.requires_grad:
+                    self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
+                return y
+            return func(*args, **kwargs)
+        if func is torch.dropout and args[2] and 0 < args[1] < 1 and args[0].numel():
+            return torch.native_dropout(*args[:3])[0]  # It keeps a mask of a byte per element.
+        if name in CLOSED:
+            self.mode.note_unknown(Unlisted(f"what {name} runs on the device"), self.mode.phase)
+        return NotImplemented
+
+    def _on_both(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a function returns that meta tensors, or an active mode, would change on either device."""
         if func in OF_DATA and str(kwargs.get("device")) == "meta" and not is_tensor(args):
             kept = {name: value for name, value in kwargs.items() if name != "device"}
             made = func(*args, **kept)
             return made if is_meta(made) else self.mode.lifted(made)
         if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) == 4:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
-        name = getattr(func, "__name__", "")
         if name in READERS and is_tensor(args) and is_meta(args[0]):
             return self.mode.contents.given_to(func, *args, **kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
@@ -134,42 +170,17 @@ class DeviceFunctions(TorchFunctionMode):
             args, kwargs = cast_for("scaled_dot_product_attention", args, kwargs)
             with self._adding_in_place():
                 return attention(self.mode.target, *args, **kwargs)
-        if func in (torch.nn.functional.rms_norm, torch.rms_norm) and target.kind == "cuda":
-            args, kwargs = cast_for("rms_norm", args, kwargs)
-            if target.has(FUSED_RMS_NORM) and (y := fused_rms_norm(*args, **kwargs)) is not None:
-                if y.requires_grad:
-                    self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
-                return y
-        if name in CLOSED and target.kind == "cpu":
-            from memcheck.predict import rnn
-
-            sizes = self._sizes(args[1]) if rnn.is_packed(args) else None
-            with self:
-                return rnn.run(name, args, sizes)
-        if name == "_pad_packed_sequence" and target.kind == "cpu":
-            return self._padded(*args)
         if name == "_pack_padded_sequence" and wants_gradients(args):
-            from memcheck.predict import rnn
-
             lengths = self._sizes(args[1])
             counts = [sum(length > step for length in lengths) for step in range(lengths[0])]
             return rnn.Pack.apply(*args, counts)
-        if func is torch.max_pool1d and target.kind == "cpu" and not wants_gradients(args):
-            return self._pooled(args, kwargs)
-        if func is torch.dropout and target.kind == "cuda" and args[2] and 0 < args[1] < 1 and args[0].numel():
-            return torch.native_dropout(*args[:3])[0]  # One kernel, which keeps a mask of a byte per element.
         if func is torch._C._nn.one_hot:
-            return one_hot(target, *args, **kwargs)
+            return one_hot(self.mode.target, *args, **kwargs)
         if func is torch._C._nn.mish and not kwargs and not derives_otherwise():
             return Mish.apply(*args)
-        of_all = func in EXTREMA and target.kind == "cpu" and len(args) == 1 and not kwargs
-        if of_all and wants_gradients(args) and not derives_otherwise():
-            return Extremum.apply(args[0], func)
         if func is torch.nn.functional.linear:
             with self._adding_in_place():
                 return func(*args, **kwargs)
-        if name in CLOSED:
-            self.mode.note_unknown(Unlisted(f"what {name} runs on the device"), self.mode.phase)
         output = func(*args, **kwargs)
         if func in (torch.tensor, Tensor.new_tensor, Tensor.new):
             self.mode.storages.note(output, "tensor")  # torch.tensor runs no operator.
@@ -187,8 +198,6 @@ class DeviceFunctions(TorchFunctionMode):
         return found
 
     def _padded(self, data: Tensor, sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-        from memcheck.predict import rnn
-
         counts = self._sizes(sizes)
         with self:
             y, lengths = rnn.padded(data, counts, *how)

@@ -35,7 +35,21 @@ UNSCALED = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # 
 
 
 class Contents:
-    """What a storage holds: bytes, or the step that computes them."""
+    """What a storage on meta holds, between two operators that write into it.
+
+    | state      | real | step | how it came                            | becomes                                |
+    | ---------- | ---- | ---- | -------------------------------------- | -------------------------------------- |
+    | no object  |      |      | nobody knows: random, too large, from  |                                        |
+    |            |      |      | unknown operands                       |                                        |
+    | given      | yes  | no   | note(): a real tensor was brought      | superseded by the next write           |
+    | a result   | no   | yes  | note_call(): a new storage             | computed, when somebody reads it       |
+    | written    | no   | yes  | note_call(): after a write in place    | computed, when somebody reads it       |
+    | computed   | yes  | no   | NotedOperator.run()                    | superseded by the next write           |
+    | superseded | any  | any  | a later Contents has its storage       | freed with the last step that needs it |
+
+    A storage has the newest one. An operator's View keeps those that it read, also if they are superseded, so that it
+    can run later.
+    """
 
     __slots__ = ("__weakref__", "bytes", "real", "small", "step")
 
@@ -71,10 +85,11 @@ class View:
 
 @dataclass(eq=False)
 class NotedOperator:
-    """An operator that was noted. Views stand for the tensors of its arguments.
+    """An operator that was noted, and runs when somebody reads what it computes. Views stand for its tensors.
 
     results: the results that lie in new storages, by position.
-    written: the contents of operands that it overwrites, before and after. Both are weak: nobody may ask for them.
+    written: the contents of operands that it overwrites, before and after.
+    What it computes is referred to weakly: if nobody can ask for it any more, the step and its operands go.
     """
 
     func: Any
@@ -190,7 +205,10 @@ class KnownContents:
             self._set(storage, Contents(real.nbytes(), real, None, small))
 
     def note_call(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Iterable[Tensor]) -> None:
-        """Notes what an operator that ran on meta tensors computes."""
+        """Notes what an operator that ran on meta tensors computes: results, and operands after its writes.
+
+        Without known operands, or if it draws random numbers, what it writes is forgotten and its results stay unknown.
+        """
         written = list(written_by(func, args, kwargs))
         parts: dict[int, View] = {}
         if not is_determined(func) or not self._find_operands((args, kwargs), parts):
@@ -281,7 +299,10 @@ class KnownContents:
         self._set(storage, noted)
 
     def _computed(self, wanted: Contents) -> bool:
-        """Computes the contents and all that they depend on, unless that is too much work."""
+        """Computes the contents and all that they depend on, unless that is too much work.
+
+        A step runs when none of its operands waits; until then these go on top of the stack.
+        """
         stack = [wanted]
         with undisturbed():
             while stack:

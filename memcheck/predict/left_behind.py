@@ -92,14 +92,16 @@ class Holders:
             level = [
                 it for it in holders if id(it) in young and id(it) not in self.lost and not isinstance(it, PASSING)
             ]
-        return sorted(lines)
+        # DTensor keeps what it computed of a mesh by the mesh, and those of a prediction are made anew.
+        return sorted(line for line in lines if not line.startswith("torch.distributed."))
 
     def clearing_line(self, holder: Any, thing: Any) -> str:
         """The line that takes a new thing out of an old object."""
         if isinstance(holder, LRU_CACHE):
             return f"{self.written(holder)}.cache_clear()"
-        if thing is getattr(holder, "__dict__", None):
-            thing = next(value for value in thing.values() if id(value) in self.lost)
+        attributes: Any = getattr(holder, "__dict__", None)
+        if thing is attributes:
+            thing = next(value for value in attributes.values() if id(value) in self.lost)
         if isinstance(thing, CONTAINERS):
             return f"{self.written(thing)}.clear()"
         if isinstance(holder, (list, deque, set)):

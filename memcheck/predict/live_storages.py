@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memcheck.core.tensors import storages_in
 from memcheck.predict.allocation_log import Allocation, AllocationLog
+from memcheck.predict.device_kinds import KINDS
 from memcheck.predict.modules import Modules
 from memcheck.predict.scratch import Target
 
@@ -28,7 +29,7 @@ class LiveStorages:
 
     def __init__(self, log: AllocationLog, target: Target, modules: Modules) -> None:
         self.log = log
-        self.target = target
+        self.kind = KINDS[target.kind]
         self.modules = modules
         self.held: list[Allocation] = []
         self._allocations: dict[int, Allocation] = {}  # By storage.
@@ -73,7 +74,7 @@ class LiveStorages:
         elif storage.nbytes() == 0 and storage._cdata not in self._empty:
             self._remember(self._empty, storage)
         # Numbers that an optimizer or an autograd node keeps are real CPU tensors.
-        is_real = self.target.kind == "cpu" and storage.device.type == "cpu"
+        is_real = self.kind.counts_numbers and storage.device.type == "cpu"
         counts = is_real and (self.log.phase == "inputs" or bool(running_node()))
         size = storage.nbytes()
         if not (counts or storage.device.type == "meta") or size == 0:
@@ -119,7 +120,7 @@ class LiveStorages:
     def stand(self, real: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:
         """Marks the copy of a real storage as there from the start."""
         self._remember(self._preexisting, storage)
-        if self.target.kind == "cuda" and storage.nbytes():  # A measurement on the CPU does not count them.
+        if self.kind.counts_held and storage.nbytes():
             self.held.append(Allocation("tensor that the model holds", storage.nbytes(), 0))
             weakref.finalize(storage, self.log.free, self.held[-1])
 

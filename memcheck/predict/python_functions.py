@@ -104,7 +104,10 @@ def asks(thing: Any) -> bool:
 class Bodies:
     """Copies of functions that ask for a function mode, which get the answer that there is none.
 
-    The functions of their own module that they call are copies too. Those of others come to the mode.
+    A function such as torch.nn.functional.softplus reads `has_torch_function_unary` among the globals of its module.
+    Its copy has the same code and other globals, in which that name is a function that says no. In these globals, and
+    in the variables of its closure, functions that ask are replaced by their copies, too; those of other modules come
+    to the mode, which calls their copies.
     """
 
     def __init__(self) -> None:
@@ -134,6 +137,7 @@ class Bodies:
         return {name: functools.partial(forward, name) for name in ANSWERED if name.endswith(".forward")}
 
     def _copy(self, func: FunctionType) -> None:
+        """Copies a function that asks, and those of its module and its closure that it calls."""
         namespace = self._namespace_of(func.__globals__)
         cells = tuple(CellType() if asks(contents_of(cell)) else cell for cell in func.__closure__ or ())
         body = FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, cells)
@@ -179,6 +183,9 @@ def contents_of(cell: CellType) -> Any:
         return EMPTY
 
 
+# While a thread predicts, a function of ANSWERED runs `return here(name)(its arguments)`, in every thread:
+#   begin_to_ask: the first thread that predicts gives it that code; end_to_ask: the last one gives it its own again.
+#   here: what the calling thread runs: its answer in HERE, else the ORIGINAL with the function's own code.
 class Answers(threading.local):
     """This thread's replacements of the functions of ANSWERED, by name."""
 

@@ -22,31 +22,10 @@ from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
+from memcheck.predict.bounds import doubts_of_verdict, unknown_and_bounds
 from memcheck.predict.evidence import Evidence, evidence_of, operators_of_equal_rows
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
-
-# Fields that become lower bounds when a phase has unknown allocations.
-FIELDS_OF = {
-    "inputs": ("reserved_bytes",),
-    "forward": (
-        *("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes"),
-        *("backward_max_allocated_bytes", "max_allocated_bytes"),
-    ),
-    "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
-    "optimizer": ("optimizer_peak_bytes", "max_allocated_bytes"),
-}
-# Further fields that are uncertain if not even the sizes of results are known.
-ALSO_FIELDS_OF = {
-    "forward": ("output_bytes", "saved_bytes", "gradient_bytes", *FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
-    "backward": ("gradient_bytes", *FIELDS_OF["optimizer"]),
-}
-# Further fields that are uncertain if allocations may outlive their phase.
-LATER_FIELDS_OF = {"forward": ("saved_bytes", *FIELDS_OF["backward"]), "backward": FIELDS_OF["optimizer"]}
-# Fields that are no sums of terms.
-MORE_FIELDS = ("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes")
-# Fields that an untried torch version may change: all that the caller does not provide.
-COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
 
 
 @dataclass(frozen=True)
@@ -330,13 +309,17 @@ class Replay:
                 measured = [moment.bytes for phase, moment in self.allocated.items() if phase != WARM_UP]
                 self.record.max_allocated_bytes = max(measured)
         self.record.backward_from = self.trace.backward_from
-        unknown, bounds = self._unknown()
+        unknown, bounds = unknown_and_bounds(self.trace, self.record, self.terms, self.requested, self.device)
         basis, to_the_byte = self.certainty
         exact = to_the_byte and not unknown
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, basis
         self.record.bounds = tuple(sorted(bounds))
         no_backward = filter(None, [self.trace.no_backward])
-        self.record.doubts = (*unknown, *no_backward, *self._doubtful_verdict())
+        self.record.doubts = (
+            *unknown,
+            *no_backward,
+            *doubts_of_verdict(self.trace, self.record, self.requested, self.place),
+        )
         found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, basis)
         return Prediction(*found, self.trace, self.refused)
 
@@ -349,15 +332,6 @@ class Replay:
         except OutOfMemory:
             return False
         return True
-
-    def _doubtful_verdict(self) -> Iterator[str]:
-        """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
-        if self.place.room_bytes is None or not self.trace.unknown.keys() & self.requested.keys():
-            return
-        verdict = "ok" if self.record.status == "ok" else f"{self.record.status} in the {self.record.oom_phase}"
-        yield f"{verdict} is the verdict of what is known: the run may need more" + (
-            ", or less" if self.trace.guessed else ""
-        )
 
     def _play(self, phase: str) -> None:
         first, last = self.trace.phases[phase]
@@ -460,25 +434,6 @@ class Replay:
         record.oom_phase, record.oom_requested_bytes = self.trace.phase_of(self.event), error.requested_bytes
         self._note_sum("oom_in_use_bytes", self.trace.log.alive(self.event - 1))
         record.reason = f"predicted: {request}, of {format_bytes(self.allocator.room_bytes or 0)}"
-
-    def _unknown(self) -> tuple[tuple[str, ...], frozenset[str]]:
-        """Descriptions of what is unknown, and the fields that it affects."""
-        words = list(itertools.chain.from_iterable(self.trace.unknown.values()))
-        bounds = {name for phase in self.trace.unknown for name in FIELDS_OF.get(phase, COMPUTED)}
-        bounds |= {name for phase in self.trace.guessed for name in ALSO_FIELDS_OF.get(phase, ())}
-        bounds |= {name for phase in self.trace.freed_late for name in LATER_FIELDS_OF.get(phase, ())}
-        if any(allocation.is_library for allocation in self.trace.log.allocations) and self.device.architecture is None:
-            words.append("cuBLAS's workspace, as the GPU's architecture is not known")
-            bounds |= {name for names in FIELDS_OF.values() for name in names}
-        if bounds:
-            bounds |= {"reserved_bytes", "process_bytes"}
-        if self.record.status == "oom" and self.trace.unknown.keys() & self.requested.keys():
-            bounds |= {"oom_in_use_bytes", "oom_requested_bytes"}
-        if self.trace.beyond is not None:
-            words.append(f"what comes after a tensor beyond 64 bits, in the {self.trace.beyond}")
-            bounds |= {name for name in self.terms if name.startswith(self.trace.beyond)}
-        filled = {name for name in MORE_FIELDS if getattr(self.record, name) is not None}
-        return tuple(dict.fromkeys(words)), frozenset(bounds & (self.terms.keys() | filled))
 
 
 def numbered(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
