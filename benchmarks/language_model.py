@@ -4,7 +4,7 @@
 
 The text (stories.py) is generated, has over 1 MB, and its last tenth is held out. Each window of 256 characters begins
 at the start of a story, so that the words to recall are in the window. There is one decoder of memcheck.nn per
-attention, of size "mini" in memcheck.bench.models.case, with the same initial weights and batches, AdamW with warm-up
+attention, of size "mini" in memcheck.bench.decoders, with the same initial weights and batches, AdamW with warm-up
 and cosine decay, and clipped gradients. All models take a step before the next one, in rotating order, so that other
 load on the machine affects all equally. --minutes ends the training early, which the result records. Training uses one
 thread, because threads of such a small model mostly wait for each other.
@@ -30,17 +30,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import memcheck
-from memcheck.bench.models.case import (
-    SIZES,
-    ModelCase,
-    ModelRun,
-    autocast_of,
-    build_decoder,
-    make_model_case,
-    optimizer_state,
-)
-from memcheck.bench.models.model_predictions import held_bytes, predict_model
-from memcheck.core.workload import Workload
+from memcheck.bench.decoders import SIZES, DecoderCase, predict_decoder
 from memcheck.nn.decoder import ATTENTIONS
 
 CHARACTERS = 1_100_000
@@ -102,16 +92,15 @@ class Text:
 class Learner:
     """A decoder with one attention, its optimizer, and the results of its steps."""
 
-    def __init__(self, case: ModelCase, seed: int) -> None:
+    def __init__(self, case: DecoderCase, seed: int) -> None:
         torch.manual_seed(seed)
-        self.case, self.decoder = case, build_decoder(case)
+        self.case, self.decoder = case, case.model("cpu")
         with torch.no_grad():
             for weight in self.decoder.parameters():
                 weight.mul_(WIDER if weight.dim() > 1 else 1)
         self.optimizer = torch.optim.AdamW(
             self.decoder.parameters(), betas=(0.9, 0.95), weight_decay=0.01, foreach=False
         )
-        self.run = ModelRun(self.decoder, autocast_of(case, "cpu"), case.compiled)
         self.losses: list[float] = []
         self.curve: list[dict[str, float]] = []
         self.ms: list[float] = []
@@ -120,7 +109,7 @@ class Learner:
         begin = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self.run.loss(tokens, targets)
+        loss = self.decoder.loss(tokens, targets)
         loss.backward()
         self.step()
         self.optimizer.zero_grad()
@@ -133,14 +122,13 @@ class Learner:
 
     def memory(self, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
         """Returns the measured and the predicted bytes of a training step."""
-        owned = {"model": self.decoder, "AdamW": optimizer_state(self.optimizer)}
+        # Parameters of the optimizer, and its state, are those of the training.
         record = memcheck.measure_memory(
-            self.run.loss, tokens, targets, parameters=((), owned), optimizer_step=self.step
+            self.decoder.loss, tokens, targets, parameters=self.optimizer, optimizer_step=self.step
         )
-        held = held_bytes(Workload(self.case, self.run.loss, (), ((), owned), ()))
-        predicted = predict_model(self.case).record
-        found = {name: held.get(name, getattr(record, name, None)) for name in MEMORY}
-        return {"measured": found, "predicted": {name: getattr(predicted, name) for name in MEMORY}}
+        predicted = predict_decoder(self.case)
+        sides = {"measured": record, "predicted": predicted}
+        return {name: {field: getattr(side, field) for field in MEMORY} for name, side in sides.items()}
 
 
 def rate_at(step: int, steps: int) -> float:
@@ -254,7 +242,7 @@ def parse() -> argparse.Namespace:
     sizes = (("steps", 1200), ("every", 50), ("bsz", 8), ("context", 256), ("seed", 0), ("threads", 1))
     for name, default in (*sizes, ("windows", 32), ("last-windows", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--size", default="mini", choices=SIZES, help="a size of memcheck.bench.models.case")
+    parser.add_argument("--size", default="mini", choices=SIZES, help="a size of memcheck.bench.decoders")
     parser.add_argument("--minutes", type=float, default=18, help="time limit of the training")
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model, to test the script")
     parser.add_argument("--output", type=Path)
@@ -270,14 +258,13 @@ def main() -> None:
     load = [os.getloadavg()[0]]
     text = Text(make_stories(CHARACTERS), args.context)
     learners = [
-        Learner(make_model_case(args.size, attention_type=name, bsz=args.bsz, context=args.context), args.seed)
-        for name in ATTENTIONS
+        Learner(DecoderCase(args.size, name, bsz=args.bsz, context=args.context), args.seed) for name in ATTENTIONS
     ]
     done = train(learners, text, args, begin + args.minutes * 60)
     rows = [row_of(learner, text, args) for learner in learners]
     load.append(os.getloadavg()[0])
     settings = {**vars(args), "output": None, "learning_rate": LEARNING_RATE, "clip": CLIP, "wider": WIDER}
-    settings |= {"size_is": vars(learners[0].case.sizes), "steps_done": done}
+    settings |= {"size_is": vars(SIZES[args.size]), "steps_done": done}
     facts = {
         "settings": {name: value for name, value in settings.items() if value is not None},
         "text": {**text.facts(), "prompt": prompt_of(text), "story": told_at(text, int(text.held_out[0]), "\n")},

@@ -17,36 +17,41 @@ from typing import Any
 
 from harness import write_result
 
-from memcheck.bench.models.case import ModelCase, make_model_case
-from memcheck.bench.models.model_predictions import predict_model
+from memcheck.bench.decoders import DecoderCase, predict_decoder
 from memcheck.core.devices import device_named
-from memcheck.core.model_record import FIGURES
 from memcheck.core.units import format_bytes
 from memcheck.nn.decoder import ATTENTIONS
 
 DEVICES = ("A100-80GB", "H200")
 SIZES = ("small", "medium", "large", "xl", "2.7B")
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+FIGURES = (
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes", "forward_peak_bytes"),
+    *("backward_peak_bytes", "optimizer_peak_bytes"),
+)
 FIELDS = ("operator", "device_name", "size", "bsz", "query_len", "mode", "dtype", "autocast", "checkpointing")
 
 
-def cases(bsz: int, sizes: tuple[str, ...], contexts: tuple[int, ...]) -> Iterator[tuple[str, str, ModelCase]]:
+def cases(bsz: int, sizes: tuple[str, ...], contexts: tuple[int, ...]) -> Iterator[tuple[str, str, DecoderCase]]:
     """Yields a purpose, a device and a case."""
     for device, size, attention in itertools.product(DEVICES, sizes, ATTENTIONS):
-        yield "sizes", device, make_model_case(size, attention_type=attention, bsz=bsz, context=1024)
+        yield "sizes", device, DecoderCase(size, attention, bsz=bsz, context=1024)
     for attention, context in itertools.product(ATTENTIONS, contexts):
-        yield "contexts", DEVICES[0], make_model_case(sizes[0], attention_type=attention, bsz=bsz, context=context)
+        yield "contexts", DEVICES[0], DecoderCase(sizes[0], attention, bsz=bsz, context=context)
     for autocast, checkpointing in itertools.product((None, "bfloat16"), (False, True)):
         means: dict[str, Any] = {"autocast": autocast, "checkpointing": checkpointing}
-        yield "means", DEVICES[0], make_model_case(sizes[min(2, len(sizes) - 1)], bsz=bsz, context=1024, **means)
+        yield "means", DEVICES[0], DecoderCase(sizes[min(2, len(sizes) - 1)], bsz=bsz, context=1024, **means)
 
 
-def row_of(about: str, device: str, case: ModelCase) -> dict[str, Any]:
+def row_of(about: str, device: str, case: DecoderCase) -> dict[str, Any]:
     """Returns a row: whether the case fits, and its bytes, without a limit if it does not fit."""
-    record = whole = predict_model(case, device).record
+    record = whole = predict_decoder(case, device)
     if record.status == "oom":
-        whole = predict_model(case, dataclasses.replace(device_named(device), usable_bytes=None)).record
+        whole = predict_decoder(case, dataclasses.replace(device_named(device), usable_bytes=None))
     figures = {name: getattr(whole, name) for name in (*FIELDS, *FIGURES, "bounds", "doubts")}
+    tables = sum(table.nbytes for table in case.model("meta").buffers())  # Those of rotary positions.
+    figures |= {"parameter_bytes": (whole.parameter_bytes or 0) - tables, "buffer_bytes": tables}
+    figures["peak_bytes"] = max(whole.peaks.values())
     return {"about": about, **figures, "status": record.status, "oom_phase": record.oom_phase}
 
 

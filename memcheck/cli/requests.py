@@ -29,7 +29,7 @@ from memcheck.core.options import flags_of, named, option
 from memcheck.core.step import Step
 from memcheck.core.units import Growth
 
-RESULTS = "a folder of results: with records.jsonl, models.jsonl, or both"
+RESULTS = "a folder of results, with records.jsonl"
 
 
 class Compare(Tables):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from memcheck.bench.sweep.store import FILE, MODELS
+from memcheck.bench.sweep.store import FILE
 from memcheck.cli.options import Request
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
@@ -21,7 +21,7 @@ def runs_in(paths: Sequence[Path]) -> list[ScriptRecord]:
     """
     files = [path / RUN if path.is_dir() else path for path in paths]
     runs = [path for path, file in zip(paths, files, strict=True) if is_run(file)]
-    cases = [path for path in paths if (path / FILE).exists() or (path / MODELS).exists()]
+    cases = [path for path in paths if (path / FILE).exists()]
     if runs and len(cases) == len(paths):
         print(f"note: {runs[0]} also holds a run: {runs[0] / RUN}", file=sys.stderr)
         return []

@@ -69,9 +69,14 @@ class Record:
     window: int | None = None  # Newest positions that compressed attention sees as they are; None without a window.
     dtype: str | None = None  # "float32", ...
     causal: bool | None = None  # The mask that was applied; None if the operator has no such option.
-    mode: str | None = None  # "train", "inference" or "decode".
+    mode: str | None = None  # "train", "inference" or "decode"; of whole models "forward", "backward" or "train".
     compiled: bool | None = None  # Under torch.compile.
     lengths: tuple[int, ...] | None = None  # Positions of each sequence of a packed (B = 1) or padded batch.
+    # Of a whole model, whose operator is its attention.
+    size: str | None = None  # Of memcheck profile-model: "tiny", ... None: it is no such model.
+    feed_forward: str | None = None  # "swiglu", ...
+    autocast: str | None = None  # What torch.autocast casts to; None without.
+    checkpointing: bool | None = None  # Each layer keeps its input alone, and runs again in the backward.
 
     # Where it ran.
     device: str | None = None  # "cpu" or "cuda".
@@ -136,6 +141,8 @@ class Record:
     # this kind of device, "verified"; or by rules only read in sources, "derived". None: there are no figures.
     basis: str | None = None
     bounds: tuple[str, ...] = ()  # Fields of a prediction that are not known to the byte, but bounds.
+    # Of a whole model: path of a module -> bytes for backward that it was the first to save; "": outside of modules.
+    kept_by_part: dict[str, int] | None = None
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
     over_time: dict[str, list[int]] | None = None  # Phase -> bytes alive over time, in steps of a few allocations.

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from memcheck.bench.catalog import styles_of_contenders
-from memcheck.bench.sweep.store import Store, read_results
+from memcheck.bench.sweep.store import Store, read_records
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record, write_csv
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import case_and_place, select
@@ -161,10 +160,10 @@ class Results(Sequence[Record]):
         Raises:
             UsageError: the folder holds no records.
         """
-        return compare(self.records, read_results(after) if isinstance(after, str | Path) else list(after))
+        return compare(self.records, read_records(after) if isinstance(after, str | Path) else list(after))
 
     def save(self, folder: Path | str) -> Path:
-        """Writes records.jsonl and records.csv, and models.jsonl of whole models, which load() and the commands read.
+        """Writes records.jsonl, which load() and the commands read, and records.csv.
 
         Records of the same cases that are in the folder are replaced, others stay. Returns the folder.
 
@@ -172,16 +171,11 @@ class Results(Sequence[Record]):
             UsageError: it cannot be written to, or holds a sweep.
         """
         folder = Path(folder)
-        operators, models = Store(folder), Store(folder, ModelRecord)
-        operators.begin()
+        store = Store(folder)
+        store.begin()
         for record in self:
-            if isinstance(record, ModelRecord):
-                models.append(record)
-            else:
-                operators.append(record)
-        write_csv(operators.keep_newest(case_and_place), folder / "records.csv")
-        if models.path.exists():
-            models.keep_newest(case_and_place)
+            store.append(record)
+        write_csv(store.keep_newest(case_and_place), folder / "records.csv")
         return folder
 
 
@@ -191,4 +185,4 @@ def load(folder: Path | str, *more: Path | str) -> Results:
     Raises:
         UsageError: a folder holds no records.
     """
-    return Results(record for one in (folder, *more) for record in read_results(one))
+    return Results(record for one in (folder, *more) for record in read_records(one))

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from memcheck.core.devices import KNOWN_AS
 from memcheck.core.errors import UsageError
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
 from memcheck.core.record import BARS, PHASES, Record, sequence_words
 from memcheck.core.units import format_bytes
@@ -55,12 +54,13 @@ NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main
 
 
 def is_model(record: Record) -> bool:
-    return isinstance(record, ModelRecord)
+    """Whether it is a record of memcheck profile-model."""
+    return record.size is not None
 
 
-def models_among(records: Sequence[Record]) -> list[ModelRecord]:
+def models_among(records: Sequence[Record]) -> list[Record]:
     """The records of whole models."""
-    return [record for record in records if isinstance(record, ModelRecord)]
+    return [record for record in records if is_model(record)]
 
 
 def operators_among(records: Sequence[Record]) -> list[Record]:

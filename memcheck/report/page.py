@@ -12,7 +12,7 @@ from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import is_model, models_among, size_of, values_in_order
-from memcheck.report.models import parts_table
+from memcheck.report.models import parts_tables
 from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.summary import summary
 from memcheck.report.tables import Table, is_number
@@ -76,7 +76,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     known = [record for record in records if record.status == "ok" and (record.terms or record.alive_at_peak)]
     known = [record for record in known if record.mode != "decode" and not is_model(record)]
     largest = {record.operator: record for record in sorted(known, key=size_of)}
-    parts = [parts_table(record) for record in models_among(records) if record.formulas]
+    parts = parts_tables(models_among(records))
     return main_tables(records) + scaling, [*growth[len(scaling) :], *map(accounting_table, largest.values()), *parts]
 
 

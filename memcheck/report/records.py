@@ -288,11 +288,11 @@ def pivot_title(field: str) -> str:
 
 def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
     """All rows, and the tables of decoding, predictions, cs336 cases and whole models, as far as there are any."""
-    models, records = models_among(records), operators_among(records)
-    runs = [record for record in records if record.mode != "decode"]
+    operators = operators_among(records)
+    runs = [record for record in operators if record.mode != "decode"]
     tables = [records_table(runs, units)] if runs else []
-    tables += [decode_table(records)] if len(runs) < len(records) else []
-    tables += [models_table(models)] if models else []
+    tables += [decode_table(operators)] if len(runs) < len(operators) else []
+    tables += [models_table(models)] if (models := models_among(records)) else []
     tables += [beside] if (beside := prediction_table(records)).rows else []
     return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
 

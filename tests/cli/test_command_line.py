@@ -21,8 +21,8 @@ from json_lines import write_json_lines
 from memcheck.__main__ import main, normalise
 from memcheck.bench.capacity import known_axes
 from memcheck.bench.catalog import attention_types, combinator_types
-from memcheck.bench.models.case import MODES as MODEL_MODES
-from memcheck.bench.models.case import SIZES
+from memcheck.bench.decoders import MODES as MODEL_MODES
+from memcheck.bench.decoders import SIZES
 from memcheck.bench.sweep.grid import PRESETS
 from memcheck.cli import options, run_requests
 from memcheck.cli.commands import info
@@ -199,7 +199,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     ("command", "files"),
     [
         ("profile-attention --attention-type naive --seq-len 8,16 --dim 8 --no-time", "memory.png records.csv"),
-        ("profile-model --context 8 --no-time", "models.jsonl models.png"),
+        ("profile-model --context 8 --no-time", "records.jsonl memory.png"),
         ("sweep --attention-type naive --seq-len 8 --dim 8 --no-time", "memory.png records.jsonl sweep.json tables.md"),
     ],
 )

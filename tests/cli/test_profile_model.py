@@ -1,12 +1,10 @@
-"""Whole models: predicted is measured, the formulas are both, and the command says so."""
+"""Whole models: what is predicted is measured, and the command says so."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import pickle
-import re
 from pathlib import Path
 
 import pytest
@@ -15,18 +13,14 @@ import torch._dynamo  # which predicting loads: before modules are frozen, see c
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.bench.models.case import MODES, SIZES, ModelCase, build_decoder, make_model_case
-from memcheck.bench.models.formulas import evaluate, held_formulas, is_of_backend, kept_formulas
-from memcheck.bench.models.model_predictions import predict_model, traced_model
-from memcheck.bench.models.profile import profile_model_case
-from memcheck.core.devices import device_named
+from memcheck.bench.decoders import MODES, SIZES, DecoderCase, predict_decoder, profile_decoder
 from memcheck.core.errors import UsageError
-from memcheck.core.model_record import FIGURES, components_of, total
 from memcheck.core.place import Place
+from memcheck.core.record import Record
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.modules import kept_by_component
 from memcheck.measure.tracker import track
-from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
+from memcheck.nn.decoder import ATTENTIONS
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
@@ -37,58 +31,46 @@ COUNTS = {
     "xl": 1_998_235_200,
     "2.7B": 3_406_809_600,
 }
+FIGURES = (
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes", "kept_by_part", "input_bytes"),
+    *("output_bytes", "forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"),
+)
 
 
-def case(**fields: object) -> ModelCase:
-    return make_model_case("tiny", **{"bsz": 2, "context": 40, **fields})
+def case(**fields: object) -> DecoderCase:
+    return DecoderCase("tiny", **{"bsz": 2, "context": 40, **fields})
 
 
 @pytest.mark.parametrize("size", COUNTS)
 def test_the_sizes_have_the_parameters_that_they_should(size: str) -> None:
-    of_size = make_model_case(size, device="meta")
-    assert sum(weight.numel() for weight in build_decoder(of_size).parameters()) == COUNTS[size]
-    assert held_formulas(of_size, "cpu")["parameters"].value == COUNTS[size]
-
-
-@pytest.mark.parametrize(("attention", "feed_forward"), [*itertools.product(ATTENTIONS, FEED_FORWARDS)])
-def test_the_count_is_by_formula_for_every_model(attention: str, feed_forward: str) -> None:
-    of_model = case(attention_type=attention, feed_forward=feed_forward, device="meta")
-    held = held_formulas(of_model, "cpu")
-    decoder = build_decoder(of_model)
-    assert held["parameters"].value == sum(weight.numel() for weight in decoder.parameters())
-    assert held["buffer_bytes"].value == sum(table.numel() * 4 for table in decoder.buffers())
+    assert sum(weight.numel() for weight in DecoderCase(size).model("meta").parameters()) == COUNTS[size]
 
 
 def test_training_the_largest_holds_what_it_should() -> None:
     """Parameters, gradients and AdamW's moments, in float32."""
-    record = predict_model(make_model_case("2.7B", context=128), dataclasses.replace(device_named("cpu"))).record
+    of = DecoderCase("2.7B", context=128)
+    record = predict_decoder(of)
     steps = 4 * 291  # one for each tensor of parameters, on the CPU
-    assert record.parameter_bytes + record.gradient_bytes + record.optimizer_bytes - steps == 54_508_953_600
+    tables = sum(table.nbytes for table in of.model("meta").buffers())
+    held = record.parameter_bytes + record.gradient_bytes + record.optimizer_bytes
+    assert held - steps - tables == 54_508_953_600
 
 
-def measured_and_predicted(of: ModelCase) -> tuple[memcheck.measure.measurement.Record, dict[str, object]]:
-    record = profile_model_case(of, timed=False)
-    assert record.status == "ok", record.reason
-    assert record.predicted is not None
-    return record, record.predicted
-
-
-def disagreements(of: ModelCase) -> dict[str, object]:
+def disagreements(of: DecoderCase) -> dict[str, object]:
     """Field -> measured and predicted, where it was said to be known."""
-    record, predicted = measured_and_predicted(of)
-    known = [name for name in (*FIGURES, "activations") if name not in predicted["bounds"]]
-    return {
-        name: (getattr(record, name), predicted[name]) for name in known if getattr(record, name) != predicted[name]
-    }
+    record, predicted = profile_decoder(of, "cpu", timed=False)
+    assert record.status == "ok", record.reason
+    pairs = {name: (getattr(record, name), getattr(predicted, name)) for name in FIGURES}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in predicted.bounds}
 
 
 @pytest.mark.parametrize(("attention", "mode"), [*itertools.product(ATTENTIONS, MODES)])
 def test_predictions_equal_measurements(attention: str, mode: str) -> None:
     of = case(attention_type=attention, mode=mode)
     assert disagreements(of) == {}
-    on_one_thread = predict_model(of, Place(threads=1))
+    on_one_thread = predict_decoder(of, Place(threads=1))
     assert on_one_thread.exact or attention == "softmax"
-    assert not {"saved_bytes", "forward_peak_bytes"} & on_one_thread.bounds
+    assert not {"saved_bytes", "forward_peak_bytes"} & {*on_one_thread.bounds}
 
 
 VARIANTS = (
@@ -114,123 +96,88 @@ def test_predicted_is_measured_with_a_window(variant: dict[str, object]) -> None
 
 
 def test_what_is_not_known_is_named_and_is_a_bound() -> None:
-    record, predicted = measured_and_predicted(case(dtype="bfloat16"))
-    if predicted["bounds"]:
-        assert any("oneDNN" in words for words in predicted["unknown"])
-        assert record.backward_peak_bytes >= predicted["backward_peak_bytes"]
-    assert not predicted["exact"] or not predicted["bounds"]
-
-
-# Formulas are those of a component, so make test varies one component at a time.
-BLOCKS = [
-    pytest.param(
-        attention, feed_forward, marks=() if attention == "softplus" or feed_forward == "swiglu" else pytest.mark.ci
-    )
-    for attention, feed_forward in itertools.product(ATTENTIONS, FEED_FORWARDS)
-]
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-@pytest.mark.parametrize(("attention", "feed_forward"), BLOCKS)
-def test_every_part_keeps_what_its_formula_says(
-    attention: str, feed_forward: str, autocast: str | None, checkpointing: bool
-) -> None:
-    fields = {"attention_type": attention, "feed_forward": feed_forward, "mode": "backward"}
-    for window in (None, 7) if attention == "compressed" else (None,):
-        check_formulas(window=window, **fields, autocast=autocast, checkpointing=checkpointing)
-
-
-def check_formulas(*, autocast: str | None, **fields: object) -> None:
-    for kind, dtype, context in (("cpu", "float32", 300), ("cuda", "float32", 41), ("cpu", "bfloat16", 41)):
-        if autocast and dtype != "float32":
-            continue
-        of = case(**fields, autocast=autocast, dtype=dtype, context=context)
-        on_meta = dataclasses.replace(of, device="meta")
-        device = device_named("A100-80GB" if kind == "cuda" else "cpu")
-        target = memcheck.predict.replay.target_at(Place(device))
-        kept = components_of(traced_model(on_meta, target).activations)
-        formulas = {name: formula.value for name, formula in kept_formulas(of, kind).items()}
-        of_backend = {name for name in kept if is_of_backend(name.removeprefix("layer."), of, kind)}
-        assert {name: size for name, size in kept.items() if name not in of_backend} == formulas
+    record, predicted = profile_decoder(case(dtype="bfloat16"), "cpu", timed=False)
+    if predicted.bounds:
+        assert any("oneDNN" in words for words in predicted.doubts)
+        assert record.backward_peak_bytes >= predicted.backward_peak_bytes
+    assert not predicted.exact or not predicted.bounds
 
 
 def test_layers_are_alike_and_the_parts_add_up() -> None:
-    record, _ = measured_and_predicted(case(attention_type="softmax"))
-    layers = record.activations["layers"]
-    assert len(layers) == SIZES["tiny"].layers
-    assert layers[0] == layers[1]
-    assert total(record.activations) == record.saved_bytes
+    record, _ = profile_decoder(case(attention_type="softmax"), "cpu", timed=False)
+    layers = [
+        {
+            path.removeprefix(f"layers.{index}"): size
+            for path, size in record.kept_by_part.items()
+            if f".{index}." in path
+        }
+        for index in range(SIZES["tiny"].layers)
+    ]
+    assert layers[0] == layers[1] != {}
+    assert sum(record.kept_by_part.values()) == record.saved_bytes
 
 
 def test_a_number_that_autograd_keeps_is_no_part_of_a_module() -> None:
     """naive divides its scores by a Python number: 8 bytes a layer, which hooks do not hear of."""
-    record, _ = measured_and_predicted(case(attention_type="naive"))
-    assert record.saved_bytes - total(record.activations) == 8 * SIZES["tiny"].layers
-
-
-def test_formulas_are_sums_of_products() -> None:
-    assert evaluate("2 A B + 3 B + 4", {"A": 5, "B": 7}) == 2 * 5 * 7 + 3 * 7 + 4
+    record, _ = profile_decoder(case(attention_type="naive"), "cpu", timed=False)
+    assert record.saved_bytes - sum(record.kept_by_part.values()) == 8 * SIZES["tiny"].layers
 
 
 def test_a_gpu_that_is_not_here() -> None:
-    of = make_model_case("small", bsz=16, context=1024)
-    small, large = (predict_model(of, name).record for name in ("T4", "H200"))
+    of = DecoderCase("small", bsz=16, context=1024)
+    small, large = (predict_decoder(of, name) for name in ("T4", "H200"))
     assert (small.status, small.oom_phase) == ("oom", "forward")
     assert large.status == "ok"
     # AdamW on CUDA updates all tensors at once, with a square root for each parameter beside them.
     held = large.parameter_bytes + large.gradient_bytes + large.optimizer_bytes
-    assert large.optimizer_peak_bytes >= held + large.parameter_bytes
+    assert large.optimizer_peak_bytes >= held + large.gradient_bytes
 
 
 def test_a_model_of_our_kernels_needs_a_gpu_that_is_new_enough() -> None:
-    record = predict_model(make_model_case("tiny", attention_type="softplus"), "T4").record
-    assert record.status == "unsupported"
-    assert record.reason == "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"
-    assert predict_model(make_model_case("tiny"), "T4").record.status == "ok"
+    record = predict_decoder(case(attention_type="softplus"), "T4")
+    assert record.status == "skipped"
+    assert "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5" in record.reason
+    assert predict_decoder(case(), "T4").status == "ok"
 
 
 def test_predicting_allocates_nothing() -> None:
-    traced_model.cache_clear()
-    of = make_model_case("small", context=64, mode="backward")
     with track(saved=False) as memory:
-        assert predict_model(of).record.peak_bytes > 10**9
+        assert predict_decoder(DecoderCase("small", context=64, mode="backward")).backward_peak_bytes > 10**9
     # But for torch's own: Python numbers, and the steps of AdamW.
-    assert memory.peak_bytes < 4096
+    assert memory.peak_bytes < 2**13
 
 
 def test_a_model_beyond_the_machine_is_skipped_with_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(device: str) -> dict[str, object]:
         return {"device": "cpu", "device_free_bytes": 2**20}
 
-    monkeypatch.setattr("memcheck.bench.models.profile.machine_facts", facts)
-    record = profile_model_case(case())
+    monkeypatch.setattr("memcheck.bench.decoders.machine_facts", facts)
+    record, predicted = profile_decoder(case(), "cpu")
     assert record.status == "skipped"
     assert "above the 1 MiB that this machine has left" in record.reason
-    assert record.peak_bytes is None
-    assert record.predicted["peak_bytes"] > 2**20
+    assert not record.peaks
+    assert max(predicted.peaks.values()) > 2**20
 
 
 @pytest.mark.parametrize("attention", ["naive", "softplus"])
 def test_running_out_of_memory_is_a_row_and_was_predicted(attention: str) -> None:
     of = case(attention_type=attention, context=128)
-    peaks = predict_model(of).record
+    peaks = predict_decoder(of)
     for limit in (peaks.forward_peak_bytes - 1, peaks.backward_peak_bytes - 1, 2**19):
-        record = profile_model_case(of, memory_limit=limit, timed=False)
-        assert record.status == "oom"
-        assert (record.oom_phase, "oom") == (record.predicted["oom_phase"], record.predicted["status"])
+        record, predicted = profile_decoder(of, "cpu", memory_limit=limit, timed=False)
+        assert record.status == predicted.status == "oom"
+        assert record.oom_phase == predicted.oom_phase
 
 
 def test_an_error_is_a_row_also_where_it_is_the_prediction_s(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("it failed")
 
-    for name in ("predict_model", "measured"):
+    for name in ("predict_decoder", "run_decoder"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"memcheck.bench.models.profile.{name}", fails)
-            record = profile_model_case(case())
-        assert (record.status, record.reason) == ("error", "RuntimeError: it failed")
-        assert record.parameters == 196_928
+            patch.setattr(f"memcheck.bench.decoders.{name}", fails)
+            record, _ = profile_decoder(case(), "cpu")
+        assert (record.status, record.reason, record.size) == ("error", "RuntimeError: it failed", "tiny")
 
 
 def test_an_optimizer_step_is_measured_and_timed() -> None:
@@ -274,50 +221,55 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert code == 0
     row = next(line for line in out.splitlines() if line.startswith("tiny"))
     assert row.split()[1:6] == ["linear", "(causal)", "32", "train", "fp32"]
-    assert "196,928 parameters" in out
     predicted = next(line for line in out.splitlines() if "predicted" in line)
     assert predicted.split() == ["predicted", *["same"] * 7]
-    assert re.search(r"layer\.attention\.attend +3 B S E a", out)
-    assert out.rpartition("\n\n")[2].startswith("tiny with linear (causal) at S 32 needs ")
-    assert (tmp_path / "models.png").read_bytes().startswith(b"\x89PNG")
-    (record,) = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
-    assert record["times"]["total"].keys() == {"mean_ms", "deviation_ms", "median_ms"}
-    assert record["passes"] == 2
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.startswith(("layer.", "loss"))}
+    assert rows["layer.attention.attend"] == [f"{3 * 32 * 64 * 4:,}"] * 2
+    assert rows["loss"] == [f"{32 * 512 * 4 + 4:,}"] * 2
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    measured, prediction = map(Record.from_json, (tmp_path / "records.jsonl").read_text().splitlines())
+    assert (measured.source, measured.passes, prediction.source) == ("measured", 2, "predicted")
+    assert measured.kept_by_part == prediction.kept_by_part
+    assert run(capsys, *words, "--no-time")[0] == 0
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_model_that_does_not_fit_says_what_it_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ("--context", "32", "--no-time", "--memory-limit", "2MiB", "--device", "cpu", "--output", str(tmp_path))
-    _, out, _ = run(capsys, *words)
-    assert "tiny with softmax, S 32, does not fit: OOM" in out
-    assert "Its parameters, gradients and AdamW's state alone take 3 MiB." in out
+def test_a_folder_of_models_is_reported_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--context", "16", "--attention-type", "softmax,softplus", "--no-time", "--output", str(tmp_path))
+    assert run(capsys, *words)[0] == 0
+    assert main(["report", str(tmp_path), "--accounting"]) == 0
+    assert capsys.readouterr().out.count("kept for backward by") == 2
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "Whole models: 2 cases of softmax and softplus" in out
+    assert "2 of 2 verdicts are" in " ".join(out.split())
+    assert main(["compare", str(tmp_path), str(tmp_path), "--fail-on-growth"]) == 0
 
 
 def test_json_is_a_list_of_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--mode", "forward,train", "--dtype", "fp32,bf16", "--context", "16,8", "--no-time", "--format", "json")
     code, out, _ = run(capsys, *words, "--output", str(tmp_path))
     assert code == 0
-    records = json.loads(out)
-    cells = [(record["query_len"], record["dtype"], record["mode"]) for record in records]
+    measured, predicted = (
+        [one for one in json.loads(out) if one["source"] == kind] for kind in ("measured", "predicted")
+    )
+    cells = [(record["query_len"], record["dtype"], record["mode"]) for record in measured]
     assert cells == list(itertools.product((8, 16), ("float32", "bfloat16"), ("forward", "train")))
-    train = records[1]
-    assert train["parameters"] == 196_928
-    assert train["optimizer_bytes"] == 2 * train["parameter_bytes"] + 4 * 21
-    peaks = [train[f"{phase}_peak_bytes"] for phase in ("forward", "backward", "optimizer")]
-    assert train["predicted"]["peak_bytes"] == train["peak_bytes"] == max(peaks)
-    assert train["formulas"]["gradient_bytes"] == {"formula": "w P", "value": train["gradient_bytes"]}
+    assert measured[1]["optimizer_bytes"] == 2 * measured[1]["gradient_bytes"] + 4 * 21
+    assert predicted[1]["optimizer_peak_bytes"] == measured[1]["optimizer_peak_bytes"]
 
 
 def test_predict_runs_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memcheck.cli.commands.profile_model.profile_model_case", None)
+    monkeypatch.setattr("memcheck.cli.commands.profile_model.profile_decoder", None)
     words = ("--size", "small,2.7B", "--predict", "--device", "A100-40GB", "--format", "json")
     code, out, _ = run(capsys, *words, "--output", str(tmp_path))
     assert code == 0
     small, large = json.loads(out)
     assert small["source"] == "predicted"
     assert (small["status"], large["status"]) == ("ok", "oom")
-    assert small["saved_bytes"] == total(small["activations"])
+    assert small["saved_bytes"] == sum(small["kept_by_part"].values())
 
 
 @pytest.mark.parametrize(
@@ -360,23 +312,21 @@ def test_snapshot_and_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_compiled_model_is_measured_and_not_predicted() -> None:
-    record = profile_model_case(case(compiled=True, mode="backward"), timed=False)
+    record, predicted = profile_decoder(case(compiled=True, mode="backward"), "cpu", timed=False)
     assert record.status == "ok", record.reason
-    assert record.activations is None
+    assert record.kept_by_part is None
     assert record.saved_bytes > 0
-    assert record.predicted["status"] == "skipped"
-    assert record.predicted["peak_bytes"] is None
-    assert record.predicted["parameter_bytes"] == record.parameter_bytes
-    assert record.predicted["unknown"] == ("the compiler decides what is allocated",)
+    assert predicted.status == "skipped"
+    assert "compile" in predicted.reason
 
 
 def test_a_case_names_what_is_wrong() -> None:
     with pytest.raises(UsageError, match="factor must be at least 1, got 0"):
-        make_model_case("tiny", attention_type="compressed", factor=0)
+        case(attention_type="compressed", factor=0)
     with pytest.raises(UsageError, match="window must be at least 1, got 0"):
-        make_model_case("tiny", attention_type="compressed", window=0)
+        case(attention_type="compressed", window=0)
     with pytest.raises(UsageError, match="bsz must be at least 1, got -1"):
-        make_model_case("tiny", bsz=-1)
+        case(bsz=-1)
 
 
 # Sizes and strides of x (B,S,E), as if in elements of a large enough storage.
@@ -394,6 +344,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", ["linear_r", "linear_l"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: bool, dtype: torch.dtype) -> None:
+    from memcheck.core.step import Step
     from memcheck.core.workload import Workload
     from memcheck.predict.scratch import Target
     from memcheck.predict.trace_runner import TraceRunner
@@ -406,7 +357,7 @@ def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: 
     storage = torch.empty(3 * 700 * 48, dtype=dtype, device="meta")
     meta = [storage.as_strided(shape, strides).detach(), torch.empty_like(w, device="meta")]
     meta = [tensor.requires_grad_() for tensor in meta]
-    workload = Workload(case(mode="backward"), operator, tuple(meta), ((), ()), ("x", "w"))
+    workload = Workload(Step(operator), operator, tuple(meta), ((), ()), ("x", "w"))
     trace = TraceRunner(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(workload)
     peaks = {
         phase: max(sum(allocation.bytes for allocation in trace.log.alive(event)) for event in range(first, last + 1))

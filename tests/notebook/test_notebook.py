@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.bench.models.case import make_model_case
-from memcheck.bench.models.profile import profile_model_case
+from memcheck.bench.decoders import DecoderCase, profile_decoder
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.core.verdict import verdict
@@ -123,14 +122,13 @@ def test_saved_results_are_loaded_and_replaced(results, tmp_path):
 
 
 def test_whole_models_are_results_too(tmp_path):
-    case = make_model_case("tiny", attention_type="softmax", context=16)
-    models = memcheck.Results([profile_model_case(case, timed=False)])
+    models = memcheck.Results(profile_decoder(DecoderCase("tiny", context=16), "cpu", timed=False))
     page = Text(models._repr_html_())
     assert "tiny" in page.text
     assert page.tags.count("img") == 1
     models.save(tmp_path)
     models.save(tmp_path)
-    assert [record.to_json() for record in memcheck.load(tmp_path)] == [models[0].to_json()]
+    assert [record.to_json() for record in memcheck.load(tmp_path)] == [record.to_json() for record in models]
 
 
 def test_tables_and_sentences_are_those_of_the_commands(results):

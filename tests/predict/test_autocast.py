@@ -17,12 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memcheck
-from memcheck.bench.models.case import make_model_case
-from memcheck.bench.models.model_predictions import predict_model
-from memcheck.core.model_record import FIGURES
+from memcheck.bench.decoders import DecoderCase, predict_decoder
 from memcheck.predict.autocast import LOWER, PROMOTE, WIDE_RESULT, autocast_followed, base_name, listed
 
 pytestmark = pytest.mark.cpu
+FIGURES = (
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes"),
+    *("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +215,7 @@ def test_a_model_with_autocast_inside_is_predicted_exactly(repeats: bool, optimi
     prediction = memcheck.predict_memory(model, x, optimizer=optimizer)
     measured = memcheck.measure_memory(model, x, optimizer=optimizer)
     assert prediction.exact, prediction.unknown
-    named = [name for name in FIGURES if hasattr(measured, name)]
+    named = FIGURES
     assert [getattr(prediction.record, name) for name in named] == [getattr(measured, name) for name in named]
 
 
@@ -267,7 +269,7 @@ def test_casts_that_modes_share_are_predicted_exactly(trains: bool) -> None:
         model = InModes(sequence, trains)
         prediction, measured = memcheck.predict_memory(model, x), memcheck.measure_memory(model, x)
         assert prediction.exact, (sequence, prediction.unknown)
-        named = [name for name in FIGURES if hasattr(measured, name)]
+        named = FIGURES
         predicted = {name: getattr(prediction.record, name) for name in named}
         assert predicted == {name: getattr(measured, name) for name in named}, sequence
 
@@ -288,7 +290,7 @@ def test_a_model_under_autocast_is_predicted_exactly(dtype: torch.dtype) -> None
     prediction = memcheck.predict_memory(model, torch.randn(16, 32), **how)
     measured = memcheck.measure_memory(model, torch.randn(16, 32), **how)
     assert prediction.exact, prediction.unknown
-    named = [name for name in FIGURES if hasattr(measured, name)]
+    named = FIGURES
     assert [getattr(prediction.record, name) for name in named] == [getattr(measured, name) for name in named]
 
 
@@ -329,7 +331,5 @@ def test_cuda_widens_a_softmax_of_float16_as_it_computes_it(name: str) -> None:
 @pytest.mark.extension
 def test_a_model_in_float16_takes_what_an_h200_measured() -> None:
     """The forward peak is the one that test_predictions_equal_measurements of tests/gpu measured with torch 2.11."""
-    case = make_model_case(
-        "tiny", attention_type="naive", bsz=2, context=256, device="cuda:0", autocast="float16", checkpointing=True
-    )
-    assert predict_model(case, "H200").record.forward_peak_bytes == 39_128_832
+    case = DecoderCase("tiny", "naive", bsz=2, context=256, autocast="float16", checkpointing=True)
+    assert predict_decoder(case, "H200").forward_peak_bytes == 39_128_832

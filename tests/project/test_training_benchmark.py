@@ -8,7 +8,7 @@ import pytest
 import torch
 from forked import run_python
 
-from memcheck.bench.models.case import SIZES
+from memcheck.bench.decoders import SIZES
 from memcheck.nn.decoder import ATTENTIONS
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,6 @@ from json_lines import write_json_lines
 from pinned import assert_pinned
 
 from memcheck.__main__ import main
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.core.units import Growth, parse_growth
 from memcheck.measure import timing
@@ -252,21 +251,20 @@ def test_steps_of_an_optimizer_are_compared(run) -> None:
     assert "optimizer_peak_change" not in data_rows(comparison_table(compare([BASE], [BASE])))[0]
 
 
-def model(**fields: object) -> ModelRecord:
+def model(**fields: object) -> Record:
     sizes = {"forward_peak_bytes": 4096, "saved_bytes": 1024, "backward_peak_bytes": 8192}
     values = {"size": "tiny", "feed_forward": "swiglu", "checkpointing": False, "optimizer_peak_bytes": 8192, **sizes}
     case = {"operator": "naive", "query_len": 128, "kv_len": 128, "mode": "train", "device": "cpu"}
-    return ModelRecord(**{**values, **case, **fields})  # type: ignore[arg-type]
+    return Record(**{**values, **case, **fields})  # type: ignore[arg-type]
 
 
 def test_whole_models_are_compared(tmp_path: Path, capsys) -> None:
     before = [model(), model(size="small"), model(checkpointing=True), model(autocast="bfloat16")]
     after = [model(), model(size="small", optimizer_peak_bytes=9000), model(checkpointing=True)]
-    for name, records in (("before", before), ("after", after)):
-        (tmp_path / name).mkdir()
-        write_json_lines(records, tmp_path / name / "models.jsonl")
     # A folder may also hold records of operators.
-    write_json_lines([BASE], tmp_path / "before" / "records.jsonl")
+    for name, records in (("before", [BASE, *before]), ("after", after)):
+        (tmp_path / name).mkdir()
+        write_json_lines(records, tmp_path / name / "records.jsonl")
     folders = [str(tmp_path / "before"), str(tmp_path / "after")]
     assert main(["compare", *folders, "--fail-on-growth", "5%"]) == 1
     out = capsys.readouterr().out

@@ -177,7 +177,7 @@ class SweepRun:
         self.submit = submit
         self.workers = workers
         self.progress = progress or (lambda progress: None)
-        self.store: Store[Record] | None = None
+        self.store: Store | None = None
         self.machines: dict[str, Record] = {}  # Device -> a record with the machine's facts only.
         self.known: dict[Case, Record] = {}
         self.left: dict[Case, None] = {}

@@ -1,6 +1,4 @@
-"""Stores records in DIR/records.jsonl, and those of whole models in DIR/models.jsonl: a line per case, written as soon
-as the case is done.
-"""
+"""Stores records in DIR/records.jsonl: a line per case, written as soon as the case is done."""
 
 from __future__ import annotations
 
@@ -13,11 +11,10 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.files import whole_file
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
 from memcheck.core.record import Record
 
@@ -28,9 +25,7 @@ except ImportError:  # Windows
 else:
     WINDOWS = None
 
-R = TypeVar("R", bound=Record)
 FILE = "records.jsonl"
-MODELS = "models.jsonl"
 MANIFEST = "sweep.json"
 
 
@@ -43,16 +38,7 @@ def read_records(folder: Path | str) -> list[Record]:
     return list(Store(folder).read().values())
 
 
-def read_results(folder: Path | str) -> list[Record]:
-    """The records of operators, as read_records gives them, and then those of whole models, each a ModelRecord."""
-    operators, models = Store(folder), Store(folder, ModelRecord)
-    if not models.path.exists():
-        return read_records(folder)
-    records = read_records(folder) if operators.path.exists() else []
-    return [*records, *models.read().values()]
-
-
-class Store(Generic[R]):
+class Store:
     """The records in a folder's file. Processes may write to it at the same time: each change waits for the others.
 
     A line is written completely and synced, or not at all. All lines but those that a method replaces stay as they are,
@@ -61,17 +47,13 @@ class Store(Generic[R]):
     records: within owned(), the newest record of each key, by key.
     """
 
-    @overload
-    def __init__(self: Store[Record], folder: Path | str) -> None: ...
-    @overload
-    def __init__(self, folder: Path | str, kind: type[R]) -> None: ...
-    def __init__(self, folder: Path | str, kind: Any = Record) -> None:
-        self.folder, self.kind = Path(folder), kind
-        self.path = self.folder / (MODELS if issubclass(kind, ModelRecord) else FILE)
-        self.records: dict[str, R] = {}
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / FILE
+        self.records: dict[str, Record] = {}
         self._is_locked = False
 
-    def read(self) -> dict[str, R]:
+    def read(self) -> dict[str, Record]:
         """The newest record of each key, by key; "line N" for a line without one. The file may be written meanwhile.
 
         UsageError: the file cannot be read.
@@ -85,7 +67,7 @@ class Store(Generic[R]):
         found = {}
         for number, line in enumerate(data.split(b"\n")[:-1], start=1):
             try:
-                key, record = parse_line(line, self.kind)
+                key, record = parse_line(line)
             except ValueError as error:
                 self._note(f"line {number} was left out: {error}")
             else:
@@ -96,7 +78,7 @@ class Store(Generic[R]):
         """Creates the folder and the file if needed, for rows without keys. UsageError: it fails, or a sweep's rows are
         there.
         """
-        if self.path.name == FILE and (self.folder / MANIFEST).exists():
+        if (self.folder / MANIFEST).exists():
             words = "holds a sweep, whose rows would be replaced: name another folder"
             raise UsageError(f"{named('output')} {self.folder} {words}")
         try:
@@ -105,7 +87,7 @@ class Store(Generic[R]):
         except OSError as error:
             raise UsageError(f"{named('output')} {self.folder} cannot be written to: {error.strerror}") from None
 
-    def append(self, record: R, key: str | None = None) -> None:
+    def append(self, record: Record, key: str | None = None) -> None:
         """Adds a line. StoreError: the file takes no more."""
         # Windows would write another end of line.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
@@ -117,7 +99,7 @@ class Store(Generic[R]):
         if key is not None:
             self.records[key] = record
 
-    def replace(self, key: str, record: R) -> Path:
+    def replace(self, key: str, record: Record) -> Path:
         """Writes the record in place of the one with that key, else as the last. Returns the path of the file."""
         with self.locked():
             lines = self._whole_lines().splitlines(keepends=True)
@@ -126,13 +108,13 @@ class Store(Generic[R]):
             self._rewrite(lines)
         return self.path
 
-    def keep_newest(self, same: Callable[[R], Hashable]) -> list[R]:
+    def keep_newest(self, same: Callable[[Record], Hashable]) -> list[Record]:
         """Keeps the newest of the records that `same` maps to one key, and returns what is kept."""
-        lines: dict[tuple[str, Hashable], tuple[bytes, R | None]] = {}
+        lines: dict[tuple[str, Hashable], tuple[bytes, Record | None]] = {}
         with self.locked():
             for number, line in enumerate(self._whole_lines().splitlines(keepends=True)):
                 try:
-                    _, record = parse_line(line, self.kind)
+                    _, record = parse_line(line)
                 except ValueError:
                     lines["unread", number] = line, None
                 else:
@@ -143,7 +125,7 @@ class Store(Generic[R]):
         return [record for _, record in lines.values() if record is not None]
 
     @contextmanager
-    def owned(self) -> Iterator[Store[R]]:
+    def owned(self) -> Iterator[Store]:
         """Reads `records`, and keeps every other process from writing, as a sweep does.
 
         UsageError: another process does so, the folder cannot be written to, or holds rows that have no key.
@@ -281,12 +263,12 @@ def key_of(line: bytes) -> str | None:
     return key if isinstance(key, str) else None
 
 
-def parse_line(line: bytes, kind: type[R]) -> tuple[str | None, R]:
+def parse_line(line: bytes) -> tuple[str | None, Record]:
     """The key of a line, None without one, and its record. ValueError: it is no record."""
     try:
-        record = kind.from_json(line.decode())
+        record = Record.from_json(line.decode())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise ValueError("it is no JSON") from None
-    if not json.loads(line).keys() & {field.name for field in dataclasses.fields(kind)} - {"schema"}:
+    if not json.loads(line).keys() & {field.name for field in dataclasses.fields(Record)} - {"schema"}:
         raise ValueError("it has no field of a record")
     return key_of(line) or None, record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from memcheck.bench.sweep.store import read_results
+from memcheck.bench.sweep.store import read_records
 from memcheck.cli.requests import Compare
 from memcheck.cli.runs import check_only, runs_in
 from memcheck.core.errors import UsageError
@@ -28,7 +28,7 @@ from memcheck.report.tables import Screen, render
 def run(request: Compare) -> int:
     if runs := runs_in([request.before, request.after]):
         return compare_runs(request, *runs)
-    before, after = read_results(request.before), read_results(request.after)
+    before, after = read_records(request.before), read_records(request.after)
     comparison = compare(before, after)
     if not comparison.pairs:
         raise UsageError(f"{request.before} and {request.after} have no case in common")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Any, TextIO
 
-from memcheck.bench.models.case import SIZES, ModelCase, make_model_case
-from memcheck.bench.models.model_predictions import predict_model
-from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
+from memcheck.bench.catalog import styles_of_contenders
+from memcheck.bench.decoders import (
+    SIZES,
+    DecoderCase,
+    predict_decoder,
+    profile_decoder,
+    snapshot_decoder,
+    trace_decoder,
+)
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import check_takes_window
@@ -21,69 +25,76 @@ from memcheck.cli.output import make_room, print_details, progress_bar
 from memcheck.cli.run_requests import ProfileModel
 from memcheck.cli.running import exit_code
 from memcheck.core.errors import UsageError
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
+from memcheck.core.record import Record
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report.cases import case_and_place
-from memcheck.report.models import LETTERS, model_title, models_table, parts_table
+from memcheck.report.models import model_title, models_table, parts_tables
 from memcheck.report.plots.figure import plot_figure
+from memcheck.report.predictions import prediction_table, unknown_words
 from memcheck.report.tables import Screen, to_text
 
 
 def run(request: ProfileModel) -> int:
-    """Runs or predicts the cases. models.jsonl grows a line per case, so that a crash loses none.
+    """Runs or predicts the cases. records.jsonl grows a line per case, so that a crash loses none.
 
     At the end, the earlier records of the same cases are dropped, those of others stay, and the picture is drawn.
     """
     out = sys.stderr if request.format == "json" else sys.stdout
-    cases = make_cases(request)
+    cases, device = make_cases(request), "cpu" if request.predict else find_device(request.device)
     check_single(request, cases)
-    store, picture = Store(request.output, ModelRecord), request.output / "models.png"
+    store = Store(request.output)
     store.begin()
-    records: list[ModelRecord] = []
+    records: list[Record] = []
+    predictions: list[Record] = []
     screen = Screen.of(out)
     with progress_bar(len(cases), "profile") as bar:
         for case in cases:
-            record = record_of(case, request)
-            store.append(record)
+            record, predicted = records_of(case, device, request)
             records.append(record)
+            predictions += [] if predicted is None else [predicted]
+            for one in filter(None, (record, predicted)):
+                store.append(one)
             bar.update()
     store.keep_newest(case_and_place)
-    plot_figure(records, picture, title="Memory of a decoder", subtitle=model_title(records))
+    both = [*records, *predictions]
+    picture = request.output / "memory.png"
+    plot_figure(
+        both, picture, styles=styles_of_contenders(), title="Memory of a decoder", subtitle=model_title(records[0])
+    )
     print(to_text(models_table(records), screen), file=out)
+    if predictions:
+        print(f"\n{to_text(prediction_table(both), screen)}", file=out)
     print_details([record for record in records if record.source == "measured"], request.doubts, screen, out)
-    if request.components or len(records) == 1:
-        parts = "\n\n".join(to_text(parts_table(record), screen) for record in records)
-        print(f"\n{parts}\n\n{screen.fill(LETTERS)}", file=out)
-    for line in unknown_words(records):
-        print(line, file=out)
-    written = [store.path, picture, *inspect(cases[0], records[0], request, out)]
+    if request.components or len(cases) == 1:
+        print(*(f"\n{to_text(table, screen)}" for table in parts_tables(both)), sep="\n", file=out)
+    for words in unknown_words([record for record in both if record.source == "predicted"]):
+        print(screen.fill(words), file=out)
+    written = [store.path, picture, *inspect(cases[0], device, records[0], request, out)]
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
     if request.format == "json":
-        print(json.dumps([dataclasses.asdict(record) for record in records]))
-    return exit_code(list(records))
+        print("[" + ",\n ".join(record.to_json() for record in both) + "]")
+    return exit_code(records)
 
 
-def make_cases(request: ProfileModel) -> list[ModelCase]:
+def make_cases(request: ProfileModel) -> list[DecoderCase]:
     """The cases from small to large, so that an early end loses only the largest."""
-    device = "cpu" if request.predict else find_device(request.device)
     check_takes_window(request.window, request.attention_type)
     sizes = list(SIZES) if "all" in request.size else request.size
     return [
-        make_model_case(
+        DecoderCase(
             size_,
-            attention_type=attention_type,
-            feed_forward=feed_forward,
-            bsz=request.bsz,
-            context=context,
-            factor=request.factor,
-            window=request.window,
-            mode=mode,
-            dtype=dtype,
-            autocast=request.autocast,
-            checkpointing=request.checkpointing,
-            compiled=request.compile,
-            device=device,
+            attention_type,
+            feed_forward,
+            request.bsz,
+            context,
+            request.factor,
+            request.window,
+            mode,
+            dtype,
+            request.autocast,
+            request.checkpointing,
+            request.compile,
         )
         for size_, context, dtype, mode, feed_forward, attention_type in itertools.product(
             dict.fromkeys(sizes),
@@ -93,7 +104,7 @@ def make_cases(request: ProfileModel) -> list[ModelCase]:
     ]
 
 
-def check_single(request: ProfileModel, cases: list[ModelCase]) -> None:
+def check_single(request: ProfileModel, cases: list[DecoderCase]) -> None:
     for name in ("snapshot", "trace"):
         path = getattr(request, name)
         if path is None:
@@ -104,29 +115,20 @@ def check_single(request: ProfileModel, cases: list[ModelCase]) -> None:
         make_room(name, path)
 
 
-def record_of(case: ModelCase, request: ProfileModel) -> ModelRecord:
+def records_of(case: DecoderCase, device: str, request: ProfileModel) -> tuple[Record, Record | None]:
+    """The record and its prediction; with --predict the prediction alone."""
     if request.predict:
-        return cast(ModelRecord, predict_model(case, request.place()).record)
+        return predict_decoder(case, request.place()), None
+    how: Any = {"timed": not request.no_time, "passes": request.passes, "memory_limit": request.memory_limit}
     with nvtx_ranges(request.nvtx), redirect_stdout(sys.stderr):
-        return profile_model_case(
-            case, timed=not request.no_time, passes=request.passes, memory_limit=request.memory_limit, nvtx=request.nvtx
-        )
+        return profile_decoder(case, device, **how, nvtx=request.nvtx)
 
 
-def unknown_words(records: list[ModelRecord]) -> Iterator[str]:
-    """The unknowns of the predictions, without duplicates."""
-    unknown: dict[str, None] = {}
-    for record in records:
-        words = record.doubts if record.source == "predicted" else (record.predicted or {}).get("unknown", ())
-        unknown |= dict.fromkeys(words)
-    if unknown:
-        yield f"\nnot predicted: {'; '.join(unknown)}"
-
-
-def inspect(case: ModelCase, record: ModelRecord, request: ProfileModel, out: TextIO) -> Iterator[Path]:
+def inspect(case: DecoderCase, device: str, record: Record, request: ProfileModel, out: TextIO) -> Iterator[Path]:
     """Writes what the flags ask for besides the row. Returns the files."""
     if request.snapshot is not None and record.status == "ok":
-        yield snapshot_model(case, request.snapshot)
+        yield snapshot_decoder(case, device, request.snapshot)
     if request.trace is not None and record.status == "ok":
-        print(f"\nwhat took the time:\n{format_shares(trace_model(case, request.trace))}", file=out)
+        shares = format_shares(trace_decoder(case, device, request.trace))
+        print(f"\nwhat took the time:\n{shares}", file=out)
         yield request.trace

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.bench.catalog import styles_of_contenders
-from memcheck.bench.sweep.store import read_results
+from memcheck.bench.sweep.store import read_records
 from memcheck.cli.commands import snapshot
 from memcheck.cli.commands.run import page_of
 from memcheck.cli.output import make_room, watch
@@ -17,13 +17,12 @@ from memcheck.cli.requests import Report, Snapshot
 from memcheck.cli.runs import check_only, runs_in
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.files import write_text
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.core.script_record import ScriptRecord
 from memcheck.report.accounting import accounting_table
-from memcheck.report.cases import has_sizes, is_model, parse_wanted, select
-from memcheck.report.models import parts_table
+from memcheck.report.cases import has_sizes, is_model, models_among, parse_wanted, select
+from memcheck.report.models import parts_tables
 from memcheck.report.page import html_page
 from memcheck.report.plots.pictures import (
     KINDS,
@@ -96,7 +95,7 @@ def write_output(tables: Sequence[Table], folder: Path) -> list[Path]:
 
 def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:
     wanted = parse_wanted(case) if case else {}
-    records = [record for folder in folders for record in read_results(folder)]
+    records = [record for folder in folders for record in read_records(folder)]
     selected = select(records, wanted)
     if not selected:
         where = ", ".join(map(str, folders))
@@ -112,12 +111,10 @@ def requested_tables(records: Sequence[Record], request: Report) -> list[Table]:
         raise UsageError("--pivot, --scaling and --cs336 need cases of operators: these folders hold none")
     tables = [table for field in map(check_pivot, request.pivot or ()) for table in pivot_tables(sized, field)]
     tables += [scaling_table(sized)] if request.scaling else []
-    tables += [accounting_of(record) for record in records] if request.accounting else []
+    if request.accounting:
+        tables += [accounting_table(record) for record in records if not is_model(record)]
+        tables += parts_tables(models_among(records))
     return tables + (cs336_tables(sized) if request.cs336 else [])
-
-
-def accounting_of(record: Record) -> Table:
-    return parts_table(record) if isinstance(record, ModelRecord) else accounting_table(record)
 
 
 def write_plots(records: Sequence[Record], request: Report) -> list[Path]:

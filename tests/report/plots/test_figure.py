@@ -9,7 +9,7 @@ import pytest
 from plotted import MIB, STYLES, grid, key, labelled, points, prediction, record
 
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.model_record import ModelRecord
+from memcheck.core.record import Record
 from memcheck.report.plots.figure import figure, plot_figure
 from memcheck.report.plots.style import distinct_styles, spaced
 
@@ -183,9 +183,9 @@ def test_a_single_size_is_bars_with_values() -> None:
 
 
 def test_whole_models_are_a_figure_as_well() -> None:
-    def model(operator: str, peak: int, **fields) -> ModelRecord:
+    def model(operator: str, peak: int, **fields) -> Record:
         peaks = {f"{phase}_peak_bytes": peak * MIB for phase in ("forward", "backward", "optimizer")}
-        return ModelRecord(**{"operator": operator, "query_len": 128, "mode": "train", **peaks, **fields})
+        return Record(**{"size": "small", "operator": operator, "query_len": 128, "mode": "train", **peaks, **fields})
 
     rows = [model("naive", 8), model("softmax", 6, size="small"), model("softmax", 7, size="large", dtype="bfloat16")]
     first, *_, step = drawn(rows).axes

@@ -1,1 +1,0 @@
-"""Whole models: their cases, closed formulas, predictions and profiles."""
