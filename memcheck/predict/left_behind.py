@@ -93,7 +93,7 @@ class Holders:
                 it for it in holders if id(it) in young and id(it) not in self.lost and not isinstance(it, PASSING)
             ]
         # DTensor keeps what it computed of a mesh by the mesh, and those of a prediction are made anew.
-        return sorted(line for line in lines if not line.startswith("torch.distributed."))
+        return sorted(line for line in lines if "torch.distributed." not in line)
 
     def clearing_line(self, holder: Any, thing: Any) -> str:
         """The line that takes a new thing out of an old object."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,12 @@ WORKER = Path(__file__).parent.parent / "ranks_of_gloo.py"
 FIGURES = ("input_bytes", "output_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
 FIGURES += ("backward_peak_bytes", "gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
 Measured = list[dict[str, dict[str, Any]]]  # By rank and case.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_modules() -> None:
+    """Python finds no holders among frozen objects, such as the caches of DTensor, which are not warned of."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
