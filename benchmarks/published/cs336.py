@@ -21,7 +21,7 @@ from memcheck.core.step import Program, Step
 from memcheck.predict.model import predict_last
 from memcheck.predict.replay import Prediction
 
-from .scripts import Script, at_its_end, backward, predict_script
+from .scripts import Script, at_its_end, backward, doubted, predict_script
 
 # Name -> width, inner width, layers, heads.
 SIZES = {
@@ -389,7 +389,7 @@ def predict(row: dict[str, str], place: Place) -> Prediction:
     prediction = run.prediction(place)
     if report != "C" or not training:
         return prediction
-    return dataclasses.replace(prediction, unknown=(WHICH, *prediction.unknown))
+    return doubted(prediction, WHICH)
 
 
 WHICH = "which AdamW the report means; assumed: torch's"

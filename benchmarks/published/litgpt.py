@@ -6,7 +6,6 @@ that Fabric makes the chunks of logits float32. The hub's longest samples are as
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -18,6 +17,8 @@ from memcheck.core.place import Place
 from memcheck.core.step import Program, Step
 from memcheck.predict.model import predict_last
 from memcheck.predict.replay import Prediction
+
+from .scripts import doubted
 
 CHUNK = 128
 LENGTHS = "how many tokens the longest sample has; assumed: the 512 that are allowed"
@@ -294,7 +295,7 @@ def predict(row: dict[str, str], place: Place) -> Prediction:
     full = row["config"] == "full"
     parts = ALL if row["model"] == "tiny-llama" else frozenset("qv")
     prediction = trained(c if full else replaced(c, parts, 32), batch, 512, full, place, False)
-    return dataclasses.replace(prediction, unknown=(LENGTHS, *prediction.unknown))
+    return doubted(prediction, LENGTHS)
 
 
 def replaced(c: Config, lora: frozenset[str], rank: int) -> Config:

@@ -18,10 +18,11 @@ from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case, make_combinator_case
 from memcheck.core.case import Case
 from memcheck.core.devices import Device
+from memcheck.core.doubts import Certainty
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, Trace
-from memcheck.predict.replay import Certainty, Prediction, Replay, blank_record
+from memcheck.predict.replay import Prediction, Replay, blank_record
 from memcheck.predict.scratch import Target
 
 from .study import DATA, UNITS, Published, Study, read_rows
@@ -65,7 +66,7 @@ def predict(row: Mapping[str, str], device: Device | None = None) -> Prediction:
         return predict_case(case, place)
     target = Target(place.for_device.kind, 1, place.for_device.architecture, TORCH)
     record = dataclasses.replace(blank_record(Record, place, target), **case.fields())
-    return Replay(module_trace(case, target), case, place, record, certainty=Certainty("verified", True)).prediction()
+    return Replay(module_trace(case, target), case, place, record, certainty=Certainty.EXACT).prediction()
 
 
 def case_of(row: Mapping[str, str]) -> Case:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from memcheck.core.doubts import UNKNOWN, Doubt
 from memcheck.core.place import Place
 from memcheck.core.step import Program, Step
 from memcheck.predict.engine import run_backward
@@ -64,7 +65,13 @@ def predict_script(script: Script, place: Place, iterations: int = 3) -> Predict
     """The prediction of the last iteration, with what the ones before it left."""
     step = Step(script, backward=False)
     prediction = predict_last(Program([step] * iterations, outputs_stay=False), place)
-    return dataclasses.replace(prediction, unknown=(*script.doubts, *prediction.unknown))
+    return doubted(prediction, *script.doubts)
+
+
+def doubted(prediction: Prediction, *sentences: str) -> Prediction:
+    """The prediction with further doubts, before its own: what is assumed of the program."""
+    doubts = (*(Doubt(words, UNKNOWN) for words in sentences), *prediction.record.doubts)
+    return dataclasses.replace(prediction, record=dataclasses.replace(prediction.record, doubts=doubts))
 
 
 def at_its_end(prediction: Prediction) -> Prediction:

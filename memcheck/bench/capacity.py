@@ -178,9 +178,8 @@ def capacity_object(capacity: Capacity) -> dict[str, object]:
         "reason": beyond.record.reason if beyond else None,
         "gaps": list(capacity.gaps),
         "tried": capacity.tried,
-        "exact": at.exact if at else None,
-        "basis": at.basis if at else None,
+        "certainty": at.certainty if at else None,
         "unknown": list(at.unknown if at else beyond.unknown if beyond else ()),
-        "record": dataclasses.asdict(at.record) if at else None,
-        "next_record": dataclasses.asdict(beyond.record) if beyond else None,
+        "record": at.record.values() if at else None,
+        "next_record": beyond.record.values() if beyond else None,
     }

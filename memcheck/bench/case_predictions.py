@@ -14,6 +14,7 @@ from memcheck.bench.workloads import prepare
 from memcheck.core.arguments import place_of
 from memcheck.core.case import Case, Terms
 from memcheck.core.devices import Device, device_named
+from memcheck.core.doubts import UNKNOWN, Doubt
 from memcheck.core.errors import ExtensionError, UnsupportedError, UsageError
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place, as_place
@@ -58,14 +59,14 @@ def predict_case(
         on_meta = dataclasses.replace(case, device="meta")
         trace = traced(contender, on_meta, target, dense_grad, place.drop_workspaces is not False, make)
     except UnsupportedError as error:
-        record.status, record.reason, record.basis = "unsupported", str(error), None
-        return Prediction(case, place, record, {}, False, ())
+        record.status, record.reason = "unsupported", str(error)
+        return Prediction(case, place, record, {})
     except NotImplementedError as error:
         reason = str(error).strip().partition("\n")[0]
         return unpredicted(case, place, record, f"it does not run on meta tensors: {reason}")
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
-        return Prediction(case, place, record, {}, False, ())
+        return Prediction(case, place, record, {})
     if contender.backend is not None:
         record.backend = contender.backend(dataclasses.replace(case, device=place.for_device.kind))
     else:
@@ -92,8 +93,8 @@ def predicted_or_skipped(case: Case, place: Place | Device | str, *, dense_grad:
 
 
 def unpredicted(case: Case, place: Place, record: Record, why: str) -> Prediction:
-    record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
-    return Prediction(case, place, record, {}, False, (why,))
+    record.status, record.reason, record.doubts = "skipped", f"not predicted: {why}", (Doubt(why, UNKNOWN),)
+    return Prediction(case, place, record, {})
 
 
 @functools.lru_cache(maxsize=128)

@@ -18,6 +18,7 @@ from memcheck.bench.catalog import CONTENDERS, Case, Terms
 from memcheck.bench.workloads import prepare
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, size_in_bytes
+from memcheck.core.doubts import Doubt
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.core.place import Place
@@ -199,7 +200,9 @@ def note_times(
     left = None if deadline is None else deadline - time.perf_counter() - pass_seconds
     if left is not None and left <= pass_seconds:
         record.passes = 0
-        record.doubts += ("there are no times: measuring memory took too many of the seconds that the case had",)
+        record.doubts += (
+            Doubt("there are no times: measuring memory took too many of the seconds that the case had", "no time"),
+        )
         return
     limits = [seconds for seconds in (left, None if passes else TIMING_SECONDS) if seconds is not None]
     most_seconds = min(limits, default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -122,7 +121,7 @@ def predict_decoding(request: Predict, model: CachedModel) -> Prediction:
     if request.format == "json":
         known = {"terms": step.terms, "unknown": step.unknown, "bounds": sorted(step.bounds)}
         more = {**known, "device_source": place.for_device.source, "cache": figures}
-        print(json.dumps({**dataclasses.asdict(whole.record), **more}))
+        print(json.dumps({**whole.record.values(), **more}))
     else:
         screen = Screen.of(sys.stdout)
         words = [*verdict(model, figures, whole, step, place), certainty(step)]

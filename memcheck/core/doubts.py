@@ -1,35 +1,69 @@
-"""The first words of doubts about times, by which reports recognise them."""
+"""How the figures of a record are known, and doubts: why one may be off."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from typing import Any
 
-from memcheck.core.record import PHASES
+
+class Certainty(str, enum.Enum):
+    """How figures are known. None in its place: there are no figures."""
+
+    MEASURED = "measured"
+    """By measuring on this device."""
+    EXACT = "exact"
+    """Predicted to the byte: nothing is unknown, and such predictions were equal to measurements."""
+    VERIFIED = "verified"
+    """Predicted by rules that were compared with measurements on such a device: on the CPU by tests, on a GPU because
+    published runs have all these operators."""
+    DERIVED = "derived"
+    """Predicted by rules that were only read in PyTorch's sources."""
+
+    def __str__(self) -> str:
+        return self.value
+
 
 FEW_PASSES = 5
-# The first words of every doubt about times, and the reason in short. "{phase} times" concerns a single phase.
-ABOUT_TIMES = {
-    "{phase} times scatter": "passes scatter",
-    "{phase} times drift": "passes drift",
-    "the time limit left no pass to warm up": "no pass to warm up",
-    "times of only": "few passes",
-    "the machine was busy": "the machine was busy",
-    "the GPU is shared": "the GPU was shared",
-    "timed with": "several cases ran at once",
-    "the timing was cut off": "the timing was cut off",
-    "there are no times": "no time was left for timed passes",
+# Kinds of doubts about times, and the reason in short.
+TIMES = {
+    "scatter": "passes scatter",
+    "drift": "passes drift",
+    "cold": "no pass to warm up",
+    "few passes": "few passes",
+    "busy": "the machine was busy",
+    "shared": "the GPU was shared",
+    "side by side": "several cases ran at once",
+    "cut off": "the timing was cut off",
+    "no time": "no time was left for timed passes",
 }
+# The kind of a doubt about allocations that a prediction does not know: its fields are bounds.
+UNKNOWN = "unknown"
 
 
-def doubts_about(phase: str, doubts: Sequence[str]) -> tuple[str, ...]:
-    """The doubts that concern the times of the phase."""
-    beginnings = tuple(beginning.format(phase=phase) for beginning in ABOUT_TIMES)
-    return tuple(doubt for doubt in doubts if doubt.startswith(beginnings))
+class Doubt(str):
+    """Why figures may be off: a sentence, with what programs need to know of it.
 
+    kind: UNKNOWN, one of TIMES, or "other".
+    fields: the fields of the record that it is about; empty: of a doubt about times all times, else any.
+    """
 
-def reason_in_short(doubt: str) -> str | None:
-    """Why times are doubtful, in a few words. None if the doubt is not about times."""
-    for beginning, reason in ABOUT_TIMES.items():
-        if doubt.startswith(tuple(beginning.format(phase=phase) for phase in PHASES)):
-            return reason
-    return None
+    kind: str
+    fields: tuple[str, ...]
+
+    def __new__(cls, sentence: str, kind: str = "other", fields: tuple[str, ...] = ()) -> Doubt:
+        doubt = super().__new__(cls, sentence)
+        doubt.kind, doubt.fields = kind, tuple(fields)
+        return doubt
+
+    @property
+    def about_times(self) -> str | None:
+        """Why times are doubtful, in a few words; None if it is not about times."""
+        return TIMES.get(self.kind)
+
+    def concerns(self, field: str) -> bool:
+        """Whether it is about the times of the field, such as "forward_ms"."""
+        return self.kind in TIMES and (not self.fields or field in self.fields)
+
+    def value(self) -> dict[str, Any]:
+        """The value in JSON."""
+        return {"kind": self.kind, "sentence": str(self), "fields": list(self.fields)}

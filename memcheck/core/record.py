@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.core import html
+from memcheck.core.doubts import UNKNOWN, Certainty, Doubt
 from memcheck.core.files import write_text
 from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, few_lines
@@ -135,12 +136,10 @@ class Record:
     state_bytes_per_token: float | None = None  # state_bytes / (bsz * kv_len).
 
     # In detail.
-    doubts: tuple[str, ...] = ()  # Reasons why a figure may be off, as sentences.
-    exact: bool | None = None  # True if a prediction's figures are all verified and none is a bound.
-    # How the figures are known: "measured" on this device; predicted by rules that were compared with measurements on
-    # this kind of device, "verified"; or by rules only read in sources, "derived". None: there are no figures.
-    basis: str | None = None
-    bounds: tuple[str, ...] = ()  # Fields of a prediction that are not known to the byte, but bounds.
+    doubts: tuple[Doubt, ...] = ()  # Reasons why a figure may be off: kind, sentence, and the fields.
+    # How the figures are known: "measured"; predicted, "exact" to the byte; "verified", by rules that were compared
+    # with measurements on such a device; "derived", by rules only read in sources. None: there are no figures.
+    certainty: Certainty | None = None
     # Of a whole model: path of a module -> bytes for backward that it was the first to save; "": outside of modules.
     kept_by_part: dict[str, int] | None = None
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
@@ -150,7 +149,17 @@ class Record:
 
     def __post_init__(self) -> None:
         if self.source == "measured":
-            self.basis = "measured"
+            self.certainty = Certainty.MEASURED
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is a prediction whose every figure equals the measured one."""
+        return self.certainty is Certainty.EXACT
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The fields of a prediction that are not known to the byte."""
+        return tuple(sorted({field for doubt in self.doubts if doubt.kind == UNKNOWN for field in doubt.fields}))
 
     @property
     def layout(self) -> str | None:
@@ -164,7 +173,11 @@ class Record:
             self.state_bytes_per_token = self.state_bytes_per_sequence / tokens
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(self.values())
+
+    def values(self) -> dict[str, Any]:
+        """The fields by name, as JSON has them."""
+        return {**dataclasses.asdict(self), "doubts": [doubt.value() for doubt in self.doubts]}
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -250,9 +263,8 @@ class Record:
         parts += [html.modules(modules)] if modules and set(modules) != {""} else []
         if (alive := self.alive_then()) is not None:
             parts += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
-        about = "Not known: " if self.source == "predicted" and self.exact is False else ""
-        doubts = [f"{about}{doubt}" if doubt.startswith("what ") else doubt for doubt in self.doubts]
-        return html.fragment(*filter(None, parts), paragraphs([*map(sentence, doubts)], "note"))
+        doubts = [sentence(f"Not known: {doubt}" if doubt.kind == UNKNOWN else doubt) for doubt in self.doubts]
+        return html.fragment(*filter(None, parts), paragraphs(doubts, "note"))
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:
@@ -311,10 +323,16 @@ def typed(name: str, value: Any, kind: Any) -> Any:
             return tuple(typed(name, item, part) for item, part in zip(value, each, strict=True))
     elif origin is list and isinstance(value, list):
         return [typed(name, item, parts[0]) for item in value]
+    elif kind is Doubt and isinstance(value, str | dict):  # 0.2 wrote the sentence alone.
+        doubt = value if isinstance(value, dict) else {"sentence": value}
+        fields = typed(name, doubt.get("fields", []), tuple[str, ...])
+        return Doubt(typed(name, doubt.get("sentence"), str), typed(name, doubt.get("kind", "other"), str), fields)
     elif origin is dict and isinstance(value, dict):
         return {key: typed(f"{name}.{key}", item, parts[1]) for key, item in value.items()}
     elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return of_values(kind, value)
+    elif kind is Certainty and value in list(kind):
+        return kind(value)
     elif kind is Any or is_a(value, kind):
         return value
     raise ValueError(f"{name} must be {WORDS.get(kind, WORDS.get(origin, 'an object'))}, got {reprlib.repr(value)}")

@@ -152,7 +152,7 @@ def certainty(prediction: Prediction) -> str:
 
 
 def how_known(prediction: Prediction) -> str:
-    device, verified = prediction.device, prediction.basis == "verified"
+    device, verified = prediction.device, prediction.certainty in ("exact", "verified")
     if device.kind == "cpu":
         how = "by rules that tests compare with measurements on CPUs" if verified else "from PyTorch's source"
         unlike = "" if verified else ", not compared with measurements of this version of torch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memcheck.core.doubts import Doubt
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.measure.allocation_events import NOWHERE
@@ -23,7 +24,7 @@ def explain(record: Record, call: MeasuredCall, limit_bytes: int | None) -> None
     try:
         timeline, run = recorded(call, limit_bytes, hooks=True)
     except RuntimeError as error:  # For example, torch.func.grad refuses hooks.
-        record.doubts += (f"saved_tensors are not known: {str(error).partition(chr(10))[0]}",)
+        record.doubts += (Doubt(f"saved_tensors are not known: {str(error).partition(chr(10))[0]}"),)
         return
     if run.saved_by_hooks is not None:
         allocators = {block.address: block.allocator for block in timeline.kept()}
@@ -40,18 +41,21 @@ def _highest_of(sizes: list[int]) -> list[int]:
     return [max(sizes[first : first + few]) for first in range(0, len(sizes), few)]
 
 
-def _other_peaks(record: Record, timeline: Timeline) -> tuple[str, ...]:
+def _other_peaks(record: Record, timeline: Timeline) -> tuple[Doubt, ...]:
     """A doubt for each phase whose peak differs between two passes."""
     peaks = {phase: (getattr(record, f"{phase}_peak_bytes"), timeline.alive[at]) for phase, at in timeline.peak.items()}
     return tuple(
-        f"{phase}_peak_bytes is {measured:,} in one pass and {again:,} in the next, "
-        "which alive_at_peak is of: what is called allocates differently each time"
+        Doubt(
+            f"{phase}_peak_bytes is {measured:,} in one pass and {again:,} in the next, "
+            "which alive_at_peak is of: what is called allocates differently each time",
+            fields=(f"{phase}_peak_bytes",),
+        )
         for phase, (measured, again) in peaks.items()
         if measured not in (None, again)
     )
 
 
-def _other_saved_bytes(record: Record, timeline: Timeline, run: MeasuredRun) -> tuple[str, ...]:
+def _other_saved_bytes(record: Record, timeline: Timeline, run: MeasuredRun) -> tuple[Doubt, ...]:
     """A doubt if the allocator and autograd's hooks disagree, with the reasons that are known."""
     if record.saved_bytes in (None, run.saved_by_hooks):
         return ()
@@ -68,4 +72,4 @@ def _other_saved_bytes(record: Record, timeline: Timeline, run: MeasuredRun) -> 
             f"they saw {format_bytes(elsewhere)} that was there before, or is gone by the end of the forward"
         )
     doubt = f"saved_bytes is {record.saved_bytes:,} by the allocator and {run.saved_by_hooks:,} by autograd's hooks"
-    return (": ".join([doubt, "; ".join(reasons)]) if reasons else doubt,)
+    return (Doubt(": ".join([doubt, "; ".join(reasons)]) if reasons else doubt, fields=("saved_bytes",)),)

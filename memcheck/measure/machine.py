@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memcheck.core.devices import memory_bytes
+from memcheck.core.doubts import Doubt
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 
@@ -56,7 +57,7 @@ class Machine:
         run()
         return (time.perf_counter() - start) * 1e3
 
-    def sharing(self) -> tuple[str, ...]:
+    def sharing(self) -> tuple[Doubt, ...]:
         """A sentence if other processes use the GPU. Empty for a CPU, whose contention load() reports."""
         return ()
 
@@ -104,14 +105,15 @@ class CudaMachine(Machine):
         torch.cuda.synchronize(self.index)
         return start.elapsed_time(end)
 
-    def sharing(self) -> tuple[str, ...]:
+    def sharing(self) -> tuple[Doubt, ...]:
         # Empty, too, if nvidia-smi cannot tell.
         listed = _compute_processes(str(torch.cuda.get_device_properties(self.index).uuid))
         others = [f"{pid} ({format_bytes(size)})" for pid, size in listed if pid != os.getpid()]
         if len(others) < len(listed):
-            return (f"the GPU is shared with process {', '.join(others)}",) if others else ()
+            return (Doubt(f"the GPU is shared with process {', '.join(others)}", "shared"),) if others else ()
         # Inside a container process numbers are the host's, so one of these processes is our own.
-        return (f"the GPU is shared with {len(others) - 1} other process(es)",) if len(others) > 1 else ()
+        words = f"the GPU is shared with {len(others) - 1} other process(es)"
+        return (Doubt(words, "shared"),) if len(others) > 1 else ()
 
     def _stat(self, name: str) -> int:
         return torch.cuda.memory_stats(self.index)[name]
@@ -133,7 +135,7 @@ def proc_field(path: str, name: str) -> str | None:
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)
 
 
-def load() -> tuple[str, ...]:
+def load() -> tuple[Doubt, ...]:
     """A sentence if more threads want to run than there are cores. Empty on Windows, which does not count them."""
     if not hasattr(os, "getloadavg"):
         return ()
@@ -141,7 +143,8 @@ def load() -> tuple[str, ...]:
     waiting = os.getloadavg()[0]
     if waiting <= cores:
         return ()
-    return (f"the machine was busy before the timing began: load average {waiting:.1f} on {cores} cores",)
+    words = f"the machine was busy before the timing began: load average {waiting:.1f} on {cores} cores"
+    return (Doubt(words, "busy"),)
 
 
 def _compute_processes(uuid: str) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memcheck.core.arguments import takes_step
+from memcheck.core.doubts import Doubt
 from memcheck.core.place import HERE, Place
 from memcheck.core.record import PHASES, Record
 from memcheck.core.step import Step
@@ -95,7 +96,7 @@ class Times:
     """Milliseconds of the phases of each counted pass, and the doubts about them."""
 
     passes: list[dict[str, float]]
-    doubts: tuple[str, ...]
+    doubts: tuple[Doubt, ...]
 
     def of(self, phase: str) -> list[float]:
         """Milliseconds of every pass; empty if the phase did not run."""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from memcheck.core.checkpointing import arranged
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.devices import Device
+from memcheck.core.doubts import Doubt
 from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizer_made, optimizers_in, optimizers_in_hooks
 from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Record
@@ -268,10 +269,10 @@ class MeasuredRun:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
 
-    def _why_no_backward(self) -> tuple[str, ...]:
+    def _why_no_backward(self) -> tuple[Doubt, ...]:
         """A doubt with the reason, if a backward was asked for."""
         leaf = next((name for name, _ in self.call.named_leaves), None)
-        return (why_no_backward(self.returned.named, leaf),) if self.call.step.backward else ()
+        return (Doubt(why_no_backward(self.returned.named, leaf)),) if self.call.step.backward else ()
 
     def _backward(self) -> None:
         record, memory, roots = self.record, self.memory, self.returned.roots
@@ -318,9 +319,10 @@ class MeasuredRun:
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
 
 
-NO_STATE = (
+NO_STATE = Doubt(
     "optimizer_step is not the step of a torch.optim.Optimizer, and made no state when it first ran: state that it had "
-    "before counts only where parameters names it, or its optimizer"
+    "before counts only where parameters names it, or its optimizer",
+    fields=("optimizer_bytes",),
 )
 
 

@@ -91,8 +91,6 @@ class Trace:
     first_gradients: of the passes before the measured one.
     operators: the names of all operators that ran, each once.
     unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
-    guessed: phases in which even sizes of results are unknown.
-    freed_late: phases whose allocations another thread may free after their end.
     backward_from: that of the record.
     no_backward: why no backward ran, although the step has one.
     beyond: the phase that ended with a tensor beyond 64 bits.
@@ -116,8 +114,6 @@ class Trace:
     first_gradients: list[Allocation] = field(default_factory=list)
     operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    guessed: frozenset[str] = frozenset()
-    freed_late: frozenset[str] = frozenset()
     beyond: str | None = None
     passes: list[int] = field(default_factory=list)  # The events before each pass.
     backward_from: str | None = None

@@ -47,7 +47,6 @@ from memcheck.predict.probed import FunctionCall, Probe
 from memcheck.predict.ranks import BUFFERS, Done, is_collective
 from memcheck.predict.results import result_of_call
 from memcheck.predict.scratch import (
-    FreedLate,
     OperatorCall,
     RunDependent,
     Scratch,
@@ -104,8 +103,6 @@ class AllocationMode(TorchDispatchMode):
         self.saw_transforms = False  # Of torch.func.
         self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
         self.unknown: dict[str, dict[str, None]] = {}
-        self.guessed: set[str] = set()
-        self.freed_late: set[str] = set()
         self.operators: dict[str, None] = {}
         self.works: list[Done] = []  # Of collectives.
         self.replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
@@ -316,11 +313,7 @@ class AllocationMode(TorchDispatchMode):
 
     def note_unknown(self, words: str, phase: str) -> None:
         """Records an unknown allocation of the phase."""
-        self.unknown.setdefault(phase, {})[str(words)] = None
-        if isinstance(words, Unlisted):
-            self.guessed.add(phase)
-        if isinstance(words, FreedLate):
-            self.freed_late.add(phase)
+        self.unknown.setdefault(phase, {}).setdefault(words)
 
     def _runs_in_place(self, call: OperatorCall) -> bool:
         """Whether the operator would write into its first operand if no mode were active."""
@@ -368,7 +361,7 @@ class AllocationMode(TorchDispatchMode):
     def forget_the_past(self) -> None:
         """Keeps what is alive, and nothing of how it was made."""
         self.log.forget_the_past()
-        for noted in (self.unknown, self.guessed, self.freed_late, self.operators, self.calls):
+        for noted in (self.unknown, self.operators, self.calls):
             noted.clear()
 
     def note_node(self) -> None:

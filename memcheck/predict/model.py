@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memcheck.core.checkpointing import arrange
+from memcheck.core.doubts import UNKNOWN, Doubt
 from memcheck.core.errors import UsageError
 from memcheck.core.failures import failed_line, frames_of
 from memcheck.core.optimizers import (
@@ -289,6 +290,5 @@ def stopped(step: Step, place: Place, record: Record, error: Exception, run: Tra
         line = failed_line(list(frames_of(error)))
         reason = f"{run.mode.phase} {MIXES}{f', at {line}' if line else ''}"
     why = f"{reason} (in {where})" if where else reason
-    record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
-    record.doubts = (why,)
-    return Prediction(step, place, record, {}, False, (why,))
+    record.status, record.reason, record.doubts = "skipped", f"not predicted: {why}", (Doubt(why, UNKNOWN),)
+    return Prediction(step, place, record, {})

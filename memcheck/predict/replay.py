@@ -8,13 +8,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from memcheck.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
 from memcheck.core.case import Terms
 from memcheck.core.devices import Device
+from memcheck.core.doubts import UNKNOWN, Certainty, Doubt
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.torch_versions import OLDEST_TRIED, Version, running, untried, version_name
@@ -22,7 +23,7 @@ from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
-from memcheck.predict.bounds import doubts_of_verdict, unknown_and_bounds
+from memcheck.predict.bounds import doubts_of_verdict, unknown_allocations
 from memcheck.predict.evidence import Evidence, evidence_of, operators_of_equal_rows
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
@@ -57,12 +58,6 @@ class Prediction:
 
     Attributes:
         terms: field of the record -> its summands: name -> bytes.
-        basis: "verified": the rules were compared with measurements on this kind of device: on the CPU by tests, on a
-            GPU because published runs have all these operators. "derived": the rules were only read in sources.
-        unknown: descriptions of unknown allocations.
-        bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
-            number of concurrent threads is unknown; estimates if sizes or branches that depend on values are assumed.
-        exact: nothing is unknown and such predictions were equal to the byte, so every figure equals the measured one.
         steps: the predictions of a Program's steps, up to the first that does not fit.
     """
 
@@ -70,10 +65,6 @@ class Prediction:
     place: Place
     record: Record
     terms: Terms
-    exact: bool
-    unknown: tuple[str, ...]
-    bounds: frozenset[str] = frozenset()
-    basis: str = "derived"
     trace: Trace | None = field(default=None, repr=False, compare=False)
     refused: Allocation | None = field(default=None, repr=False, compare=False)  # What there was no room for.
     steps: tuple[Prediction, ...] = field(default=(), repr=False)  # Those of a Program's steps.
@@ -89,6 +80,30 @@ class Prediction:
         if self.record.status not in ("ok", "oom"):
             return None
         return self.record.status == "ok"
+
+    @property
+    def certainty(self) -> Certainty | None:
+        """How the figures are known. None: there are none."""
+        return self.record.certainty
+
+    @property
+    def exact(self) -> bool:
+        """Whether every figure equals the measured one."""
+        return self.record.exact
+
+    @property
+    def unknown(self) -> tuple[Doubt, ...]:
+        """The doubts about allocations that are not known."""
+        return tuple(doubt for doubt in self.record.doubts if doubt.kind == UNKNOWN)
+
+    @property
+    def bounds(self) -> frozenset[str]:
+        """The fields that are not known to the byte.
+
+        They are lower bounds; upper bounds if the number of concurrent threads is unknown; estimates if sizes or
+        branches that depend on values are assumed.
+        """
+        return frozenset(self.record.bounds)
 
     @functools.cached_property
     def segments_bytes(self) -> int | None:
@@ -181,26 +196,18 @@ def timeline_of(events: list[tuple[Allocation, bool]], phases: list[tuple[int, s
         yield phases[index][1] if phases else "", alive
 
 
-class Certainty(NamedTuple):
-    """How figures are known. basis: as of Prediction. to_the_byte: they are exact, as far as nothing is unknown."""
-
-    basis: str
-    to_the_byte: bool
-
-
-DERIVED = Certainty("derived", False)
 # The torch version of the published A100 rows whose figures are all predicted as printed.
 PUBLISHED_TORCH = (2, 7)
 
 
 def certainty_of(trace: Trace, dtype: str, place: Place, target: Target) -> Certainty:
-    """How the figures of the trace's replay are known."""
+    """How the figures of the trace's replay are known, as far as nothing is unknown."""
     device = place.for_device
     if device.kind == "cpu":
         tried = target.torch_version >= OLDEST_TRIED and untried(target.torch_version) is None
-        return Certainty("verified" if tried else "derived", tried)
+        return Certainty.EXACT if tried else Certainty.DERIVED
     if not evidence_of(trace.operators, device.architecture).covers:
-        return DERIVED
+        return Certainty.DERIVED
     like_equal_rows = (
         "A100" in device.name
         and target.torch_version == PUBLISHED_TORCH
@@ -208,7 +215,7 @@ def certainty_of(trace: Trace, dtype: str, place: Place, target: Target) -> Cert
         and not place.expandable_segments
         and operators_of_equal_rows(device.architecture).issuperset(trace.operators)
     )
-    return Certainty("verified", like_equal_rows)
+    return Certainty.EXACT if like_equal_rows else Certainty.VERIFIED
 
 
 def target_at(place: Place) -> Target:
@@ -285,7 +292,7 @@ class Replay:
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
-    certainty: Certainty = DERIVED
+    certainty: Certainty = Certainty.DERIVED
     refused: Allocation | None = None
 
     def __post_init__(self) -> None:
@@ -309,19 +316,16 @@ class Replay:
                 measured = [moment.bytes for phase, moment in self.allocated.items() if phase != WARM_UP]
                 self.record.max_allocated_bytes = max(measured)
         self.record.backward_from = self.trace.backward_from
-        unknown, bounds = unknown_and_bounds(self.trace, self.record, self.terms, self.requested, self.device)
-        basis, to_the_byte = self.certainty
-        exact = to_the_byte and not unknown
-        self.record.terms, self.record.exact, self.record.basis = self.terms, exact, basis
-        self.record.bounds = tuple(sorted(bounds))
-        no_backward = filter(None, [self.trace.no_backward])
+        self.record.terms = self.terms
+        unknown = [*unknown_allocations(self.trace, self.record, self.requested, self.device)]
+        self.record.certainty = Certainty.VERIFIED if self.certainty is Certainty.EXACT and unknown else self.certainty
+        no_backward = map(Doubt, filter(None, [self.trace.no_backward]))
         self.record.doubts = (
             *unknown,
             *no_backward,
             *doubts_of_verdict(self.trace, self.record, self.requested, self.place),
         )
-        found = (self.case, self.place, self.record, self.terms, exact, unknown, bounds, basis)
-        return Prediction(*found, self.trace, self.refused)
+        return Prediction(self.case, self.place, self.record, self.terms, self.trace, self.refused)
 
     def fits(self) -> bool:
         """Whether the device has the memory, without any figure."""

@@ -93,8 +93,6 @@ class TraceRunner:
         self._check_calls()
         self.result.operators = tuple(self.mode.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.mode.unknown.items()}
-        self.result.guessed = frozenset(self.mode.guessed)
-        self.result.freed_late = frozenset(self.mode.freed_late)
         return self.result
 
     def _note_state_of_hooks(self, workload: Workload) -> None:

@@ -131,5 +131,5 @@ def notes_of(capacity: Capacity) -> list[str]:
     known = capacity.at or capacity.beyond
     if known is not None and known.terms:
         notes += [f"not known: {words}" for words in known.unknown]
-        notes += [DERIVED] if known.basis == "derived" else []
+        notes += [DERIVED] if known.certainty == "derived" else []
     return notes

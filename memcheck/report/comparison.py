@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from memcheck.core import html
-from memcheck.core.doubts import FEW_PASSES, doubts_about
+from memcheck.core.doubts import FEW_PASSES
 from memcheck.core.record import Record
 from memcheck.core.units import Growth, counted, format_bytes
 from memcheck.report.cases import (
@@ -196,7 +196,7 @@ def time_change(before: Record, after: Record, phase: str) -> str | None:
 def time_doubts(record: Record, phase: str) -> list[str]:
     """Why the times of the phase may be off, in words."""
     few = record.passes is not None and record.passes < FEW_PASSES
-    doubts = [doubt.partition(":")[0] for doubt in doubts_about(phase, record.doubts)]
+    doubts = [doubt.partition(":")[0] for doubt in record.doubts if doubt.concerns(f"{phase}_ms")]
     return doubts or ([f"times of only {record.passes} passes"] if few else [])
 
 

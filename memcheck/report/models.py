@@ -82,7 +82,7 @@ def model_title(record: Record) -> str:
     words += [f"batch {record.bsz}", f"feed-forward {record.feed_forward}"]
     words += ["activation checkpoints"] if record.checkpointing else []
     words += ["compiled"] if record.compiled else []
-    words += [f"predicted, {record.basis or 'unknown'}"] if is_predicted else []
+    words += [f"predicted, {record.certainty or 'unknown'}"] if is_predicted else []
     return ", ".join(words)
 
 

@@ -56,7 +56,7 @@ def prediction_table(records: Sequence[Record]) -> Table:
             Column(f"{stem}_words", f"{title}, measured / predicted", audience="people"),
             Column(f"{stem}_ratio", "measured / predicted", audience="programs"),
         ]
-    columns += [Column("basis", "predicted is", rank=4), Column("exact", "said to be exact", rank=4)]
+    columns += [Column("certainty", "predicted is", rank=4)]
     rows = [row_of(*both, fields) for both in pairs]
     title = f"Prediction beside measurement, {count_of(pairs)}: {common_case(measured)}"
     return Table("prediction", title, columns, rows, [PREDICTED, agreement(pairs)])
@@ -67,7 +67,7 @@ def row_of(measured: Record, predicted: Record, fields: Sequence[str]) -> list[C
     for name in COMPARED:
         row += [quotient(getattr(record, name), MIB) for record in (measured, predicted)]
         row += [ratio_words(measured, predicted, name), ratio(measured, predicted, name)]
-    return [*row, predicted.basis, predicted.exact]
+    return [*row, predicted.certainty]
 
 
 def status_words(record: Record) -> str:

@@ -25,6 +25,7 @@ from memcheck.report.cases import (
     models_among,
     need,
     operators_among,
+    pair,
     place_of,
     settings_of,
     values_in_order,
@@ -292,7 +293,9 @@ def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
     runs = [record for record in operators if record.mode != "decode"]
     tables = [records_table(runs, units)] if runs else []
     tables += [decode_table(operators)] if len(runs) < len(operators) else []
-    tables += [models_table(models)] if (models := models_among(records)) else []
+    if models := models_among(records):
+        beside_measured = {id(predicted) for _, predicted in pair(models)}
+        tables.append(models_table([model for model in models if id(model) not in beside_measured]))
     tables += [beside] if (beside := prediction_table(records)).rows else []
     return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record, sequence_words
 from memcheck.core.units import format_bytes, largest_first
 from memcheck.report.cases import FIELD_WORDS, NEEDS, lengths, need, tokens_that_count
@@ -218,7 +217,7 @@ def explanation(record: Record, top: int) -> str:
         kept = "" if record.saved_bytes is None else f", {format_bytes(record.saved_bytes)}"
         lines.append(f"  kept for backward{kept}:")
         lines += size_lines(((row["bytes"], saved_name(row)) for row in record.saved_tensors), top)
-    lines += [f"  note: {doubt}" for doubt in record.doubts if not reason_in_short(doubt)]
+    lines += [f"  note: {doubt}" for doubt in record.doubts if not doubt.about_times]
     return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}\n  nothing is known beyond its row"
 
 

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record
 from memcheck.report.cases import (
     CASE_FIELDS,
@@ -47,14 +46,14 @@ def doubt_lines(records: Sequence[Record]) -> list[str]:
     """One line about times, one about bytes and one about predictions, for those that are doubtful."""
     lines = []
     measured, predicted = split_by_source(records)
-    noisy = [record for record in measured if any(map(reason_in_short, record.doubts))]
+    noisy = [record for record in measured if any(doubt.about_times for doubt in record.doubts)]
     if noisy:
-        reasons = Counter(reason for record in noisy for reason in {*map(reason_in_short, record.doubts)} if reason)
+        reasons = Counter(reason for row in noisy for reason in {doubt.about_times for doubt in row.doubts} if reason)
         why = ", ".join(sorted(reasons, key=lambda reason: (-reasons[reason], reason)))
         timed = [record for record in measured if record in noisy or record.forward_ms is not None]
         lines.append(f"{of_rows('Times', noisy, timed)} are noisy: {why}; bytes are not affected.")
     for rows, what, verb in ((measured, "Figures", "uncertain"), (predicted, "Predictions", "bounds")):
-        found = Counter(doubt for record in rows for doubt in record.doubts if not reason_in_short(doubt))
+        found = Counter(doubt for record in rows for doubt in record.doubts if not doubt.about_times)
         if found:
             doubtful = [record for record in rows if any(doubt in found for doubt in record.doubts)]
             # Doubts that differ only in their numbers are one reason.

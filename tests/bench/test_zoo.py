@@ -124,7 +124,7 @@ def test_decoders_are_predicted_for_a_gpu_that_is_not_here(require_package: Call
         prediction = memcheck.predict_memory(model, *inputs, device="H100-80GB", **entry.how(), **kwargs)
         assert prediction.fits, (name, prediction.record.reason)
         assert not prediction.exact
-        assert prediction.basis == "derived"
+        assert prediction.certainty == "derived"
 
 
 def test_entries_that_cannot_be_predicted_say_why() -> None:

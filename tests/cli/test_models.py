@@ -172,7 +172,7 @@ def test_a_model_is_predicted_as_it_is_measured(reference: str, capsys: pytest.C
     model, x = net().make()
     measured = memcheck.measure_memory(model, x, optimizer=torch.optim.AdamW)
     assert {name: found[name] for name in FIGURES} == {name: getattr(measured, name) for name in FIGURES}
-    assert (found["operator"], found["bsz"], found["query_len"], found["exact"]) == ("Net", 8, 64, True)
+    assert (found["operator"], found["bsz"], found["query_len"], found["certainty"]) == ("Net", 8, 64, "exact")
     peaks = [measured.forward_peak_bytes, measured.backward_peak_bytes, measured.optimizer_peak_bytes]
     assert found["need_bytes"] == max(size for size in peaks if size)
     assert sum(sums["peak"] for sums in found["modules"].values()) == found["need_bytes"]
@@ -494,16 +494,16 @@ def test_a_table_of_probes_is_carried(capsys: pytest.CaptureFixture[str], monkey
     here = predicted(capsys, *flags, *table)
     rows = Path("table.jsonl").read_text()
     assert predicted(capsys, *flags, *table) == here == predicted(capsys, *flags, "--device", "cpu")
-    assert here["exact"]
+    assert here["certainty"] == "exact"
     assert Path("table.jsonl").read_text() == rows != ""
     cpu = json.loads(json.loads(rows.splitlines()[0])["key"])[-1]
     Path("table.jsonl").write_text(rows.replace(cpu, "cpu elsewhere"))
     monkeypatch.setattr("memcheck.predict.probe.CpuProbe._run", None)  # Nothing may run where the table is read.
     monkeypatch.setattr("memcheck.predict.probe.CpuProbe._check", None)
     carried = predicted(capsys, *flags, *table)
-    assert (carried["exact"], carried["need_bytes"]) == (True, here["need_bytes"])
+    assert (carried["certainty"], carried["need_bytes"]) == ("exact", here["need_bytes"])
     other = predicted(capsys, "--model", "net.py:smooth", "--bsz", "3", *table)
-    assert not other["exact"]
+    assert other["certainty"] != "exact"
     assert "gelu was not compared with its prediction" in other["unknown"]
 
 

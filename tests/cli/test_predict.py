@@ -27,7 +27,7 @@ def test_a_case_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["status"], found["oom_phase"], found["device_name"]) == ("oom", "forward", "A100-40GB")
     assert found["oom_requested_bytes"] == 32 * 2**30
     assert found["oom_in_use_bytes"] == sum(found["terms"]["oom_in_use_bytes"].values())
-    assert (found["basis"], found["exact"], found["unknown"]) == ("verified", False, [])
+    assert (found["certainty"], found["unknown"]) == ("verified", [])
     assert found["source"] == "predicted"
     assert {field.name for field in dataclasses.fields(Record)} <= found.keys()
 

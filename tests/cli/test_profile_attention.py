@@ -14,6 +14,7 @@ from memcheck.bench import catalog
 from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.case import Case
+from memcheck.core.doubts import Doubt
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.measure.measurement import machine_facts
@@ -252,7 +253,7 @@ def test_seconds_are_those_of_the_case(profile, monkeypatch) -> None:
 
     def measure_time(fn, *inputs, passes, max_seconds, **kwargs):
         given.append((passes, max_seconds))
-        return {"passes": 1, "doubts": ("too few",)}
+        return {"passes": 1, "doubts": (Doubt("too few"),)}
 
     monkeypatch.setattr("memcheck.bench.profile.measure_time", measure_time)
     timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]

@@ -242,11 +242,10 @@ def test_the_running_version_by_its_name_is_the_default() -> None:
     assert named == predicted(LINEAR, x())
 
 
-@pytest.mark.parametrize(("version", "basis"), [("2.7", "derived"), ("2.10", "derived"), ("2.11", "verified")])
-def test_a_version_that_no_test_ran_with_is_not_verified(version: str, basis: str) -> None:
+@pytest.mark.parametrize(("version", "certainty"), [("2.7", "derived"), ("2.10", "derived"), ("2.11", "exact")])
+def test_a_version_that_no_test_ran_with_is_not_verified(version: str, certainty: str) -> None:
     prediction = memcheck.predict_memory(LINEAR, x(), torch_version=version)
-    assert prediction.basis == basis
-    assert not (basis == "derived" and prediction.exact)
+    assert prediction.certainty == certainty
 
 
 @pytest.mark.extension

@@ -8,6 +8,7 @@ import torch
 import memcheck
 from memcheck.bench.capacity import find_capacity
 from memcheck.bench.catalog import make_case
+from memcheck.core.doubts import Doubt
 from memcheck.core.record import Record
 from memcheck.core.verdict import few_lines, with_article
 
@@ -35,7 +36,7 @@ def results() -> list[tuple[object, str]]:
     found = memcheck.largest(lambda n: torch.empty(n, 32), model, "RTX-4090", memory_limit="30MiB", up_to=2**16)
     sizes = {"bsz": 1, "query_len": 8, "kv_len": 8, "dim": 16, "heads": 2, "core_dim": None, "factor": None}
     capacity = find_capacity(make_case("naive", **sizes), "seq_len", "T4")
-    failed = Record(operator="mine", device="cpu", status="oom", reason="no room", doubts=("a", "b", "c"))
+    failed = Record(operator="mine", device="cpu", status="oom", reason="no room", doubts=tuple(map(Doubt, "abc")))
     return [
         (prediction, "Sequential fits RTX-4090: a training step needs "),
         (prediction.peak, "The peak is "),

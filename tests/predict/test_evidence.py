@@ -39,7 +39,7 @@ def test_figures_are_verified_where_measured_runs_share_the_operators() -> None:
         (lambda x: torch.exp(x).sin(), "RTX-4090", "derived"),
     ):
         found = memcheck.predict_memory(model, x, device=device, backward=False)
-        assert (found.basis, found.exact) == (basis, False)
+        assert found.certainty == basis
     assert not evidence_of([], (8, 0)).covers
 
 

@@ -259,7 +259,7 @@ def test_backends_that_a_cpu_lacks_are_unsupported(operator: str) -> None:
     record = predict_memory(case_of(operator)).record
     assert record.status == "unsupported"
     assert "No viable backend for scaled_dot_product_attention" in (record.reason or "")
-    assert (record.exact, record.basis) == (None, None)
+    assert record.certainty is None
     assert predict_memory(case_of(operator, dim=48, dtype="float16"), "A100-40GB").record.status == "ok"
 
 
@@ -562,7 +562,7 @@ def test_the_attention_backend_of_a_gpu(fields: dict, architecture: tuple[int, i
 def test_flash_attention_on_a_gpu_keeps_no_scores() -> None:
     prediction = predict_memory(half("softmax", bsz=8, query_len=4096, kv_len=4096, heads=2, dim=128), GPU)
     U = 8 * 4096 * 128 * 2
-    assert (prediction.basis, prediction.exact, prediction.unknown) == ("verified", False, ())
+    assert (prediction.certainty, prediction.unknown) == ("verified", ())
     assert prediction.record.saved_bytes == 8 * 2 * 4096 * 4 + 16 + 8
     terms = prediction.terms["backward_peak_bytes"]
     assert (terms["dq in float32"], terms["y, laid out"]) == (2 * U, U)

@@ -13,6 +13,7 @@ from json_lines import write_json_lines
 from pinned import assert_pinned
 
 from memcheck.__main__ import main
+from memcheck.core.doubts import Doubt
 from memcheck.core.record import Record
 from memcheck.core.units import Growth, parse_growth
 from memcheck.measure import timing
@@ -83,12 +84,16 @@ def test_times_are_compared_beyond_noise(median, quartiles, words) -> None:
     ("fields", "forward", "backward"),
     [
         ({"passes": 2}, False, False),
-        ({"doubts": ("times of only 3 passes of the 10 asked for",)}, False, False),
-        ({"doubts": ("the machine was busy before the timing began: load average 9.0 on 2 cores",)}, False, False),
+        ({"doubts": (Doubt("times of only 3 passes of the 10 asked for", "few passes"),)}, False, False),
+        (
+            {"doubts": (Doubt("the machine was busy before the timing began: load average 9.0 on 2 cores", "busy"),)},
+            False,
+            False,
+        ),
         ({"doubts": timing.doubts_of_times("forward", [1.0] * 4 + [1.2] * 4)}, False, True),
         ({"doubts": timing.doubts_of_times("backward", [1.0, 1.5] * 4)}, True, False),
         ({"doubts": timing.doubts_of_passes(8, 8, warmed_up=False)}, False, False),
-        ({"doubts": ("saved_tensors are not known: no storage",)}, True, True),
+        ({"doubts": (Doubt("saved_tensors are not known: no storage"),)}, True, True),
     ],
 )
 @pytest.mark.parametrize("swapped", [False, True])

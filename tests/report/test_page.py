@@ -13,6 +13,7 @@ import pytest
 from json_lines import write_json_lines
 
 from memcheck.__main__ import main
+from memcheck.core.doubts import Doubt
 from memcheck.core.record import Record
 from memcheck.report.page import html_page
 
@@ -66,7 +67,7 @@ NOTHING = {"forward_peak_bytes": None, "backward_peak_bytes": None, "saved_bytes
 RECORDS = [
     record("naive", 2048, status="oom", oom_phase="forward", **NOTHING),
     *(record(operator, length) for length in (1024, 256, 512) for operator in ("naive", "softplus")),
-    record("softmax/cudnn", status="unsupported", reason=HOSTILE, doubts=(HOSTILE,), **NOTHING),
+    record("softmax/cudnn", status="unsupported", reason=HOSTILE, doubts=(Doubt(HOSTILE),), **NOTHING),
     record("flex", mode="decode", query_len=1, state_bytes=4096, state_bytes_per_token=16.0),
 ]
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><path d="M0 0"/></svg>'

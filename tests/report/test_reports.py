@@ -21,6 +21,7 @@ from memcheck.__main__ import main
 from memcheck.bench.catalog import make_case
 from memcheck.bench.profile import profile_case
 from memcheck.bench.sweep.store import read_records
+from memcheck.core.doubts import UNKNOWN, Doubt
 from memcheck.core.record import Record
 from memcheck.core.units import format_time, three_digits
 from memcheck.report.accounting import accounting_table
@@ -44,7 +45,11 @@ MIB = 2**20
 EXPECTED = Path(__file__).with_name("expected")
 FORMS = {"table": "txt", "markdown": "md", "latex": "tex", "csv": "csv", "json": "json"}
 HOSTILE = 'a|b\n<script>alert("x")</script> & 100 % _of_ {it} \\ `code`'
-BUSY = "the machine was busy before the timing began: load average {} on 2 cores"
+DRIFT = Doubt("forward times drift: median 1 ms", "drift", ("forward_ms",))
+
+
+def busy(load: int) -> Doubt:
+    return Doubt(f"the machine was busy before the timing began: load average {load} on 2 cores", "busy")
 
 
 def record(operator: str = "naive", length: int = 256, dim: int = 64, **fields: object) -> Record:
@@ -100,8 +105,8 @@ STATUSES = ("oom", "skipped", "unsupported", "timeout", "killed", "error")
 QUARTILES = {"forward_ms_quartiles": (1.0, 1.5), "backward_ms_quartiles": (1.0, 1.5)}
 ROWS = [
     measured("softplus", backend="memcheck cpu", saved_bytes=100, forward_ms=0.0071, backward_ms=45200.0, **QUARTILES),
-    measured("naive", doubts=(BUSY.format(1), "forward times drift: median 1 ms")),
-    measured("linear", doubts=("saved_bytes differ by 8 B",)),
+    measured("naive", doubts=(busy(1), DRIFT)),
+    measured("linear", doubts=(Doubt("saved_bytes differ by 8 B"),)),
     *(record(f"x|{status}", status=status, reason=f"because it was {status}") for status in STATUSES),
     record("hostile", status="error", reason=HOSTILE),
     out_of_memory(512, terms={f"{phase}_peak_bytes": {"scores": 150 * MIB} for phase in ("forward", "backward")}),
@@ -173,10 +178,10 @@ def test_rows_are_sorted_by_their_highest_peak_beside_the_least_of_the_same_size
 
 
 def test_doubts_are_one_line_each() -> None:
-    rows = [measured("naive", 256 * n, doubts=(BUSY.format(n),)) for n in (1, 2)]
-    rows += [measured("linear", doubts=("forward times drift: median 1 ms", BUSY.format(3)))]
-    rows += [measured("softplus", doubts=(f"saved_bytes differ by {size} B",)) for size in (8, 16)]
-    rows += [record(source="predicted", doubts=("the workspace of a kernel",))]
+    rows = [measured("naive", 256 * n, doubts=(busy(n),)) for n in (1, 2)]
+    rows += [measured("linear", doubts=(DRIFT, busy(3)))]
+    rows += [measured("softplus", doubts=(Doubt(f"saved_bytes differ by {size} B"),)) for size in (8, 16)]
+    rows += [record(source="predicted", doubts=(Doubt("the workspace of a kernel", UNKNOWN),))]
     skipped = record(status="skipped", reason="predicted")  # It has no times, and does not count among those that have.
     assert doubt_lines([*rows, measured(), skipped]) == [
         "Times of 3 of 6 rows are noisy: the machine was busy, passes drift; bytes are not affected.",
@@ -185,7 +190,7 @@ def test_doubts_are_one_line_each() -> None:
     ]
     details = doubt_details(rows)
     assert len(details) == 7
-    assert details[0].endswith(BUSY.format(1))
+    assert details[0].endswith(busy(1))
     assert doubt_lines([measured()]) == []
 
 
@@ -382,7 +387,7 @@ def test_accounting_sets_predicted_beside_measured() -> None:
             {"phase": "backward", "name": "aten::bmm", "bytes": 200},
         ],
     )
-    tables = [accounting_table(row), accounting_table(measured(doubts=(BUSY.format(1),)))]
+    tables = [accounting_table(row), accounting_table(measured(doubts=(busy(1),)))]
     assert_pinned(EXPECTED / "accounting.txt", render(tables, "table"))
 
 
@@ -418,7 +423,7 @@ def test_accounting_agrees_with_a_measurement() -> None:
 
 
 def test_the_summary_counts() -> None:
-    rows = [*ROWS, measured("flex", doubts=("few passes",)), measured("linear", mode="decode")]
+    rows = [*ROWS, measured("flex", doubts=(Doubt("few passes"),)), measured("linear", mode="decode")]
     rows += [record(source="predicted", device_name="T4", status=status) for status in ("ok", "oom", "skipped")]
     assert_pinned(EXPECTED / "summary.txt", "\n".join(summary(rows)))
 
@@ -522,7 +527,7 @@ def test_reports_know_records_only() -> None:
 
 
 def foreseen(operator: str = "naive", length: int = 256, **fields: object) -> Record:
-    values = {"forward_peak_bytes": 3 * MIB, "saved_bytes": MIB, "backward_peak_bytes": 4 * MIB, "exact": True}
+    values = {"forward_peak_bytes": 3 * MIB, "saved_bytes": MIB, "backward_peak_bytes": 4 * MIB, "certainty": "exact"}
     return record(operator, length, **{"source": "predicted", "device_name": "cpu", **values, **fields})
 
 

@@ -24,7 +24,7 @@ from memcheck.core.version import __version__
 def predicted_record(case: Case, place: Place | Device) -> Record:
     """The record of predict_case, or one that says why there is no prediction."""
     device = as_place(place).for_device
-    facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name, "basis": None}
+    facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name}
     if (reason := refusal(case)) is not None:
         return Record(**case.fields(), **facts, status="skipped", reason=reason)
     try:
@@ -46,7 +46,6 @@ class PredictedSweep(SweepRun):
         device = self.place.for_device
         return Record(
             source="predicted",
-            basis=None,
             device=device.kind,
             device_name=device.name,
             device_total_bytes=device.total_bytes,

@@ -35,6 +35,7 @@ from memcheck.bench.sweep.store import MANIFEST, Store
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, seconds, size_in_bytes
+from memcheck.core.doubts import Doubt
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.files import write_text
 from memcheck.core.options import named
@@ -233,7 +234,9 @@ class SweepRun:
             if getattr(record, field) is None:
                 setattr(record, field, value)
         if self.workers > 1 and case.device == "cpu" and record.forward_ms is not None:
-            record.doubts += (f"timed with {self.workers} cases at once, maybe on the same cores",)
+            record.doubts += (
+                Doubt(f"timed with {self.workers} cases at once, maybe on the same cores", "side by side"),
+            )
         if self.store is not None:
             self.store.append(record, self.key(case))
         self.known[case] = record

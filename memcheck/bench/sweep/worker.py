@@ -28,6 +28,7 @@ import torch
 from memcheck.bench.catalog import CONTENDERS, Case
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import profile_case
+from memcheck.core.doubts import Doubt
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
@@ -139,7 +140,9 @@ class CaseProcess:
     def _explain(self, record: Record, job: Job, code: int, overrun: bool) -> None:
         """Records why the process ended before its final answer. The record may already hold the memory."""
         if overrun and record.forward_peak_bytes is not None:
-            record.doubts += (f"the timing was cut off: {job.max_seconds:g} s were allowed for the case",)
+            record.doubts += (
+                Doubt(f"the timing was cut off: {job.max_seconds:g} s were allowed for the case", "cut off"),
+            )
         elif overrun:
             record.status, record.reason = "timeout", f"stopped after {job.max_seconds:g} s (--max-seconds-per-case)"
         elif code < 0:

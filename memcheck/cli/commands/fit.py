@@ -148,8 +148,8 @@ def model_object(edges: Mapping[str, Largest], predictor: ModelPredictor, axis: 
         "find": axis.replace("_", "-"),
         "step": first.step,
         "largest": first.size if first.at else None if first.beyond and first.beyond.fits is None else 0,
-        "record": asdict(first.at.record) if first.at else None,
-        "next_record": asdict(first.beyond.record) if first.beyond else None,
+        "record": first.at.record.values() if first.at else None,
+        "next_record": first.beyond.record.values() if first.beyond else None,
         "changes": [
             {"change": flags, "largest": edge.size, "need_bytes": edge.at and tensors_of(edge.at)}
             for flags, edge in edges.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping
@@ -96,7 +95,7 @@ def model_object(prediction: Prediction, changes: Mapping[str, Prediction]) -> d
 def prediction_object(prediction: Prediction) -> dict[str, Any]:
     """The record for JSON, and how it is known."""
     return {
-        **dataclasses.asdict(prediction.record),
+        **prediction.record.values(),
         "terms": prediction.terms,
         "unknown": prediction.unknown,
         "bounds": sorted(prediction.bounds),
