@@ -147,38 +147,11 @@ def workload_of(
     # It is a copy, so nothing is undone.
     arrange(model, any(step.checkpointing for step in program.steps), None)
     if ranks is not None:
-        # Splitting the model frees what the copies hold.
-        mode.copies = MetaCopies(mode.contents, mode.copies.stand)
-        with mode, DeviceFunctions(mode), distributed_followed(mode):
-            model = ranks.split(model, mesh)
-        mode.forget_the_past()
-        of_kind = OF_FSDP if ranks.kind == "fsdp" else WAITING
-        for words in (OF_NCCL, of_kind) if target.kind == "cuda" else ():
-            mode.note_unknown(words, "inputs")
+        model = split_on_meta(model, ranks, mesh, target, mode)
     module = module_called(model)
     if ranks is None:
         mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
-    optimizer = None
-    if makes is not None:
-        with AllocationMode(AllocationLog(), target, mode.contents) as aside, DeviceFunctions(aside):
-            aside.copies = mode.copies
-            stood = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
-            stand, mode.copies.stand = mode.copies.stand, lambda *copied: stood.append(copied)
-            optimizer = optimizer_made(makes, module)
-        if not all(map(is_meta, stepped_by(optimizer))):  # It found the model where no copy replaces it.
-            mode.copies.memo |= {id(tensor): tensor for tensor in stepped_by(optimizer) if is_meta(tensor)}
-            (optimizer,) = mode.copies.copy((optimizer,))
-        mode.copies.stand = stand
-        own = {parameter.untyped_storage()._cdata for parameter in stepped_by(optimizer)}
-        for original, copied in stood:
-            if copied._cdata not in own:  # Parameters that the optimizer alone has are not the model's, but count.
-                stand(original, copied)
-        mode.storages.set_aside(aside.storages)
-        if needs_closure(optimizer):
-            raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
-        if target.kind == "cpu":
-            move_settings(optimizers_in(optimizer), mode)
-
+    optimizer = optimizer_on_meta(makes, module, target, mode) if makes is not None else None
     stepped = optimizers_in([optimizer, optimizers_in_hooks(module)])
 
     # Set before each forward if a step asks for a mode. Else they are those that the forwards themselves leave.
@@ -215,6 +188,44 @@ def workload_of(
 
     *earlier, last = (work(step, *parts) for step, parts in zip(program.steps, given, strict=True))
     return dataclasses.replace(last, earlier=tuple(earlier))
+
+
+def split_on_meta(model: Any, ranks: Ranks, mesh: Any, target: Target, mode: AllocationMode) -> Any:
+    """The copied model, split over the ranks. What splitting allocates and frees is over before the step."""
+    mode.copies = MetaCopies(mode.contents, mode.copies.stand)  # Splitting the model frees what the copies hold.
+    with mode, DeviceFunctions(mode), distributed_followed(mode):
+        model = ranks.split(model, mesh)
+    mode.forget_the_past()
+    of_kind = OF_FSDP if ranks.kind == "fsdp" else WAITING
+    for words in (OF_NCCL, of_kind) if target.kind == "cuda" else ():
+        mode.note_unknown(words, "inputs")
+    return model
+
+
+def optimizer_on_meta(makes: Any, module: Any, target: Target, mode: AllocationMode) -> Any:
+    """The optimizer of the copied model. What making it allocates is there before the step.
+
+    NotImplementedError: its step needs a closure.
+    """
+    with AllocationMode(AllocationLog(), target, mode.contents) as aside, DeviceFunctions(aside):
+        aside.copies = mode.copies
+        stood = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
+        stand, mode.copies.stand = mode.copies.stand, lambda *copied: stood.append(copied)
+        optimizer = optimizer_made(makes, module)
+    if not all(map(is_meta, stepped_by(optimizer))):  # It found the model where no copy replaces it.
+        mode.copies.memo |= {id(tensor): tensor for tensor in stepped_by(optimizer) if is_meta(tensor)}
+        (optimizer,) = mode.copies.copy((optimizer,))
+    mode.copies.stand = stand
+    own = {parameter.untyped_storage()._cdata for parameter in stepped_by(optimizer)}
+    for original, copied in stood:
+        if copied._cdata not in own:  # Parameters that the optimizer alone has are not the model's, but count.
+            stand(original, copied)
+    mode.storages.set_aside(aside.storages)
+    if needs_closure(optimizer):
+        raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
+    if target.kind == "cpu":
+        move_settings(optimizers_in(optimizer), mode)
+    return optimizer
 
 
 def stepped_by(optimizer: Any) -> list[torch.Tensor]:
