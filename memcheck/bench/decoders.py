@@ -156,6 +156,7 @@ class DecoderCase:
             model.compile(dynamic=False)
         return model
 
+    @overflow_as_out_of_memory()
     def step(self, device: str) -> Step:
         """The step on a device, or on "meta": of the logits in "forward" mode, else of the loss, with random tokens."""
         model = self.model(device)

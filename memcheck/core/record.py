@@ -140,8 +140,7 @@ class Record:
     # How the figures are known: "measured"; predicted, "exact" to the byte; "verified", by rules that were compared
     # with measurements on such a device; "derived", by rules only read in sources. None: there are no figures.
     certainty: Certainty | None = None
-    # Of a whole model: path of a module -> bytes for backward that it was the first to save; "": outside of modules.
-    kept_by_part: dict[str, int] | None = None
+    kept_by_part: dict[str, int] | None = None  # Of a whole model: module -> bytes that it saved first; "": no module.
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
     over_time: dict[str, list[int]] | None = None  # Phase -> bytes alive over time, in steps of a few allocations.

@@ -34,8 +34,8 @@ def test_a_table_and_three_files(tmp_path, capsys) -> None:
     flags = [*SMALL, "--query-len", "8,4", "--output", str(tmp_path / "new")]
     assert main(["profile-combinator", *flags]) == 0
     out = capsys.readouterr().out
-    assert "cpu, float32, batch 2, dim 16, train" in out
-    for words in ("combinator", "memcheck cpu", "combinator needs ", "memory.png"):
+    assert out.splitlines()[0].endswith("float32, batch 2, dim 16, train")
+    for words in ("combinator", "memory.png"):
         assert words in out
     assert "None" not in out
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"records.jsonl", "records.csv", "memory.png"}

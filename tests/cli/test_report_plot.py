@@ -25,7 +25,7 @@ def test_everything_that_the_records_allow(results: Path, capsys: pytest.Capture
     assert main(["report", str(results), "--plot", "all"]) == 0
     assert drawn(results) == {f"{stem}.{suffix}" for stem in ("memory", "savings") for suffix in ("png", "svg")}
     printed = capsys.readouterr()
-    assert "4 cases of naive and softplus" in printed.out
+    assert "4 cases: float32, dim 64, train" in printed.out
     assert f"Wrote {results}/memory.png, {results}/memory.svg" in printed.err
 
 

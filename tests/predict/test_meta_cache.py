@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import memcheck
-from memcheck.predict import allocation_mode, meta_cache
+from memcheck.predict import meta_cache, results
 
 aten = torch.ops.aten
 
@@ -101,6 +101,6 @@ def test_predictions_are_those_of_the_kernels(device: str, optimizer: str, monke
         return {**dataclasses.asdict(prediction.record), "timeline": prediction.timeline}
 
     remembered = [predicted() for _ in range(2)]
-    monkeypatch.setattr(allocation_mode, "result_of", lambda func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(results, "result_of", lambda func, args, kwargs: func(*args, **kwargs))
     traced = predicted()
     assert remembered == [traced, traced]

@@ -194,8 +194,8 @@ def test_the_workflow_of_the_documentation_compares_what_its_script_writes(tmp_p
     assert len(commands) == 2
     assert [main(shlex.split(command.partition(">>")[0])[1:]) for command in commands] == [0, 0]
     printed = capsys.readouterr().out
-    assert "verdict ok; peak forward, kept for backward, peak backward same" in printed
-    assert "| training step | same |" in printed
+    rows = [line.split("|")[1].strip() for line in printed.splitlines() if " same " in line]
+    assert "training step" in rows
     assert (tmp_path / "memory.html").exists()
     assert main(["compare", "memory", "grown/memory", "--fail-on-growth", "10%"]) == 1
     (shown,) = re.findall(r"```text\n(2 of 2 cases grew.*?)```", page, re.DOTALL)
@@ -240,7 +240,7 @@ def test_every_table_has_its_header(page):
     """An empty line inside of a table makes text of the rows after it."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     starts = re.findall(r"(?<!\|\n)^\|.*\n(.*)", text, re.MULTILINE)
-    assert [line for line in starts if not line.startswith("| ---")] == []
+    assert [line for line in starts if not line.startswith(("| ---", "|:--"))] == []
 
 
 def test_the_readme_is_one_page():
