@@ -287,7 +287,7 @@ CHECKS: dict[str, tuple[Callable[[Tensor], Any], set[str]]] = {
     ),
     "samples of a normal distribution": (lambda x: torch.distributions.Normal(x, x.exp()).rsample().exp(), set()),
     "likelihoods of samples": (
-        lambda x: (lambda d: d.log_prob(d.sample()))(torch.distributions.Categorical(logits=x)),
+        lambda x: (lambda d: d.log_prob(d.sample()))(torch.distributions.Categorical(logits=x, validate_args=True)),
         {ASSUMED.format("_is_all_true", True)},
     ),
 }
