@@ -17,6 +17,7 @@ def run_python(*words: object, cwd: Path, **environment: str) -> subprocess.Comp
     return subprocess.run(command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # The first run in a source tree reads torch's types, too.
 def test_mypy_infers_the_types_of_typical_calls(tmp_path: Path) -> None:
     """mypy sees memcheck as an installed package, whose types it reads only if there is a py.typed."""
