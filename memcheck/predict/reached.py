@@ -143,9 +143,18 @@ def scripted_in(*things: Any) -> list[str]:
         elif id(thing) not in seen and not isinstance(thing, torch.Tensor):
             seen.add(id(thing))
             waiting += parts_of(thing)
+            if isinstance(thing, types.FunctionType):
+                names = set(names_in(thing.__code__))
+                for module in filter(is_of_user, map(thing.__globals__.get, names)):
+                    waiting += [vars(module)[name] for name in names & vars(module).keys()]
             if isinstance(thing, torch.nn.Module) and not isinstance(thing, torch.jit.ScriptModule):
                 waiting += [type(thing).forward, *thing.children()]
     return found
+
+
+def is_of_user(thing: Any) -> bool:
+    """Whether it is a Python module outside of the libraries."""
+    return isinstance(thing, types.ModuleType) and thing.__name__.partition(".")[0] not in LIBRARIES
 
 
 def is_accumulator(thing: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -447,10 +448,15 @@ def test_compiled_and_lazy_modules_say_what_to_do() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_functions_of_torchscript_are_not_known() -> None:
-    twice = torch.jit.script(doubled)
-    prediction = memcheck.predict_memory(lambda x: twice(x), leaf())
-    assert not prediction.exact
-    assert prediction.unknown == ("what doubled allocates, which TorchScript decides",)
+    """Also as an attribute of a module."""
+    twice = activations.twice = torch.jit.script(doubled)
+    for function in (lambda x: twice(x), lambda x: activations.twice(x)):
+        prediction = memcheck.predict_memory(function, leaf())
+        assert not prediction.exact
+        assert prediction.unknown == ("what doubled allocates, which TorchScript decides",)
+
+
+activations = types.ModuleType("activations")
 
 
 def doubled(x: Tensor) -> Tensor:
