@@ -83,7 +83,7 @@ class Prediction:
 
     @property
     def certainty(self) -> Certainty | None:
-        """How the figures are known. None: there are none."""
+        """How the figures are known; None if there are none."""
         return self.record.certainty
 
     @property
