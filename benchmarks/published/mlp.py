@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import memcheck
 from memcheck.predict.model import predict_last
-from memcheck.predict.repeated import reserved_after
 
+from .repeated import reserved_after
 from .study import DATA, NVIDIA_SMI, Published, Study, read_rows
 
 SAMPLES = 4096

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from published.repeated import passes_of, reserved_after
 from torch import nn
 
 import memcheck
 from memcheck.predict.model import predict_last
-from memcheck.predict.repeated import passes_of, reserved_after
 
 PLACE = memcheck.Place("A100-40GB").resolved()
 
