@@ -143,8 +143,8 @@ def test_a_model_of_our_kernels_needs_a_gpu_that_is_new_enough() -> None:
 def test_predicting_allocates_nothing() -> None:
     with track(saved=False) as memory:
         assert predict_decoder(DecoderCase("small", context=64, mode="backward")).backward_peak_bytes > 10**9
-    # But for torch's own: Python numbers, and the steps of AdamW.
-    assert memory.peak_bytes < 2**13
+    # But for a Python number, and torch's random state, which is put back.
+    assert memory.peak_bytes <= torch.get_rng_state().nbytes + 64
 
 
 def test_a_model_beyond_the_machine_is_skipped_with_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
