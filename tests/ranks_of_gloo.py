@@ -86,7 +86,9 @@ class Case:
 
 ADAMW: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, foreach=False)}
 BLOCK = 3 * 4 * sum(x.numel() for x in Block(64).parameters())  # Copies of the parameters of some blocks.
-ORDER = 4 * (len(list(Network().parameters())) + 1)
+# What DDP sends of its new buckets (sync_bucket_indices in torch/csrc/distributed/c10d/reducer.cpp): the order of the
+# parameters and their number, then the size of the one bucket.
+ORDER = 4 * (len(list(Network().parameters())) + 1) + 4
 CASES = {
     "fsdp": Case("fsdp", ADAMW, late=BLOCK),
     "fsdp, forward alone": Case("fsdp", {"backward": False}, late=BLOCK),

@@ -21,7 +21,7 @@ def main() -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     seen, losses, kept = [], [], []
-    for step in range(16):
+    for step in range(40):
         images = np.random.default_rng(step).standard_normal((512, 784))
         targets = torch.randint(10, (512,))
         scores, features = model(torch.tensor(images, dtype=torch.float32))
