@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -188,6 +189,8 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(left_out)]
     items[:] = without_repeated_skips(items)
     mark_combinations(items)
+    if on_host:
+        mark_two_of_three(items)
 
 
 def without_repeated_skips(items):
@@ -217,6 +220,17 @@ def mark_combinations(items):
         if values <= seen:
             item.add_marker("ci")
         seen |= values
+
+
+def mark_two_of_three(items):
+    """Marks as ci two thirds of each test's other items: host CUDA is slow, and for `make test` a sample is enough."""
+    tests = defaultdict(list)
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        if not item.get_closest_marker("ci"):
+            tests[item.path, item.originalname].append(item)
+    for repetitions in tests.values():
+        for item in repetitions[-(-len(repetitions) // 3) :]:
+            item.add_marker("ci")
 
 
 def parameter_values(item):

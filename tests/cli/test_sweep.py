@@ -394,6 +394,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, sleepers) -> 
     wait_for(lambda: all(map(gone, workers)))
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
     def limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from ops import test_compressed_attention, test_compressed_states, test_linear_attention, test_softplus_attention
 from ops.checks import CPU_LEVELS, DTYPES, assert_contract, run, same_bits
@@ -22,6 +23,7 @@ CASES: list[tuple[Operator, list[Sizes], list[Options]]] = [
 ]
 
 
+@pytest.mark.ci
 @CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level

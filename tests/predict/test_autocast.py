@@ -157,6 +157,7 @@ SOURCES = (torch.float32, torch.bfloat16)
 BOTH_WAYS = {"scaled_dot_product_attention"}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_tables_of_the_cpu_are_what_torch_does() -> None:
     """torch's own sample inputs in either dtype, run under torch.autocast: the casts that happen."""

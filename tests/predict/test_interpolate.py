@@ -48,6 +48,7 @@ def test_guesses_lead_to_the_size_of_a_plain_search() -> None:
     assert len(led.found) < len(plain.found) / 2
 
 
+@pytest.mark.ci
 def test_other_events_are_no_guess_and_a_wrong_guess_is_found_out() -> None:
     def other(x: torch.Tensor) -> torch.Tensor:
         return attend(x) + 1

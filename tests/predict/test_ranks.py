@@ -59,8 +59,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Measur
     return measure
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_equals_its_measurement(name: str, processes: int, measured: Callable[[int], Measured]) -> None:
     """A bound is off by as much as threads of gloo free late: a level is higher then, a difference of levels lower."""

@@ -44,6 +44,7 @@ def test_the_api_pages_have_every_public_name():
     assert PUBLIC.keys() - {"memcheck.nn", "memcheck.distributed"} <= set(documented)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "function", [shown for shown in PUBLIC.values() if "Examples:" in (shown.__doc__ or "")], ids=lambda it: it.__name__
 )

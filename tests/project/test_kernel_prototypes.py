@@ -46,6 +46,7 @@ def path(require_tool: Callable[[str], str]) -> Path:
     return built
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mean", [0.0, 3.0])
 def test_prototypes_are_right_to_the_rounding_of_bfloat16(trial: ModuleType, path: Path, mean: float) -> None:
     """Features are rounded, and results. The state of a step is in float32."""

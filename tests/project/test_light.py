@@ -289,6 +289,7 @@ sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("model")
 def test_nothing_of_linux_is_needed(tmp_path: Path) -> None:
     commands = [

@@ -56,6 +56,7 @@ def test_reductions_of_march_2024_take_memory_of_their_own_stream(newer):
     assert streams["reduce-scatter input"] == {0 if newer else of_gradients}
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the prediction left a tensor without data in a generator")  # That of a checkpoint.
 def test_reserved_memory_of_fsdp_is_the_stored_one():
