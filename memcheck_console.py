@@ -11,3 +11,11 @@ def main() -> int:
     from memcheck.__main__ import main
 
     return main()
+
+
+def predict_in_this_process(requests_from: int, answers_to: int) -> None:
+    """The work of a process that predicts compiled code: memcheck/predict/process.py starts it."""
+    sys.modules["memcheck"] = importlib.util.module_from_spec(importlib.util.find_spec("memcheck"))
+    from memcheck.predict.process import serve
+
+    serve(requests_from, answers_to)

@@ -239,7 +239,8 @@ class Build(BuildExtension):
     def build_extensions(self) -> None:
         for built in self.extensions:
             built.depends += built.sources
-            built.sources = in_units(built.sources)
+            if built.name == "memcheck._C":
+                built.sources = in_units(built.sources)
         super().build_extensions()
 
     def run(self) -> None:
@@ -260,8 +261,9 @@ def build_facts() -> dict[str, Any]:
 
 
 def files(*suffixes: str) -> list[str]:
-    """The files of csrc with these suffixes."""
-    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+    """The files of csrc with these suffixes that are part of memcheck._C."""
+    found = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes and path.parent.name != "pretend")
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 def unit_of(source: str) -> str | None:
@@ -313,6 +315,21 @@ def extension() -> Any:
     )
 
 
+def pretended_cuda() -> Any:
+    """The library by which a process without a GPU predicts compiled programs. It is loaded before Python's part of torch."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    return setuptools.Extension(
+        "memcheck._pretended_cuda",
+        ["csrc/pretend/pretended_cuda.cpp"],
+        include_dirs=include_paths(),
+        library_dirs=library_paths(),
+        libraries=["torch_cpu", "c10"],
+        extra_compile_args=["-O1", "-g0", "-fvisibility=hidden", "-Wall"],
+        language="c++",
+    )
+
+
 def local_version() -> str:
     """What MEMCHECK_LOCAL_VERSION=1 adds to the version, as `make wheels` asks for: memcheck 0.3.0+torch2.15cpu."""
     if not os.environ.get("MEMCHECK_LOCAL_VERSION"):
@@ -323,7 +340,7 @@ def local_version() -> str:
 
 
 setuptools.setup(
-    ext_modules=[extension()],
+    ext_modules=[extension(), pretended_cuda()],
     cmdclass={"build_ext": Build},
     options={"build": {"build_base": str(BUILD_FOLDER)}, "egg_info": {"tag_build": local_version()}},
 )

@@ -22,6 +22,7 @@ from memcheck.core.record import Record
 from memcheck.core.torch_versions import Version
 from memcheck.core.workload import Workload
 from memcheck.measure.sdpa_backend import fused_backend
+from memcheck.predict import process
 from memcheck.predict.allocation_log import Trace
 from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target
@@ -41,7 +42,7 @@ def predict_case(
     target: replaces that of the place. make: makes the workload of a case on meta.
 
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled operators
-    are "skipped". Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA
+    are predicted in a process of their own. Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA
     the allocator of the process has cached nothing yet.
 
     ExtensionError: the operator is memcheck's own, and its extension, which plans its scratch, is missing.
@@ -53,8 +54,12 @@ def predict_case(
     target = target or target_at(place)
     record = dataclasses.replace(blank_record(Record, place, target), **case.fields())
     contender = CONTENDERS[case.operator]
-    if case.compiled:
-        return unpredicted(case, place, record, "the compiler decides what is allocated")
+    if case.compiled and not process.IS_CHILD:
+        if words := process.missing(place.for_device.kind):
+            return unpredicted(case, place, record, words)
+        options = {"dense_grad": dense_grad, "target": target, "make": make}
+        prediction: Prediction = process.predicted(place.for_device, predict_case, case, place, **options)
+        return prediction
     try:
         on_meta = dataclasses.replace(case, device="meta")
         trace = traced(contender, on_meta, target, dense_grad, place.drop_workspaces is not False, make)

@@ -323,7 +323,7 @@ class ModelStep(Request):
 class PredictedModel(ModelStep, Predicting, Printed, Detailed):
     """A request for a prediction that may be of a model."""
 
-    include = flags_of(Place)
+    include = flags_of(Place) | flags_of(Step, "compile")
 
     probes: Path | None = option(
         None,

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from memcheck.cli.options import (
     OPERATORS,
-    Compiled,
     Detailed,
     Here,
     OfTwoLengths,
@@ -117,7 +116,7 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
-class Predict(PredictedModel, OfTwoLengths, Compiled):
+class Predict(PredictedModel, OfTwoLengths):
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB

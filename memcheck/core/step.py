@@ -102,6 +102,11 @@ class Step:
         converters.switch,
         needs="backward",
     )
+    compile: bool = option(
+        False,
+        "the model under torch.compile, which compiles before what is measured; a prediction needs memcheck[compiled]",
+        converters.switch,
+    )
     training: bool | None = option(
         None,
         "the module's mode in the step: as after model.train() or model.eval(); default: as it is",

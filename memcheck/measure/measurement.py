@@ -15,6 +15,7 @@ from memcheck.core.record import PHASES, Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import resolve_device
 from memcheck.measure import timing
+from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
 from memcheck.measure.run import MeasuredCall, MeasuredRun, timed_pass
@@ -62,6 +63,9 @@ def measure_memory(step: Step, place: Place, *, details: bool = False) -> Record
         TypeError: a keyword belongs to the model as well as to this function, or to neither.
     """
     call = MeasuredCall(step, place.device)
+    if step.compile:
+        call = MeasuredCall(replace(step, model=compiled(step.model)), place.device)
+        MeasuredRun(call, place.limit_bytes).measure()  # Compiles, under the hooks that compiled code depends on.
     record = MeasuredRun(call, place.limit_bytes).measure()
     record.doubts += call.machine.sharing()
     # A case that exhausted the machine's memory is not repeated; one that exceeded a budget can be.

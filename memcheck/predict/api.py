@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.step import MEASURED_ONLY, Program, Step
+from memcheck.predict import process
 from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.probed import Probe
 from memcheck.predict.replay import Prediction
@@ -73,11 +75,33 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
         raise ValueError(f"probes must be a file, True, False or a Probe, got {probes!r}")
     from memcheck.predict.model import predict_last, predict_program  # Loaded with the first prediction.
     from memcheck.predict.probe import probe_for
+    from memcheck.predict.python_functions import CompiledCode
 
-    probe, place = probe_for(probes, place.resolved())
-    if isinstance(step, Program):
-        return predict_program(step, place, probe)
-    return predict_last(Program([step], outputs_stay=False), place, probe)
+    place = place.resolved()
+    program = step if isinstance(step, Program) else Program([step], outputs_stay=False)
+    if any(one.compile for one in program.steps) and not process.IS_CHILD:
+        return predicted_elsewhere(step, place, probes)
+    probe, place = probe_for(probes, place)
+    try:
+        return (predict_program if isinstance(step, Program) else predict_last)(program, place, probe)
+    except CompiledCode:
+        return predicted_elsewhere(step, place, probes)
+
+
+def predicted_elsewhere(step: Step | Program, place: Place, probes: Any) -> Prediction:
+    """predict_memory in a process of its own."""
+    prediction: Prediction = process.predicted(place.for_device, predicted_to_send, step, place, probes)
+    if not isinstance(step, Program):
+        return dataclasses.replace(prediction, case=step)
+    each = [dataclasses.replace(part, case=case) for part, case in zip(prediction.steps, step.steps, strict=False)]
+    return dataclasses.replace(next(part for part in each if part.record is prediction.record), steps=tuple(each))
+
+
+def predicted_to_send(step: Step | Program, place: Place, probes: Any) -> Prediction:
+    """predict_memory, called in that process. The steps themselves are not sent back."""
+    prediction = predict_memory(step, place, probes=probes)
+    steps = tuple(dataclasses.replace(part, case=None) for part in prediction.steps)
+    return dataclasses.replace(prediction, case=None, steps=steps)
 
 
 # Sizes that `largest` finds by the inputs of a model: the dimension of a tensor.

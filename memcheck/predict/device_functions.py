@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memcheck.core.failures import line_words
 from memcheck.core.tensors import tensors_in
 from memcheck.core.torch_versions import FUSED_RMS_NORM
-from memcheck.predict import rnn
+from memcheck.predict import process, rnn
 from memcheck.predict.allocation_log import ANY_PHASE
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
@@ -257,7 +257,8 @@ def open_hooks() -> Any:
 def functions_followed(mode: AllocationMode) -> Iterator[None]:
     """Inside, functions of torch that a function mode does not see answer this thread for the target's device."""
     target, answers = mode.target, Bodies().of_forwards()
-    answers["torch._dynamo.eval_frame._callback_from_stance"] = callback_unless_compiled
+    if not process.IS_CHILD:
+        answers["torch._dynamo.eval_frame._callback_from_stance"] = callback_unless_compiled
     answers["torch.utils._foreach_utils._device_has_foreach_support"] = yes
     answers["torch.utils.checkpoint._default_meta_extractor"] = lambda x: (x.shape, x.dtype)
     if target.kind == "cpu":

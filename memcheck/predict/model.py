@@ -32,6 +32,7 @@ from memcheck.core.record import PHASES, Record
 from memcheck.core.step import Program, Step
 from memcheck.core.tensors import named_tensors_in
 from memcheck.core.workload import Workload, module_called, owner_of
+from memcheck.predict import process
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.checks import AssumedValues
@@ -41,7 +42,7 @@ from memcheck.predict.left_behind import Alive, left_behind_named
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.on_device import MIXES
 from memcheck.predict.probed import Probe
-from memcheck.predict.python_functions import answered
+from memcheck.predict.python_functions import CompiledCode, answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
 from memcheck.predict.reached import scripted_in
 from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
@@ -99,7 +100,7 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
     how: dict[str, Any] = {"dense_grad": step.dense_grad, "drop_workspaces": bool(place.drop_workspaces)}
     how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None, "infers": infers}
     assumed = AssumedValues()
-    with left_behind_named() as alive:
+    with nullcontext([]) if process.IS_CHILD else left_behind_named() as alive:
         while True:
             run = TraceRunner(target, contents=KnownContents(), **how)
             run.mode.assumed = assumed
@@ -111,6 +112,8 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
                 trace = traced(program, place.ranks, target, run, alive)
                 break
             except Exception as error:
+                if isinstance(error, CompiledCode) and process.missing(target.kind) is None:
+                    raise
                 lacks_data = is_for_lack_of_data(error)
                 if not lacks_data and assumed.turn_last():
                     continue
@@ -148,11 +151,14 @@ def workload_of(
     arrange(model, any(step.checkpointing for step in program.steps), None)
     if ranks is not None:
         model = split_on_meta(model, ranks, mesh, target, mode)
-    module = module_called(model)
+    module, owner = module_called(model), owner_of(model)
     if ranks is None:
         mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = optimizer_on_meta(makes, module, target, mode) if makes is not None else None
     stepped = optimizers_in([optimizer, optimizers_in_hooks(module)])
+
+    if any(step.compile for step in program.steps):
+        model = torch.compile(model, dynamic=False)
 
     # Set before each forward if a step asks for a mode. Else they are those that the forwards themselves leave.
     asked = any(step.training is not None for step in program.steps)
@@ -171,7 +177,7 @@ def workload_of(
             step,
             run,
             (*inputs, kwargs),
-            ((), owner_of(model)),
+            ((), owner),
             (*argument_names(model, len(inputs)), ""),
             optimizer_step=clipped_step(optimizer, step.clip_grad_norm) if stepping else None,
             optimizers=tuple(stepped),

@@ -60,6 +60,10 @@ ANSWERED = {
 EMPTY = object()  # What an empty cell of a closure holds.
 
 
+class CompiledCode(NotImplementedError):
+    """torch.compile decides what is allocated. A process of its own can predict it."""
+
+
 def no(*_: Any) -> bool:
     return False
 
@@ -79,7 +83,7 @@ def callback_unless_compiled(callback: Any) -> Any:
     is_operator = getattr(compiled, "__name__", "").endswith("op_wrapper")
     if found is None or (is_operator and compiled.__module__.startswith("torch.")):
         return found
-    raise NotImplementedError(compiled_words(compiled))
+    raise CompiledCode(compiled_words(compiled))
 
 
 def compiled_words(function: Any, name: str = "") -> str:
@@ -201,7 +205,11 @@ LOCK = threading.RLock()
 
 @contextmanager
 def answered(answers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, this thread gets these answers from functions of ANSWERED, given by name."""
+    """Inside, this thread gets these answers from functions of ANSWERED, given by name.
+
+    In a process that pretends to have the target's GPU, some answer for it already.
+    """
+    answers = {name: answer for name, answer in answers.items() if not hasattr(function_named(name), "of_the_target")}
     before = HERE.by_name
     with LOCK:
         for name in answers:

@@ -16,6 +16,7 @@ from memcheck.core.tensors import gradients_for, tensors_in
 from memcheck.core.torch_versions import untried
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
+from memcheck.predict import process
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
 from memcheck.predict.autocast import autocast_followed
@@ -67,6 +68,10 @@ class TraceRunner:
 
     def trace(self, workload: Workload) -> Trace:
         """Runs the workload and returns its trace. For a single use of this object."""
+        if process.IS_CHILD:
+            from memcheck.predict.compiled import compile_before
+
+            compile_before(workload, self.dense_grad)
         if words := untried(self.mode.target.torch_version):
             self.mode.note_unknown(words, ANY_PHASE)
         with (

@@ -1,0 +1,283 @@
+"""Compiled programs without their device: Dynamo, AOTAutograd and Inductor run, and no kernel is compiled.
+
+The code that Inductor generates allocates, frees and reuses buffers by itself. Here it runs on meta tensors under an
+AllocationMode, as eager code does. Its kernels are stubs.
+
+Dynamo refuses to compile under a mode. So a step runs twice: `compile_before` without modes, in which all is compiled,
+and then under the modes, where the guards of compiled code would fail because of them. They are skipped, and a call
+finds its code by the shapes of its arguments instead.
+
+For a process of its own: it replaces functions of torch for good. On a GPU that is not there, see pretended_gpu.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from memcheck.core.outputs import Left
+from memcheck.core.tensors import gradients_for
+from memcheck.core.workload import Workload
+from memcheck.predict.engine import run_backward
+
+# What a GPU decides by timing padded and plain products (torch/_inductor/fx_passes/pad_mm.py).
+PADDED = "whether products with sizes that are no multiple of 8 are padded, which torch.compile times on the GPU"
+TIMED: dict[str, None] = {}  # The products of this process that a GPU would time.
+
+
+DEVICE: list[str] = []  # The kind that this process compiles for.
+
+
+class Stub:
+    """Stands for a compiled kernel: it writes nothing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def run(self, *_: Any, **__: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+    def precompile(self, *_: Any, **__: Any) -> None: ...
+
+    def prepare_for_pickle(self) -> tuple[()]:
+        return ()
+
+
+def empty_on_meta(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """A buffer of generated code."""
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
+def prepare(kind: str) -> None:
+    """From now on, this process compiles for a device of the kind, "cpu" or "cuda", without it."""
+    DEVICE.append(kind)
+    import torch._dynamo.config
+    import torch._inductor.async_compile
+    import torch._inductor.config
+
+    compiler: Any = torch._inductor.async_compile.AsyncCompile
+    compiler.triton = lambda self, name, source, device_str="cuda": Stub(name)
+    compiler.multi_kernel = lambda self, name, *_, **__: Stub(name)
+    compiler.cpp_pybinding = lambda self, types, source: Stub("cpp")
+    compiler.cpp = lambda self, source: Stub("cpp")
+    compiler.wait = lambda self, scope: None
+    functions: Any = torch._C._dynamo.guards
+    setattr(functions, f"_empty_strided_{kind}", empty_on_meta)
+    if kind == "cpu":  # Kernels for meta tensors know no layouts of oneDNN.
+        functions.assert_size_stride = lambda *_, **__: None
+    else:
+        fold_on_cpu()
+        decide_padding()
+    lie_on(torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu"))
+    torch._inductor.config.compile_threads = 1
+    torch._inductor.config.force_disable_caches = True
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
+    torch.compile = compile_by_shapes  # type: ignore[assignment]
+
+
+def lie_on(device: torch.device) -> None:
+    """Fake tensors of meta tensors, which the compiler works with, lie on the device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made = FakeTensor.__new__
+
+    def moved(place: Any) -> Any:
+        return device if place is not None and torch.device(place).type == "meta" else place
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        args = (*args[:2], moved(args[2]), *args[3:]) if len(args) > 2 else args
+        return made(cls, *args, **{k: moved(v) if k in ("device", "fake_device") else v for k, v in kwargs.items()})
+
+    FakeTensor.__new__ = staticmethod(new)  # type: ignore[assignment,method-assign]
+
+
+def fold_on_cpu() -> None:
+    """Constants are folded by small factories on the device; their results lie on the CPU here."""
+
+    def empty(size: Any, dtype: Any = None, **_: Any) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="cpu")
+
+    def empty_strided(size: Any, stride: Any, dtype: Any = None, **_: Any) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+    LIBRARIES.append(library := torch.library.Library("aten", "IMPL", "CUDA"))
+    library.impl("empty.memory_format", empty)
+    library.impl("empty_strided", empty_strided)
+
+
+LIBRARIES: list[torch.library.Library] = []  # An implementation lives as long as its library.
+
+
+def decide_padding() -> None:
+    """Products that a GPU would time are not padded; they are noted."""
+    import torch._inductor.fx_passes.pad_mm as pad_mm
+    import torch._inductor.utils
+
+    utils: Any = torch._inductor.utils
+    utils.get_device_tflops = lambda dtype: {torch.float32: 66.9}.get(dtype, 989.0)
+    utils.get_gpu_dram_gbps = lambda: 3352
+    bound: Any = pad_mm.is_mm_compute_bound
+
+    def should_pad(match: Any, mat1: Tensor, mat2: Tensor, op: Any, input: Any = None) -> bool:
+        m, k, n = (*mat1.shape[-2:], mat2.shape[-1])
+        if pad_mm.can_pad(mat1, mat2, op, input) and bound(m, k, n, mat1.dtype):
+            TIMED[f"{m} x {k} x {n}"] = None
+        return False
+
+    pad_mm.should_pad = should_pad  # type: ignore[assignment]
+
+
+TORCH_COMPILE = torch.compile
+
+
+def compile_by_shapes(model: Any = None, **how: Any) -> Any:
+    """torch.compile, but each call runs the code that was compiled for arguments of its shapes, without guards.
+
+    A module is compiled in place, as torch.compile compiles the module that it returns.
+    """
+    if model is None:
+        return functools.partial(compile_by_shapes, **how)
+    if not isinstance(model, torch.nn.Module):
+        return by_shapes(model, how)
+    # As in OptimizedModule._initialize (torch/_dynamo/eval_frame.py): Dynamo enters no frame of torch's own modules.
+    call = model._call_impl
+    if isinstance(model.forward, MethodType) and torch._dynamo.trace_rules.check(model.forward):
+        call = torch._dynamo.external_utils.wrap_inline(call)
+    model._compiled_call_impl = by_shapes(call, how, owner=model)
+    model._compiled_call_impl.again = compile_by_shapes
+    return model
+
+
+def by_shapes(function: Callable[..., Any], how: dict[str, Any], owner: Any = None) -> Any:
+    """The function, compiled. owner: the module whose call it is."""
+    backend, owner = backend_of(how), owner or getattr(function, "__self__", None)
+    codes: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # It becomes a part of what is compiled.
+            return function(*args, **kwargs)
+        key = call_key(owner, args, kwargs)
+        if key not in codes:
+            if torch._C._len_torch_dispatch_stack():  # The modes of a traced step.
+                raise NotImplementedError("compiled code is called in another way than in the step before")
+            options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+            fullgraph = how.get("fullgraph", False)
+            codes[key] = TORCH_COMPILE(
+                function, fullgraph=fullgraph, dynamic=False, backend=backend, options=options, isolate_recompiles=True
+            )
+        return codes[key](*args, **kwargs)
+
+    run.how, run.again = how, torch.nn.Module.compile  # type: ignore[attr-defined]
+    return run
+
+
+def reduced(thing: Any) -> Any:
+    """How pickle sends what torch.compile made: as what it was made of, to be compiled there. Else NotImplemented."""
+    if isinstance(thing, torch._dynamo.OptimizedModule):
+        return compiled_again, (thing._orig_mod, settings_of(thing.dynamo_ctx))
+    if isinstance(thing, torch.nn.Module) and thing._compiled_call_impl is not None:
+        state = thing.__getstate__(), settings_of(thing._compiled_call_impl)
+        return copyreg.__newobj__, (type(thing),), state, None, None, set_state  # type: ignore[attr-defined]
+    if isinstance(thing, FunctionType) and hasattr(thing, "_torchdynamo_orig_callable"):
+        return compiled_again, (thing._torchdynamo_orig_callable, settings_of(thing))
+    return NotImplemented
+
+
+def compiled_again(model: Any, how: dict[str, Any]) -> Any:
+    return torch.compile(model, **how)
+
+
+def set_state(module: torch.nn.Module, state: Any) -> None:
+    own, how = state
+    module.__setstate__(own)
+    module.compile(**how)
+
+
+def settings_of(compiled: Any) -> dict[str, Any]:
+    """The arguments of torch.compile that made it: a function, or the context of a module."""
+    if isinstance(compiled, FunctionType):
+        cells = dict(zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True))
+        compiled = cells["self"].cell_contents
+    backend = compiled.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    how = {"fullgraph": bool(compiled.fullgraph), "dynamic": compiled._dynamic}
+    if isinstance(backend, torch._TorchCompileInductorWrapper):
+        return how | {"options": dict(backend.config)}
+    return how | {"backend": getattr(backend, "compiler_fn", backend)}
+
+
+def call_key(owner: Any, args: Any, kwargs: Any) -> Any:
+    """What the compiled code of a call depends on, as guards would check it."""
+    leaves, structure = tree_flatten((args, kwargs))
+    modes = tuple(part.training for part in owner.modules()) if isinstance(owner, torch.nn.Module) else ()
+    # Not autocast, which is followed by means of its own while a step is traced.
+    state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return structure, tuple(map(leaf_key, leaves)), modes, state
+
+
+def leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return described(leaf), leaf.requires_grad
+    return leaf if isinstance(leaf, int | float | str | bool | None | torch.dtype) else id(leaf)
+
+
+def described(leaf: Any) -> Any:
+    """Shape, strides and dtype of a tensor; any other leaf is itself."""
+    return (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def backend_of(how: dict[str, Any]) -> Callable[..., Any]:
+    """The backend that arguments of torch.compile ask for. What it compiles refuses inputs of other shapes.
+
+    NotImplementedError: what it allocates is not known.
+    """
+    mode, options, backend = (how.get(name) for name in ("mode", "options", "backend"))
+    inner: Any
+    if backend in (None, "inductor"):
+        inner = torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options or None, False)
+        for name in ("triton.cudagraphs", "max_autotune", "coordinate_descent_tuning"):
+            if inner.config.get(name):
+                raise NotImplementedError(
+                    f"what torch.compile allocates with {name}, as by mode={mode!r}, is not predicted"
+                )
+    else:
+        inner = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    if how.get("dynamic"):
+        raise NotImplementedError("what torch.compile(dynamic=True) allocates is not predicted")
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        expected = list(map(described, inputs))
+        code = inner(graph, inputs)
+
+        def run(*given: Any) -> Any:
+            if list(map(described, given)) != expected:
+                raise NotImplementedError("compiled code meets other shapes than those that it was compiled for")
+            return code(*given)
+
+        return run
+
+    return compile_graph
+
+
+def compile_before(workload: Workload, dense_grad: bool) -> None:
+    """Runs the steps of a workload once without modes, so that all that they call is compiled."""
+    for step in (*workload.earlier, workload):
+        with torch.set_grad_enabled(step.backward):
+            returned = step.forward(DEVICE[0], Left())
+        if step.backward and returned.roots:
+            run_backward(returned.roots, gradients_for(returned.roots, dense_grad))
+        for _, tensor in (*step.named_inputs(), *step.named_parameters()):
+            tensor.grad = None

@@ -1,0 +1,186 @@
+"""Predictions in a process of their own, which compiles for a device that is not here.
+
+`predicted` sends a call of a function that predicts, with models whose tensors are on meta, and returns what the process
+returns. A process serves one device, and stays for later calls until this process ends. Why a process: see compiled and
+pretended_gpu.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import io
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from memcheck.core.errors import MemcheckError, UnsupportedError
+
+if TYPE_CHECKING:
+    from memcheck.core.devices import Device
+
+NEEDED = {"cpu": ("cloudpickle",), "cuda": ("cloudpickle", "triton")}
+# Contents of a storage decide sizes only if it is small.
+MOST_BYTES = 2**16
+IS_CHILD: list[bool] = []  # Filled in the process that predicts.
+CHILDREN: dict[Device, Child] = {}
+
+
+def missing(kind: str) -> str | None:
+    """Why compiled programs are not predicted for a kind of device; None if they are."""
+    lacking = [name for name in NEEDED[kind] if importlib.util.find_spec(name) is None]
+    return (
+        f"predicting compiled code needs {' and '.join(lacking)}: pip install 'memcheck[compiled]'" if lacking else None
+    )
+
+
+def predicted(device: Device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the function returns in the device's process. Its errors are raised here.
+
+    UnsupportedError: a package or the extension is missing, or the process ended without an answer.
+    """
+    if words := missing(device.kind):
+        raise UnsupportedError(words)
+    if device not in CHILDREN or CHILDREN[device].process.poll() is not None:
+        CHILDREN[device] = Child(device)
+    return CHILDREN[device].call(f"{function.__module__}:{function.__qualname__}", args, kwargs)
+
+
+class Child:
+    """The process of a device."""
+
+    def __init__(self, device: Device) -> None:
+        ours, theirs = os.pipe(), os.pipe()
+        self.errors = tempfile.TemporaryFile()
+        code = f"import memcheck_console; memcheck_console.predict_in_this_process({theirs[0]}, {ours[1]})"
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=(theirs[0], ours[1]), env=environment, stderr=self.errors
+        )
+        for end in (theirs[0], ours[1]):
+            os.close(end)
+        self.answers = Connection(ours[0], writable=False)
+        self.requests = Connection(theirs[1], readable=False)
+        self.requests.send(device)
+
+    def call(self, name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            self.requests.send_bytes(packed((name, args, kwargs)))
+            returned, error = unpacked(self.answers.recv_bytes())
+        except (EOFError, OSError):
+            self.errors.seek(0)
+            *_, last = [b"no message", *filter(None, self.errors.read().splitlines())]
+            raise UnsupportedError(
+                f"the process that predicts compiled code ended with exit code {self.process.wait()}: {last.decode()}"
+            ) from None
+        if error is not None:
+            if os.environ.get("DEBUGX"):
+                self.errors.seek(0); print(self.errors.read().decode())
+            raise error
+        return returned
+
+    def end(self) -> None:
+        self.requests.close()
+        self.process.wait()
+
+
+@atexit.register
+def end_all() -> None:
+    for child in CHILDREN.values():
+        child.end()
+
+
+def serve(requests_from: int, answers_to: int) -> None:
+    """The process's own work: answers calls until the other side closes. torch is not imported yet."""
+    requests, answers = Connection(requests_from, writable=False), Connection(answers_to, readable=False)
+    device = requests.recv()
+    from memcheck.predict import pretended_gpu
+
+    if device.kind == "cuda":
+        pretended_gpu.load()
+    IS_CHILD.append(True)
+    importlib.reload(sys.modules["memcheck"])
+    from memcheck.predict import compiled
+
+    if device.kind == "cuda":
+        pretended_gpu.answer_as(device)
+    compiled.prepare(device.kind)
+    with contextlib.suppress(EOFError):
+        while True:
+            returned = error = None
+            try:
+                name, args, kwargs = unpacked(requests.recv_bytes())
+                with contextlib.redirect_stdout(sys.stderr):
+                    returned = pkgutil.resolve_name(name)(*args, **kwargs)
+            except EOFError:
+                raise
+            except Exception as found:
+                traceback.print_exc()  # Into the file of errors.
+                error = found if isinstance(found, MemcheckError | TypeError) else UnsupportedError(in_one_line(found))
+            answers.send_bytes(packed((returned, error)))
+
+
+def in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def packed(thing: Any) -> bytes:
+    """The thing as bytes: functions by value, storages above MOST_BYTES without their contents."""
+    import cloudpickle
+    import torch
+
+    class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, part: Any) -> Any:
+            if isinstance(part, torch.storage.TypedStorage):
+                storage = part._untyped_storage
+            elif isinstance(part, torch.UntypedStorage):
+                storage = part
+            else:
+                return None
+            has_data = storage.device.type == "cpu" and storage.nbytes() <= MOST_BYTES
+            data = bytes(storage.tolist()) if has_data else None
+            typed = part.dtype if isinstance(part, torch.storage.TypedStorage) else None
+            return typed, storage._cdata, storage.nbytes(), data
+
+        def reducer_override(self, part: Any) -> Any:
+            from memcheck.predict.compiled import reduced
+
+            made = reduced(part)
+            return made if made is not NotImplemented else super().reducer_override(part)
+
+    for name, module in list(sys.modules.items()):
+        if not name.replace(".", "").isidentifier() and module.__spec__ is None or name.startswith("memcheck plugin"):
+            cloudpickle.register_pickle_by_value(module)  # Of a file that was loaded by its path.
+    file = io.BytesIO()
+    Pickler(file).dump(thing)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """What `packed` was given."""
+    import torch
+
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, named: Any) -> Any:
+            dtype, identity, size, contents = named
+            if identity not in storages:
+                device = "meta" if contents is None else "cpu"
+                storages[identity] = torch.UntypedStorage(size, device=device)
+                if contents:
+                    storages[identity].copy_(torch.frombuffer(bytearray(contents), dtype=torch.uint8).untyped_storage())
+            storage = storages[identity]
+            if dtype is None:
+                return storage
+            return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+    return Unpickler(io.BytesIO(data)).load()
