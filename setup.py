@@ -316,7 +316,7 @@ def extension() -> Any:
 
 
 def pretended_cuda() -> Any:
-    """The library by which a process without a GPU predicts compiled programs. It is loaded before Python's part of torch."""
+    """The library by which a process without a GPU predicts compiled programs. It is loaded before torch is."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     return setuptools.Extension(

@@ -42,8 +42,8 @@ def predict_case(
     target: replaces that of the place. make: makes the workload of a case on meta.
 
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled operators
-    are predicted in a process of their own. Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA
-    the allocator of the process has cached nothing yet.
+    are predicted in a process of their own. Allocations that shapes do not determine are named in `unknown` and in the
+    record's doubts. On CUDA the allocator of the process has cached nothing yet.
 
     ExtensionError: the operator is memcheck's own, and its extension, which plans its scratch, is missing.
     UsageError: the place has ranks, which are for models.
@@ -62,7 +62,10 @@ def predict_case(
         return prediction
     try:
         on_meta = dataclasses.replace(case, device="meta")
-        trace = traced(contender, on_meta, target, dense_grad, place.drop_workspaces is not False, make)
+        # Compiled code is traced again, as it may be other code.
+        trace = (traced.__wrapped__ if case.compiled else traced)(
+            contender, on_meta, target, dense_grad, place.drop_workspaces is not False, make
+        )
     except UnsupportedError as error:
         record.status, record.reason = "unsupported", str(error)
         return Prediction(case, place, record, {})
@@ -72,7 +75,9 @@ def predict_case(
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
         return Prediction(case, place, record, {})
-    if contender.backend is not None:
+    if case.compiled:
+        record.backend = "inductor"
+    elif contender.backend is not None:
         record.backend = contender.backend(dataclasses.replace(case, device=place.for_device.kind))
     else:
         record.backend = next(filter(None, map(fused_backend, trace.operators)), contender.unfused)

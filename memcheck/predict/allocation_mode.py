@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.torch_versions import WORKSPACE_OF_A_CALL
-from memcheck.predict import sparse
+from memcheck.predict import process, sparse
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
 from memcheck.predict.checks import AssumedValues
 from memcheck.predict.device_kinds import KINDS
@@ -77,6 +77,7 @@ WRITES_IN_PLACE = {
     "TopkBackward0": ("aten::scatter",),
 }
 IN_PLACE_OF_LOGITS = ("aten::div", "aten::mul", "aten::sub")
+BUFFER = "buffer of compiled code"
 # Nodes that run other operators if an element is zero.
 DEPENDS_ON_ZEROS = ("ProdBackward", "CumprodBackward")
 
@@ -159,7 +160,8 @@ class AllocationMode(TorchDispatchMode):
         for doubt in decided.doubts if decided is not None else ():
             self.note_unknown(Unlisted(doubt), self.phase)
         output, call, parts = self._called(func, args, kwargs, decided)
-        self.operators[call.name] = None
+        if not is_buffer(call):
+            self.operators[call.name] = None
         self.note_node()
         numbers = self._numbers_for_tensors(func, call)
         scratch = list(self._known(without_kept(parts, kept_bytes(numbers))))
@@ -231,7 +233,7 @@ class AllocationMode(TorchDispatchMode):
         for position, tensor in enumerate(call.outputs):
             is_noted = position not in elsewhere and not (call.is_view and has_numbers)
             if is_noted and not self.storages.know(tensor) and not tensor._is_zerotensor() and not is_of_zeros(func):
-                self.storages.note(tensor, call.name)
+                self.storages.note(tensor, BUFFER if is_buffer(call) else call.name)
         for argument, name in BUFFERS.get(call.name, {}).items():  # Of FSDP2 or of a process group.
             for tensor in tensors_in(call.arguments[argument]):
                 if (allocation := self.storages.allocation_of(tensor)) is not None:
@@ -378,6 +380,11 @@ class AllocationMode(TorchDispatchMode):
         key = name, torch._C._current_graph_task_id() != -1
         if key not in self.workspaces:
             self.workspaces[key] = self.log.allocate(name, size, is_library=True)
+
+
+def is_buffer(call: OperatorCall) -> bool:
+    """Whether it is a buffer that Inductor's code allocates for a kernel."""
+    return bool(process.IS_CHILD) and call.name == "aten::empty_strided"
 
 
 @functools.cache

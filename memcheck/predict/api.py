@@ -75,7 +75,7 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
         raise ValueError(f"probes must be a file, True, False or a Probe, got {probes!r}")
     from memcheck.predict.model import predict_last, predict_program  # Loaded with the first prediction.
     from memcheck.predict.probe import probe_for
-    from memcheck.predict.python_functions import CompiledCode
+    from memcheck.predict.python_functions import CompiledCodeError
 
     place = place.resolved()
     program = step if isinstance(step, Program) else Program([step], outputs_stay=False)
@@ -84,7 +84,7 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
     probe, place = probe_for(probes, place)
     try:
         return (predict_program if isinstance(step, Program) else predict_last)(program, place, probe)
-    except CompiledCode:
+    except CompiledCodeError:
         return predicted_elsewhere(step, place, probes)
 
 

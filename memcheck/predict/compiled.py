@@ -22,14 +22,20 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from memcheck.core.doubts import Certainty, Doubt
 from memcheck.core.outputs import Left
 from memcheck.core.tensors import gradients_for
+from memcheck.core.torch_versions import running
+from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
 from memcheck.predict.engine import run_backward
+from memcheck.predict.model import highest_bytes
+from memcheck.predict.replay import Prediction
 
-# What a GPU decides by timing padded and plain products (torch/_inductor/fx_passes/pad_mm.py).
-PADDED = "whether products with sizes that are no multiple of 8 are padded, which torch.compile times on the GPU"
-TIMED: dict[str, None] = {}  # The products of this process that a GPU would time.
+# Products of which a GPU would time a padded and a plain one (torch/_inductor/fx_passes/pad_mm.py), since it was
+# cleared, and whether these are padded here.
+TIMED: dict[str, None] = {}
+PADS = [False]
 
 
 DEVICE: list[str] = []  # The kind that this process compiles for.
@@ -81,9 +87,11 @@ def prepare(kind: str) -> None:
         decide_padding()
     lie_on(torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu"))
     torch._inductor.config.compile_threads = 1
-    torch._inductor.config.force_disable_caches = True
+    # What is decided before Inductor's graph, such as padding, is decided each time.
+    torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache = True, False
+    torch._inductor.config.cpp.vec_isa_ok = True  # No test of vector instructions is compiled.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
-    torch.compile = compile_by_shapes  # type: ignore[assignment]
+    torch.compile = compile_by_shapes
 
 
 def lie_on(device: torch.device) -> None:
@@ -99,7 +107,7 @@ def lie_on(device: torch.device) -> None:
         args = (*args[:2], moved(args[2]), *args[3:]) if len(args) > 2 else args
         return made(cls, *args, **{k: moved(v) if k in ("device", "fake_device") else v for k, v in kwargs.items()})
 
-    FakeTensor.__new__ = staticmethod(new)  # type: ignore[assignment,method-assign]
+    FakeTensor.__new__ = staticmethod(new)  # type: ignore[method-assign]
 
 
 def fold_on_cpu() -> None:
@@ -120,7 +128,7 @@ LIBRARIES: list[torch.library.Library] = []  # An implementation lives as long a
 
 
 def decide_padding() -> None:
-    """Products that a GPU would time are not padded; they are noted."""
+    """PADS decides about the products that a GPU would time; they are noted."""
     import torch._inductor.fx_passes.pad_mm as pad_mm
     import torch._inductor.utils
 
@@ -133,12 +141,13 @@ def decide_padding() -> None:
         m, k, n = (*mat1.shape[-2:], mat2.shape[-1])
         if pad_mm.can_pad(mat1, mat2, op, input) and bound(m, k, n, mat1.dtype):
             TIMED[f"{m} x {k} x {n}"] = None
+            return PADS[0]
         return False
 
-    pad_mm.should_pad = should_pad  # type: ignore[assignment]
+    pad_mm.should_pad = should_pad
 
 
-TORCH_COMPILE = torch.compile
+TORCH_COMPILE: Any = torch.compile
 
 
 def compile_by_shapes(model: Any = None, **how: Any) -> Any:
@@ -154,8 +163,8 @@ def compile_by_shapes(model: Any = None, **how: Any) -> Any:
     call = model._call_impl
     if isinstance(model.forward, MethodType) and torch._dynamo.trace_rules.check(model.forward):
         call = torch._dynamo.external_utils.wrap_inline(call)
-    model._compiled_call_impl = by_shapes(call, how, owner=model)
-    model._compiled_call_impl.again = compile_by_shapes
+    compiled = model._compiled_call_impl = by_shapes(call, how, owner=model)
+    compiled.again = compile_by_shapes
     return model
 
 
@@ -172,10 +181,13 @@ def by_shapes(function: Callable[..., Any], how: dict[str, Any], owner: Any = No
         if key not in codes:
             if torch._C._len_torch_dispatch_stack():  # The modes of a traced step.
                 raise NotImplementedError("compiled code is called in another way than in the step before")
-            options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-            fullgraph = how.get("fullgraph", False)
             codes[key] = TORCH_COMPILE(
-                function, fullgraph=fullgraph, dynamic=False, backend=backend, options=options, isolate_recompiles=True
+                function,
+                fullgraph=how.get("fullgraph", False),
+                dynamic=False,
+                backend=backend,
+                options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+                isolate_recompiles=True,  # Each of these has codes of its own.
             )
         return codes[key](*args, **kwargs)
 
@@ -281,3 +293,25 @@ def compile_before(workload: Workload, dense_grad: bool) -> None:
             run_backward(returned.roots, gradients_for(returned.roots, dense_grad))
         for _, tensor in (*step.named_inputs(), *step.named_parameters()):
             tensor.grad = None
+
+
+def in_both_ways(predict: Callable[[], Prediction]) -> Prediction:
+    """The prediction, with a doubt about what only the GPU decides: the higher of those without and with padding."""
+    found = []
+    for PADS[0] in (False, True):
+        torch._dynamo.reset()
+        TIMED.clear()
+        found.append(predict())
+        if not TIMED:
+            break
+    plain, highest = found[0], max(found, key=lambda one: (one.record.status == "oom", highest_bytes(one)))
+    record, version = highest.record, highest.place.torch_version
+    if highest_bytes(plain) != highest_bytes(found[-1]):
+        low, high = sorted(map(format_bytes, map(highest_bytes, found)))
+        words = f"torch.compile times on the GPU whether it pads {len(TIMED)} products, such as {next(iter(TIMED))}"
+        record.doubts += (Doubt(f"{words}: the peak is between {low} and {high}; the higher one is shown"),)
+    if version is not None and version != running() and record.status in ("ok", "oom"):
+        record.doubts += (Doubt(f"the code was generated by torch {torch.__version__}, which runs here"),)
+    if record.certainty is Certainty.EXACT and DEVICE[0] == "cuda":
+        record.certainty = Certainty.VERIFIED
+    return highest

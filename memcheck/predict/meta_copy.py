@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import HOOKS, storages_in, tensors_in
 from memcheck.predict.known_contents import KnownContents, flagged_as, is_meta, may_be_known
-from memcheck.predict.python_functions import CompiledCode, compiled_words
+from memcheck.predict.python_functions import CompiledCodeError, compiled_words
 from memcheck.predict.reached import Reaching, has_hooks_of_accumulator
 from memcheck.predict.sparse import is_sparse, parts_of, with_parts
 
@@ -128,7 +128,7 @@ class MetaCopies(TorchFunctionMode):
                 for module in (part for part in originals if isinstance(part, torch.nn.Module)):
                     if module._compiled_call_impl is not None:  # Its copy does not know that.
                         refuse_compiled(module)
-                        compiled = module._compiled_call_impl
+                        compiled: Any = module._compiled_call_impl
                         compiled.again(memo[id(module)], **compiled.how)
                 self._originals += originals
                 self.memo |= memo
@@ -241,9 +241,9 @@ def refuse_unknown_sizes(module: torch.nn.Module) -> None:
 
 
 def refuse_compiled(module: torch.nn.Module, name: str = "") -> None:
-    """CompiledCode: its compile() was called."""
+    """CompiledCodeError: its compile() was called."""
     if hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable"):
-        raise CompiledCode(compiled_words(module._compiled_call_impl, name))
+        raise CompiledCodeError(compiled_words(module._compiled_call_impl, name))
 
 
 def all_on_meta(args: Any, kwargs: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from memcheck.predict.left_behind import Alive, left_behind_named
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.on_device import MIXES
 from memcheck.predict.probed import Probe
-from memcheck.predict.python_functions import CompiledCode, answered
+from memcheck.predict.python_functions import CompiledCodeError, answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
 from memcheck.predict.reached import scripted_in
 from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
@@ -100,7 +100,8 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
     how: dict[str, Any] = {"dense_grad": step.dense_grad, "drop_workspaces": bool(place.drop_workspaces)}
     how |= {"probe": probe, "checks": True, "is_split": place.ranks is not None, "infers": infers}
     assumed = AssumedValues()
-    with nullcontext([]) if process.IS_CHILD else left_behind_named() as alive:
+    named: AbstractContextManager[Alive] = nullcontext([]) if process.IS_CHILD else left_behind_named()
+    with named as alive:
         while True:
             run = TraceRunner(target, contents=KnownContents(), **how)
             run.mode.assumed = assumed
@@ -112,7 +113,7 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
                 trace = traced(program, place.ranks, target, run, alive)
                 break
             except Exception as error:
-                if isinstance(error, CompiledCode) and process.missing(target.kind) is None:
+                if isinstance(error, CompiledCodeError) and process.missing(target.kind) is None:
                     raise
                 lacks_data = is_for_lack_of_data(error)
                 if not lacks_data and assumed.turn_last():

@@ -1,7 +1,7 @@
 """Makes this process find one GPU that is not there, so that torch traces and compiles programs for it.
 
-`load` comes before torch is imported, `answer_as` after it. torch.cuda then answers for the target; nothing is allocated
-on it and no kernel runs. A real GPU of the machine is hidden from the process.
+`load` comes before torch is imported, `answer_as` after it. torch.cuda then answers for the target; nothing is
+allocated on it and no kernel runs. A real GPU of the machine is hidden from the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Predictions in a process of their own, which compiles for a device that is not here.
 
-`predicted` sends a call of a function that predicts, with models whose tensors are on meta, and returns what the process
-returns. A process serves one device, and stays for later calls until this process ends. Why a process: see compiled and
-pretended_gpu.
+`predicted` sends a call of a function that predicts, with models whose tensors are on meta, and returns what the
+process returns. A process serves one device, and stays for later calls until this process ends. Why a process: see
+compiled and pretended_gpu.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import io
 import os
 import pickle
 import pkgutil
+import re
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import MemcheckError, UnsupportedError
@@ -59,7 +62,7 @@ class Child:
 
     def __init__(self, device: Device) -> None:
         ours, theirs = os.pipe(), os.pipe()
-        self.errors = tempfile.TemporaryFile()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         code = f"import memcheck_console; memcheck_console.predict_in_this_process({theirs[0]}, {ours[1]})"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
         self.process = subprocess.Popen(
@@ -83,7 +86,8 @@ class Child:
             ) from None
         if error is not None:
             if os.environ.get("DEBUGX"):
-                self.errors.seek(0); print(self.errors.read().decode())
+                self.errors.seek(0)
+                print(self.errors.read().decode())
             raise error
         return returned
 
@@ -104,6 +108,7 @@ def serve(requests_from: int, answers_to: int) -> None:
     device = requests.recv()
     from memcheck.predict import pretended_gpu
 
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(device))
     if device.kind == "cuda":
         pretended_gpu.load()
     IS_CHILD.append(True)
@@ -119,13 +124,19 @@ def serve(requests_from: int, answers_to: int) -> None:
             try:
                 name, args, kwargs = unpacked(requests.recv_bytes())
                 with contextlib.redirect_stdout(sys.stderr):
-                    returned = pkgutil.resolve_name(name)(*args, **kwargs)
+                    returned = compiled.in_both_ways(partial(pkgutil.resolve_name(name), *args, **kwargs))
             except EOFError:
                 raise
             except Exception as found:
                 traceback.print_exc()  # Into the file of errors.
                 error = found if isinstance(found, MemcheckError | TypeError) else UnsupportedError(in_one_line(found))
             answers.send_bytes(packed((returned, error)))
+
+
+def cache_folder(device: Device) -> Path:
+    """Where Inductor keeps the code that it generates for the device: a later prediction of the same graph finds it."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "memcheck", "compiled", re.sub(r"\W+", "-", device.name))
 
 
 def in_one_line(error: Exception) -> str:
@@ -157,7 +168,7 @@ def packed(thing: Any) -> bytes:
             return made if made is not NotImplemented else super().reducer_override(part)
 
     for name, module in list(sys.modules.items()):
-        if not name.replace(".", "").isidentifier() and module.__spec__ is None or name.startswith("memcheck plugin"):
+        if name.startswith("memcheck plugin"):
             cloudpickle.register_pickle_by_value(module)  # Of a file that was loaded by its path.
     file = io.BytesIO()
     Pickler(file).dump(thing)

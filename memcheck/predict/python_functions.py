@@ -60,7 +60,7 @@ ANSWERED = {
 EMPTY = object()  # What an empty cell of a closure holds.
 
 
-class CompiledCode(NotImplementedError):
+class CompiledCodeError(NotImplementedError):
     """torch.compile decides what is allocated. A process of its own can predict it."""
 
 
@@ -83,7 +83,7 @@ def callback_unless_compiled(callback: Any) -> Any:
     is_operator = getattr(compiled, "__name__", "").endswith("op_wrapper")
     if found is None or (is_operator and compiled.__module__.startswith("torch.")):
         return found
-    raise CompiledCode(compiled_words(compiled))
+    raise CompiledCodeError(compiled_words(compiled))
 
 
 def compiled_words(function: Any, name: str = "") -> str:
