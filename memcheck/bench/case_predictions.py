@@ -58,8 +58,11 @@ def predict_case(
         if words := process.missing(place.for_device.kind):
             return unpredicted(case, place, record, words)
         options = {"dense_grad": dense_grad, "target": target, "make": make}
-        prediction: Prediction = process.predicted(place.for_device, predict_case, case, place, **options)
-        return prediction
+        try:
+            prediction: Prediction = process.predicted(place.for_device, predict_case, case, place, **options)
+            return prediction
+        except UnsupportedError as error:
+            return unpredicted(case, place, record, str(error))
     try:
         on_meta = dataclasses.replace(case, device="meta")
         # Compiled code is traced again, as it may be other code.
@@ -71,7 +74,9 @@ def predict_case(
         return Prediction(case, place, record, {})
     except NotImplementedError as error:
         reason = str(error).strip().partition("\n")[0]
-        return unpredicted(case, place, record, f"it does not run on meta tensors: {reason}")
+        return unpredicted(
+            case, place, record, reason if case.compiled else f"it does not run on meta tensors: {reason}"
+        )
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
         return Prediction(case, place, record, {})

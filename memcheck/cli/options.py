@@ -130,7 +130,7 @@ class Modes(Request):
 class Compiled(Request):
     compile: bool = option(
         False,
-        "run under torch.compile, which compiles before the measurement; such a case is not predicted",
+        "run under torch.compile, which compiles before the measurement",
         switch,
         group=OPERATORS,
     )

@@ -129,7 +129,7 @@ class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detaile
     window: int | None = option(
         None, "newest positions that compressed attention sees as they are; default: none of them", count
     )
-    compile: bool = option(False, "run under torch.compile; such cases are not predicted", switch)
+    compile: bool = option(False, "run under torch.compile", switch)
     predict: bool = option(False, "predict only: run and allocate nothing", switch)
     components: bool = option(False, "a table of what each part keeps; printed for a single case anyway", switch)
 

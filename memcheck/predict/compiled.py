@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_flatten
 
 from memcheck.core.doubts import Certainty, Doubt
@@ -28,6 +29,8 @@ from memcheck.core.tensors import gradients_for
 from memcheck.core.torch_versions import running
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
+from memcheck.predict.allocation_mode import AllocationMode
+from memcheck.predict.autocast import key_for
 from memcheck.predict.engine import run_backward
 from memcheck.predict.model import highest_bytes
 from memcheck.predict.replay import Prediction
@@ -85,6 +88,7 @@ def prepare(kind: str) -> None:
     else:
         fold_on_cpu()
         decide_padding()
+    follow_random_states(kind)
     lie_on(torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu"))
     torch._inductor.config.compile_threads = 1
     # What is decided before Inductor's graph, such as padding, is decided each time.
@@ -92,6 +96,29 @@ def prepare(kind: str) -> None:
     torch._inductor.config.cpp.vec_isa_ok = True  # No test of vector instructions is compiled.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     torch.compile = compile_by_shapes
+
+
+def follow_random_states(kind: str) -> None:
+    """Checkpoints in compiled code keep the random state of the device, as torch/_prims/rng_prims.py does it."""
+    from torch._prims import rng_prims
+
+    torch._functorch.config.graphsafe_rng_functionalization = False  # It asks the GPU's generator, and takes as much.
+    rng_prims.get_device = lambda args, kwargs: kind
+    random_state = torch.get_rng_state if kind == "cpu" else torch.cuda.get_rng_state
+
+    @rng_prims.run_and_save_rng_state.py_impl(AllocationMode)
+    def run_and_save(mode: AllocationMode, op: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return random_state(), op(*args, **kwargs)
+
+    @rng_prims.run_with_rng_state.py_impl(AllocationMode)
+    def run_with(mode: AllocationMode, state: Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            _current = random_state()
+            return op(*args, **kwargs)
+
+    for operator in (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state):
+        operator.fallthrough(key_for(kind))
 
 
 def lie_on(device: torch.device) -> None:
@@ -147,7 +174,13 @@ def decide_padding() -> None:
     pad_mm.should_pad = should_pad
 
 
+# Operators that Inductor writes from templates, whose scratch was not compared with measurements.
+TEMPLATES = ("flex_attention", "flex_attention_backward", "triton_kernel_wrapper_mutation")
 TORCH_COMPILE: Any = torch.compile
+
+
+# What was compiled, by the function and the settings: a model may call torch.compile in its forward.
+CODES: dict[Any, dict[Any, Any]] = {}
 
 
 def compile_by_shapes(model: Any = None, **how: Any) -> Any:
@@ -163,15 +196,18 @@ def compile_by_shapes(model: Any = None, **how: Any) -> Any:
     call = model._call_impl
     if isinstance(model.forward, MethodType) and torch._dynamo.trace_rules.check(model.forward):
         call = torch._dynamo.external_utils.wrap_inline(call)
-    compiled = model._compiled_call_impl = by_shapes(call, how, owner=model)
-    compiled.again = compile_by_shapes
+    model._compiled_call_impl = by_shapes(call, how, owner=model, again=compile_by_shapes)
     return model
 
 
-def by_shapes(function: Callable[..., Any], how: dict[str, Any], owner: Any = None) -> Any:
-    """The function, compiled. owner: the module whose call it is."""
-    backend, owner = backend_of(how), owner or getattr(function, "__self__", None)
-    codes: dict[Any, Any] = {}
+def by_shapes(
+    function: Callable[..., Any], how: dict[str, Any], owner: Any = None, again: Any = torch.nn.Module.compile
+) -> Any:
+    """The function, compiled. owner: the module whose call it is. again: compiles a copy of the module as this one."""
+    if how.get("disable"):
+        return function
+    owner = owner or getattr(function, "__self__", None)
+    codes: dict[Any, Any] = CODES.setdefault((function, repr(how)), {})
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -185,13 +221,16 @@ def by_shapes(function: Callable[..., Any], how: dict[str, Any], owner: Any = No
                 function,
                 fullgraph=how.get("fullgraph", False),
                 dynamic=False,
-                backend=backend,
+                backend=backend_of(how),
                 options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
                 isolate_recompiles=True,  # Each of these has codes of its own.
             )
-        return codes[key](*args, **kwargs)
+        try:
+            return codes[key](*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as failed:
+            raise failed.inner_exception from None
 
-    run.how, run.again = how, torch.nn.Module.compile  # type: ignore[attr-defined]
+    run.again = functools.partial(again, **how)  # type: ignore[attr-defined]
     return run
 
 
@@ -262,15 +301,16 @@ def backend_of(how: dict[str, Any]) -> Callable[..., Any]:
         inner = torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options or None, False)
         for name in ("triton.cudagraphs", "max_autotune", "coordinate_descent_tuning"):
             if inner.config.get(name):
-                raise NotImplementedError(
-                    f"what torch.compile allocates with {name}, as by mode={mode!r}, is not predicted"
-                )
+                raise NotImplementedError(f"what torch.compile allocates with {name} is not predicted")
     else:
         inner = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     if how.get("dynamic"):
         raise NotImplementedError("what torch.compile(dynamic=True) allocates is not predicted")
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
+        for called in (node.target for node in graph.graph.nodes):
+            if isinstance(called, HigherOrderOperator) and called.name() in TEMPLATES:
+                raise NotImplementedError(f"what {called.name()} allocates under torch.compile is not predicted")
         expected = list(map(described, inputs))
         code = inner(graph, inputs)
 
@@ -290,9 +330,22 @@ def compile_before(workload: Workload, dense_grad: bool) -> None:
         with torch.set_grad_enabled(step.backward):
             returned = step.forward(DEVICE[0], Left())
         if step.backward and returned.roots:
+            before = [(leaf, leaf.grad) for leaf in leaves_of(returned.roots)]
             run_backward(returned.roots, gradients_for(returned.roots, dense_grad))
-        for _, tensor in (*step.named_inputs(), *step.named_parameters()):
-            tensor.grad = None
+            for leaf, gradient in before:
+                leaf.grad = gradient
+
+
+def leaves_of(roots: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors whose gradients a backward from these adds to, whoever holds them."""
+    waiting, seen = [root.grad_fn for root in roots], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if isinstance(leaf := getattr(node, "variable", None), Tensor):  # Of an AccumulateGrad.
+                yield leaf
+            waiting += [following for following, _ in node.next_functions]
 
 
 def in_both_ways(predict: Callable[[], Prediction]) -> Prediction:
@@ -300,6 +353,7 @@ def in_both_ways(predict: Callable[[], Prediction]) -> Prediction:
     found = []
     for PADS[0] in (False, True):
         torch._dynamo.reset()
+        CODES.clear()
         TIMED.clear()
         found.append(predict())
         if not TIMED:

@@ -126,10 +126,9 @@ class MetaCopies(TorchFunctionMode):
             else:
                 originals = memo.pop(id(memo), [])
                 for module in (part for part in originals if isinstance(part, torch.nn.Module)):
-                    if module._compiled_call_impl is not None:  # Its copy does not know that.
-                        refuse_compiled(module)
-                        compiled: Any = module._compiled_call_impl
-                        compiled.again(memo[id(module)], **compiled.how)
+                    refuse_compiled(module)  # Its copy does not know that.
+                    if (again := getattr(module._compiled_call_impl, "again", None)) is not None:
+                        again(memo[id(module)])
                 self._originals += originals
                 self.memo |= memo
                 self._copies |= {id(part) for part in memo.values() if isinstance(part, torch.nn.Module | Optimizer)}

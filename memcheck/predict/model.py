@@ -113,8 +113,10 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
                 trace = traced(program, place.ranks, target, run, alive)
                 break
             except Exception as error:
-                if isinstance(error, CompiledCodeError) and process.missing(target.kind) is None:
-                    raise
+                if isinstance(error, CompiledCodeError):
+                    if (words := process.missing(target.kind)) is None:
+                        raise
+                    error = NotImplementedError(f"{error}; {words}")
                 lacks_data = is_for_lack_of_data(error)
                 if not lacks_data and assumed.turn_last():
                     continue
@@ -272,11 +274,21 @@ INSTEAD = {
     "for HigherOrderOperator": (
         "torch's higher-order operator {} is not predicted; measure the model, or call the functions that it is given"
     ),
+    "opt_ready_stream": "compiled code takes a view of a tensor that requires grad, which is not predicted for a GPU",
+    "making fake tensor call": "an operator of the compiled code refuses its operands",
     "Cannot copy out of meta tensor": "a tensor moves to cpu, as by save_on_cpu: that is not predicted; measure it",
     "attempted to run this operator with Meta": "{} needs values that are not known on meta; measure the model",
 }
 # Parts of torch's messages when contents of a tensor without data, or properties of a missing GPU, are needed.
-LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compiled with CUDA", "NestedTensor")
+LACKS = (
+    "INTERNAL ASSERT",
+    "meta",
+    "Meta",
+    "data-dependent",
+    "data is not allocated",
+    "not compiled with CUDA",
+    "NestedTensor",
+)
 
 
 def is_for_lack_of_data(error: Exception) -> bool:

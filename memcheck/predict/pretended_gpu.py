@@ -36,21 +36,22 @@ LIMITS = {
 LIBRARY: list[Any] = []  # The loaded one.
 
 
+def library() -> Path | None:
+    """The library that `load` loads; None if it was not built."""
+    return next(Path(__file__).resolve().parents[1].glob("_pretended_cuda.*.so"), None)
+
+
 def load() -> None:
     """Registers hooks of CUDA that find a GPU. It hides real ones from this process.
 
-    ExtensionError: the library is missing, or torch is imported already, which chooses its hooks then.
+    ExtensionError: torch is imported already, which chooses its hooks then, or it does not take these.
     """
-    folder = Path(__file__).resolve().parents[1]
-    library = next(folder.glob("_pretended_cuda.*.so"), None)
-    if library is None or (spec := importlib.util.find_spec("torch")) is None:
-        raise ExtensionError(f"predicting compiled programs needs memcheck's compiled extension: none in {folder}")
-    if "torch" in sys.modules:
+    if (spec := importlib.util.find_spec("torch")) is None or "torch" in sys.modules:
         raise ExtensionError("a process pretends to have a GPU before torch is imported")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     (torch_folder,) = spec.submodule_search_locations or [""]
     ctypes.CDLL(f"{torch_folder}/lib/libtorch_cpu.so", mode=ctypes.RTLD_GLOBAL)
-    LIBRARY.append(ctypes.CDLL(str(library)))
+    LIBRARY.append(ctypes.CDLL(str(library())))
     if LIBRARY[0].memcheck_pretend_cuda() != 1:
         raise ExtensionError("this torch does not take memcheck's hooks of CUDA")
 

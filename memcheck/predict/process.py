@@ -21,11 +21,13 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
+from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import MemcheckError, UnsupportedError
+from memcheck.predict import pretended_gpu
 
 if TYPE_CHECKING:
     from memcheck.core.devices import Device
@@ -76,7 +78,7 @@ class Child:
 
     def call(self, name: str, args: Any, kwargs: Any) -> Any:
         try:
-            self.requests.send_bytes(packed((name, args, kwargs)))
+            self.requests.send_bytes(packed((name, args, kwargs, settings())))
             returned, error = unpacked(self.answers.recv_bytes())
         except (EOFError, OSError):
             self.errors.seek(0)
@@ -106,8 +108,6 @@ def serve(requests_from: int, answers_to: int) -> None:
     """The process's own work: answers calls until the other side closes. torch is not imported yet."""
     requests, answers = Connection(requests_from, writable=False), Connection(answers_to, readable=False)
     device = requests.recv()
-    from memcheck.predict import pretended_gpu
-
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(device))
     if device.kind == "cuda":
         pretended_gpu.load()
@@ -122,7 +122,8 @@ def serve(requests_from: int, answers_to: int) -> None:
         while True:
             returned = error = None
             try:
-                name, args, kwargs = unpacked(requests.recv_bytes())
+                name, args, kwargs, asked = unpacked(requests.recv_bytes())
+                apply(*asked)
                 with contextlib.redirect_stdout(sys.stderr):
                     returned = compiled.in_both_ways(partial(pkgutil.resolve_name(name), *args, **kwargs))
             except EOFError:
@@ -131,6 +132,21 @@ def serve(requests_from: int, answers_to: int) -> None:
                 traceback.print_exc()  # Into the file of errors.
                 error = found if isinstance(found, MemcheckError | TypeError) else UnsupportedError(in_one_line(found))
             answers.send_bytes(packed((returned, error)))
+
+
+def settings() -> tuple[Any, ...]:
+    """What this process decides for all of torch."""
+    import torch
+
+    return torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+
+
+def apply(threads: int, dtype: Any, precision: str) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
 
 
 def cache_folder(device: Device) -> Path:
@@ -168,8 +184,9 @@ def packed(thing: Any) -> bytes:
             return made if made is not NotImplemented else super().reducer_override(part)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("memcheck plugin"):
-            cloudpickle.register_pickle_by_value(module)  # Of a file that was loaded by its path.
+        is_file = getattr(module, "__file__", None) and ("." not in name or " " in name)
+        if is_file and name != "__main__" and PathFinder.find_spec(name) is None:
+            cloudpickle.register_pickle_by_value(module)  # It was loaded by its path, as a plugin is.
     file = io.BytesIO()
     Pickler(file).dump(thing)
     return file.getvalue()

@@ -95,7 +95,7 @@ def compiled_words(function: Any, name: str = "") -> str:
     code = getattr(function, "__code__", None)
     place = "" if code is None else f", at {line_words(code.co_filename, code.co_firstlineno)}"
     name = name or getattr(function, "__qualname__", "a function")
-    return f"torch.compile decides what {name} allocates{place}; leave it out, or measure the model"
+    return f"torch.compile decides what {name} allocates{place}"
 
 
 def asks(thing: Any) -> bool:

@@ -73,13 +73,10 @@ def test_the_closed_combinators_forward_is_ours():
             assert sum(terms.values()) / MIB <= tensors + 4, row
 
 
+@pytest.mark.extension
 def test_rows_of_cs336_are_predicted_as_published():
-    """Figures equal the printed digits, but for a KiB of the backward's peak."""
+    """Figures equal the printed digits, eager and compiled."""
     results = [*results_of(cs336_attention.STUDY, cs336_attention.STUDY.rows(None))]
-    eager = [result for result in results if result["name"].startswith("eager")]
-    assert (len(eager), len(results)) == (60, 120)
-    for result in eager:
-        assert result["equal"] or result["metric"] == "backward", result
-        assert result["predicted"] == pytest.approx(result["published"], rel=1e-5, abs=1.1e-3), result
-    compiled = {(result["predicted"], result["reason"]) for result in results if result not in eager}
-    assert compiled == {(None, "the compiler decides what is allocated")}
+    assert len(results) == 120
+    assert sum(result["name"].startswith("compiled") for result in results) == 60
+    assert [result for result in results if not result["equal"]] == []

@@ -1,0 +1,283 @@
+"""Compiled code is predicted in a process of its own, for the CPU to the byte as it is measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import memcheck
+from memcheck.core.errors import UnsupportedError
+from memcheck.predict import process
+
+pytestmark = pytest.mark.extension
+
+FIGURES = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "output_bytes", "gradient_bytes")
+
+
+def wave(x: Tensor) -> Tensor:
+    return (x * 2).exp().sin()
+
+
+class Waves:
+    wave = staticmethod(torch.compile(wave))
+
+    def __init__(self) -> None:
+        self.layer = in_place(Part())
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x).exp()
+
+    @torch.compile
+    def method(self, x: Tensor) -> Any:
+        return self.layer(x).exp()
+
+
+class WaveBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return Waves.wave(*gradients)
+
+
+def in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# What is compiled: a model, and more options of the step.
+COMPILED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "a model": (lambda: torch.compile(Part()), {}),
+    "a model of torch": (lambda: torch.compile(nn.Linear(4, 4)), {}),
+    "a model in place": (lambda: in_place(Part()), {}),
+    "a part": (lambda: nn.Sequential(torch.compile(Part())), {}),
+    "a part in place": (lambda: nn.Sequential(in_place(Part())), {}),
+    "a part of an object": (Waves, {}),
+    "a method": (lambda: Part().method, {}),
+    "a function": (lambda: Waves.wave, {}),
+    "a function of torch": (lambda: torch.compile(functional.gelu), {}),
+    "a called function": (lambda: lambda x: Waves.wave(x) + 1, {}),
+    "without code": (lambda: lambda x: torch.compile(wave, backend="eager")(x), {}),
+    "a backward": (lambda: WaveBackward.apply, {}),
+    "a loss": (Part, {"loss": lambda y: Waves.wave(y).sum()}),
+    "all of a step": (lambda: nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)), {"compile": True}),
+}
+
+
+class Block(nn.Module):
+    """A block of a Transformer, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.feed_forward = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (y.view(2, 8, 4, 4).transpose(1, 2) for y in self.project(self.norm(x)).chunk(3, -1))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(2, 8, 16))
+        return x + self.feed_forward(self.norm(x))
+
+
+class Tied(nn.Module):
+    """A language model whose head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(50, 16), Block(), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        return functional.cross_entropy(self.head(self.block(self.embedding(tokens))).flatten(0, 1), tokens.flatten())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+def broken(x: Tensor) -> Any:
+    y = (x * 2).exp()
+    torch._dynamo.graph_break()
+    return (y.sin() * x).sum()
+
+
+def written(x: Tensor) -> Any:
+    y = x * 2
+    y.add_(1).relu_()
+    return y.sin()
+
+
+def several_shapes(x: Tensor) -> Any:
+    return Waves.wave(x).sum() + Waves.wave(x.repeat(2, 1)).sum() + Waves.wave(x.double()).sum()
+
+
+def of_shape(*shape: int) -> Tensor:
+    return torch.rand(shape, requires_grad=True)
+
+
+ALL = {"compile": True}
+# Classes of programs: a model, its input, and more options of the step.
+PROGRAMS: dict[str, tuple[Callable[[], Any], Tensor, dict[str, Any]]] = {
+    "block": (Block, of_shape(2, 8, 16), ALL),
+    "inference": (Block, of_shape(2, 8, 16), {**ALL, "backward": False}),
+    "evaluation": (Block, of_shape(2, 8, 16), {**ALL, "training": False}),
+    "tied head": (Tied, torch.arange(16).view(2, 8), {**ALL, "optimizer": "adamw"}),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2)),
+        of_shape(2, 3, 16, 16),
+        ALL,
+    ),
+    "checkpointing": (Checkpointed, of_shape(2, 8, 16), ALL),
+    "autocast": (Block, of_shape(2, 8, 16), {**ALL, "autocast": "bf16"}),
+    "graph break": (lambda: broken, of_shape(64, 8), ALL),
+    "written in place": (lambda: written, of_shape(64, 8), ALL),
+    "several shapes": (lambda: several_shapes, of_shape(64, 8), {}),
+    "accumulated": (Block, of_shape(2, 8, 16), {**ALL, "accumulate": 3}),
+}
+
+
+def measured(model: Any, x: Tensor, **how: Any) -> Any:
+    """The second pass, as the first one compiles."""
+    torch._dynamo.reset()
+    for _ in range(2):
+        record = memcheck.measure_memory(model, x, device="cpu", **how)
+    return record
+
+
+def assert_predicted(model: Any, x: Tensor, **how: Any) -> None:
+    found, real = memcheck.predict_memory(model, x, device="cpu", **how), measured(model, x, **how)
+    assert found.exact, found.record.doubts
+    assert {name: (getattr(found.record, name), getattr(real, name)) for name in FIGURES} == {
+        name: (getattr(real, name),) * 2 for name in FIGURES
+    }
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_code_is_predicted_wherever_it_runs(name: str) -> None:
+    make, how = COMPILED[name]
+    assert_predicted(make(), of_shape(2, 4), **how)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiled_programs_are_predicted_to_the_byte(name: str) -> None:
+    make, x, how = PROGRAMS[name]
+    assert_predicted(make(), x, **how)
+
+
+@pytest.mark.parametrize("name", [*COMPILED, *PROGRAMS])
+def test_compiled_code_is_predicted_for_a_gpu_that_is_not_here(name: str) -> None:
+    make, x, how = PROGRAMS[name] if name in PROGRAMS else (COMPILED[name][0], of_shape(2, 4), COMPILED[name][1])
+    record = memcheck.predict_memory(make(), x, device="A100-40GB", **how).record
+    assert record.status == "ok", record.reason
+    assert record.certainty != "exact"
+
+
+def test_the_model_sees_the_gpu_that_is_predicted() -> None:
+    def asks(x: Tensor) -> Any:
+        found = torch.cuda.get_device_properties(0)
+        assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 1)
+        assert (found.name, found.multi_processor_count) == ("A100-40GB", 108)
+        return wave(x.bfloat16() if torch.cuda.get_device_capability() >= (8, 0) else x)
+
+    record = memcheck.predict_memory(asks, of_shape(512, 512), compile=True, device="A100-40GB").record
+    assert record.output_bytes == 2 * 512 * 512
+    assert not torch.cuda.is_available()
+
+
+def test_products_that_a_gpu_may_pad_are_a_doubt_and_the_higher_peak_counts() -> None:
+    head = nn.Linear(768, 50257, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(4096, 768, device="meta", dtype=torch.bfloat16)
+    record = memcheck.predict_memory(head, x, compile=True, device="H100-80GB").record
+    (doubt,) = [doubt for doubt in record.doubts if "pads" in doubt]
+    assert doubt.startswith("torch.compile times on the GPU whether it pads ")
+    low, high = (float(part.split()[0]) for part in doubt.partition("between ")[2].split(" and "))
+    assert low < high
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"mode": "reduce-overhead"}, "what torch.compile allocates with triton.cudagraphs is not predicted"),
+        ({"mode": "max-autotune-no-cudagraphs"}, "what torch.compile allocates with max_autotune is not predicted"),
+        ({"dynamic": True}, "what torch.compile(dynamic=True) allocates is not predicted"),
+    ],
+)
+def test_what_is_not_predicted_says_why(how: dict[str, Any], reason: str) -> None:
+    record = memcheck.predict_memory(torch.compile(wave, **how), of_shape(2, 4), device="A100-40GB").record
+    assert (record.status, record.reason) == ("skipped", f"not predicted: {reason}")
+
+
+def test_a_view_that_requires_grad_is_not_predicted_for_a_gpu() -> None:
+    record = memcheck.predict_memory(lambda x: Waves.wave(x[:, :2]), of_shape(4, 4), device="A100-40GB").record
+    assert "takes a view of a tensor that requires grad" in str(record.reason)
+
+
+def test_a_compiled_optimizer_is_not_predicted() -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(parameters, lr=0.1)
+        made.step = torch.compile(made.step)  # type: ignore[method-assign]
+        return made
+
+    assert memcheck.predict_memory(Part(), of_shape(2, 4), optimizer=optimizer).record.status == "skipped"
+
+
+def test_code_of_another_torch_is_a_doubt() -> None:
+    record = memcheck.predict_memory(
+        wave, of_shape(2, 4), compile=True, device="A100-40GB", torch_version="2.12"
+    ).record
+    assert any(doubt.startswith(f"the code was generated by torch {torch.__version__}") for doubt in record.doubts)
+
+
+def test_without_its_packages_the_model_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(process.NEEDED, "cpu", ("cloudpickle", "no_such_package"))
+    words = "predicting compiled code needs no_such_package: pip install 'memcheck[compiled]'"
+    record = memcheck.predict_memory(torch.compile(wave), of_shape(2, 4), device="cpu").record
+    assert record.status == "skipped"
+    assert (record.reason or "").startswith(
+        "not predicted: torch.compile decides what wave allocates, at tests/predict"
+    )
+    assert (record.reason or "").endswith(words)
+    with pytest.raises(UnsupportedError, match="needs no_such_package"):
+        memcheck.predict_memory(wave, of_shape(2, 4), compile=True, device="cpu")
+
+
+def test_errors_are_raised_here_in_a_line() -> None:
+    def fails(x: Tensor) -> Any:
+        return x[9, 9]
+
+    with pytest.raises(UnsupportedError, match=r"^\w+: .*9"):
+        memcheck.predict_memory(fails, of_shape(2, 5), compile=True, device="cpu")
+    with pytest.raises(UnsupportedError, match=r"^the process .* ended with exit code 7"):
+        memcheck.predict_memory(lambda x: os._exit(7), of_shape(2, 5), compile=True, device="cpu")
+    assert memcheck.predict_memory(wave, of_shape(2, 4), compile=True, device="cpu").exact  # Another process.
