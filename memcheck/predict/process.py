@@ -41,10 +41,11 @@ CHILDREN: dict[Device, Child] = {}
 
 def missing(kind: str) -> str | None:
     """Why compiled programs are not predicted for a kind of device; None if they are."""
-    lacking = [name for name in NEEDED[kind] if importlib.util.find_spec(name) is None]
-    return (
-        f"predicting compiled code needs {' and '.join(lacking)}: pip install 'memcheck[compiled]'" if lacking else None
-    )
+    if lacking := " and ".join(name for name in NEEDED[kind] if importlib.util.find_spec(name) is None):
+        return f"predicting compiled code needs {lacking}: pip install 'memcheck[compiled]'"
+    if kind == "cuda" and pretended_gpu.library() is None:
+        return "predicting compiled code for a GPU needs memcheck's compiled extension"
+    return None
 
 
 def predicted(device: Device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
