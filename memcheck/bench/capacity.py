@@ -18,8 +18,8 @@ from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.place import Place, as_place
 from memcheck.core.verdict import few_lines, largest_words, size_words
+from memcheck.predict.api import Largest, Search
 from memcheck.predict.replay import Prediction
-from memcheck.predict.search import Largest, Search
 
 AXES = ("seq_len", "bsz", "dim")
 # Upper end of a search that finds no limit.

@@ -16,8 +16,8 @@ from memcheck.core.options import named
 from memcheck.core.place import Place, as_place
 from memcheck.core.tensors import tensors_in
 from memcheck.core.workload import Workload
+from memcheck.predict.api import Search
 from memcheck.predict.replay import Prediction
-from memcheck.predict.search import Search
 
 
 @dataclass(frozen=True)

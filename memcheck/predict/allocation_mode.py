@@ -19,14 +19,21 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.torch_versions import WORKSPACE_OF_A_CALL
-from memcheck.predict import process, sparse
-from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
-from memcheck.predict.checks import AssumedValues
+from memcheck.predict import process
+from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, LiveStorages, Modules
 from memcheck.predict.device_kinds import KINDS
-from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_counts
-from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
+from memcheck.predict.engine import (
+    KeptNumbers,
+    engine_calls,
+    is_dense,
+    kept_bytes,
+    numbers_for_tensors,
+    run_backward,
+    running_node,
+    use_counts,
+    without_kept,
+)
 from memcheck.predict.known_contents import NEEDS_VALUES, UNKNOWN, KnownContents, flagged_as, is_meta, written_by
-from memcheck.predict.live_storages import LiveStorages, running_node
 from memcheck.predict.meta_copy import NESTED, MetaCopies, all_on_meta
 from memcheck.predict.meta_results import (
     ADAFACTOR,
@@ -36,16 +43,15 @@ from memcheck.predict.meta_results import (
     is_of_zeros,
     parts_of,
     placed,
+    result_of_call,
     returns_numbers,
     stays,
     with_integers,
 )
-from memcheck.predict.modules import Modules
 from memcheck.predict.operators import facts_of, scratch_of
-from memcheck.predict.operators.value_shapes import DecidingValues, decided_by_values
+from memcheck.predict.operators.value_shapes import AssumedValues, DecidingValues, decided_by_values, is_sparse
 from memcheck.predict.probed import FunctionCall, Probe
 from memcheck.predict.ranks import BUFFERS, Done, is_collective
-from memcheck.predict.results import result_of_call
 from memcheck.predict.scratch import (
     OperatorCall,
     RunDependent,
@@ -333,7 +339,7 @@ class AllocationMode(TorchDispatchMode):
         if torch.is_grad_enabled() or not torch._C._current_autograd_node() or not engine_calls():
             return False
         first, second = call.self, call.other
-        if not isinstance(second, Tensor) or sparse.is_sparse(first) or sparse.is_sparse(second):
+        if not isinstance(second, Tensor) or is_sparse(first) or is_sparse(second):
             return False
         if first.shape != second.shape or not is_dense(first):
             return False

@@ -23,8 +23,7 @@ from memcheck.predict import process, rnn
 from memcheck.predict.allocation_log import ANY_PHASE
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
-from memcheck.predict.known_contents import is_meta
-from memcheck.predict.on_device import (
+from memcheck.predict.device_kinds import (
     ANSWERS,
     Extremum,
     Mish,
@@ -35,6 +34,7 @@ from memcheck.predict.on_device import (
     on_meta,
     one_hot,
 )
+from memcheck.predict.known_contents import is_meta
 from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import (
     OF_THIS_MACHINE,

@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import HOOKS, storages_in, tensors_in
 from memcheck.predict.known_contents import KnownContents, flagged_as, is_meta, may_be_known
+from memcheck.predict.operators.value_shapes import is_sparse, parts_of, with_parts
 from memcheck.predict.python_functions import CompiledCodeError, compiled_words
 from memcheck.predict.reached import Reaching, has_hooks_of_accumulator
-from memcheck.predict.sparse import is_sparse, parts_of, with_parts
 
 Thing = TypeVar("Thing")
 Stand = Callable[[torch.UntypedStorage, torch.UntypedStorage], None]

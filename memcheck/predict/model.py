@@ -35,12 +35,12 @@ from memcheck.core.workload import Workload, module_called, owner_of
 from memcheck.predict import process
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
-from memcheck.predict.checks import AssumedValues
 from memcheck.predict.device_functions import DeviceFunctions, answers_about_the_gpu
+from memcheck.predict.device_kinds import MIXES
 from memcheck.predict.known_contents import KnownContents, is_meta
 from memcheck.predict.left_behind import Alive, left_behind_named
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
-from memcheck.predict.on_device import MIXES
+from memcheck.predict.operators.value_shapes import AssumedValues
 from memcheck.predict.probed import Probe
 from memcheck.predict.python_functions import CompiledCodeError, answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended

@@ -31,10 +31,20 @@ from memcheck.core.torch_versions import running
 from memcheck.core.workload import Workload
 from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents, flagged_as
-from memcheck.predict.probe_table import CarriedProbe, Table, environment, key_of, table_path
-from memcheck.predict.probed import FunctionCall, Layout, Probe, Probed, Result
+from memcheck.predict.operators.value_shapes import dense_parts, is_sparse, parts_of, with_parts
+from memcheck.predict.probed import (
+    CarriedProbe,
+    FunctionCall,
+    Layout,
+    Probe,
+    Probed,
+    Result,
+    Table,
+    environment,
+    key_of,
+    table_path,
+)
 from memcheck.predict.replay import target_at
-from memcheck.predict.sparse import dense_parts, is_sparse, parts_of, with_parts
 from memcheck.predict.trace_runner import TraceRunner
 
 # Factors of the contents of floating-point operands in further runs of an operator. Unequal peaks are a doubt.

@@ -23,8 +23,13 @@ from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
-from memcheck.predict.bounds import doubts_of_verdict, unknown_allocations
-from memcheck.predict.evidence import Evidence, evidence_of, operators_of_equal_rows
+from memcheck.predict.bounds import (
+    Evidence,
+    doubts_of_verdict,
+    evidence_of,
+    operators_of_equal_rows,
+    unknown_allocations,
+)
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 

@@ -14,8 +14,8 @@ from memcheck.report.script_tables import by_size, size_cells, unit_of
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
+    from memcheck.predict.api import Largest
     from memcheck.predict.replay import Prediction
-    from memcheck.predict.search import Largest
 
 MOST_ROWS = 16
 # Kinds of memory that a table of modules tells apart.

@@ -19,8 +19,8 @@ from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.predict.api import Search
 from memcheck.predict.replay import Prediction
-from memcheck.predict.search import Search
 from memcheck.report.capacity import capacity_table
 from memcheck.report.plots.capacity import Limit, capacity_figure, plot_capacity
 from memcheck.report.tables import data_rows, to_text

@@ -9,9 +9,8 @@ import torch
 
 import memcheck
 from memcheck.core.devices import device_named
-from memcheck.predict.interpolate import fits_by_interpolation, interpolated
+from memcheck.predict.api import Search, fits_by_interpolation, interpolated
 from memcheck.predict.replay import Prediction
-from memcheck.predict.search import Search
 
 pytestmark = pytest.mark.cpu
 GPU = device_named("64MiB")

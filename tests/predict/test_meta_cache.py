@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import memcheck
-from memcheck.predict import meta_cache, results
+from memcheck.predict import meta_results
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def layout(value: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_cache, "_results", {})
+    monkeypatch.setattr(meta_results, "_results", {})
 
 
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -54,7 +54,7 @@ def test_a_repeated_call_returns_what_the_kernel_does(call: Callable[[], tuple[A
     for _ in range(3):
         func, *args = call()
         expected = layout(call()[0](*call()[1:]))
-        output = meta_cache.result_of(func, tuple(args), {})
+        output = meta_results.result_of(func, tuple(args), {})
         assert layout(output) == expected
         if func in (aten.mul_.Tensor, aten.resize_.default, aten.t_.default):
             assert output is args[0]
@@ -65,12 +65,12 @@ def test_a_repeated_call_returns_what_the_kernel_does(call: Callable[[], tuple[A
 def test_only_new_tensors_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     x = meta(4, 6)
     for _ in range(2):
-        first, second = (meta_cache.result_of(aten.relu.default, (x,), {}) for _ in range(2))
+        first, second = (meta_results.result_of(aten.relu.default, (x,), {}) for _ in range(2))
         assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
-    assert len(meta_cache._results) == 1
+    assert len(meta_results._results) == 1
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
-    meta_cache.result_of(aten.relu.default, (x,), {})
-    assert len(meta_cache._results) == 2
+    meta_results.result_of(aten.relu.default, (x,), {})
+    assert len(meta_results._results) == 2
 
 
 class Net(torch.nn.Module):
@@ -101,6 +101,6 @@ def test_predictions_are_those_of_the_kernels(device: str, optimizer: str, monke
         return {**dataclasses.asdict(prediction.record), "timeline": prediction.timeline}
 
     remembered = [predicted() for _ in range(2)]
-    monkeypatch.setattr(results, "result_of", lambda func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(meta_results, "result_of", lambda func, args, kwargs: func(*args, **kwargs))
     traced = predicted()
     assert remembered == [traced, traced]

@@ -21,7 +21,7 @@ from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
 from memcheck.predict.probe import CpuProbe
-from memcheck.predict.probe_table import Table
+from memcheck.predict.probed import Table
 from memcheck.predict.replay import Prediction
 
 pytestmark = pytest.mark.cpu

@@ -29,9 +29,8 @@ from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.operators import facts_of, scratch_of
 from memcheck.predict.operators.elementwise import ACTIVATIONS
-from memcheck.predict.operators.facts import TABLE
 from memcheck.predict.operators.value_shapes import decided_by_values
-from memcheck.predict.scratch import Scratch, Target, Unknown, Unlisted, call_of
+from memcheck.predict.scratch import TABLE, Scratch, Target, Unknown, Unlisted, call_of
 from tests.fuzzing import CASES
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]

@@ -150,14 +150,14 @@ MISTAKES = [
     ),
     Mistake(
         "one-search-only",
-        "memcheck/predict/search.py",
+        "memcheck/predict/api.py",
         "low = self.edge(again)\n",
         "return self.found_at(again)\n",
         ("tests/cli/test_fit.py", "-k", "found"),
     ),
     Mistake(
         "flash-tile-at-192",
-        "memcheck/predict/operators/attention.py",
+        "memcheck/predict/operators/products.py",
         "64 if queries >= 192 else 32",
         "64 if queries > 192 else 32",
         (REPLAY, "-k", "flash"),

@@ -22,8 +22,8 @@ from memcheck.core.record import Record
 from memcheck.integrations.transformers import StateCache, register
 from memcheck.measure.timeline import Timeline, record_timeline
 from memcheck.ops import gradcheck
+from memcheck.predict.api import Largest
 from memcheck.predict.replay import Peak, Prediction
-from memcheck.predict.search import Largest
 from memcheck.report.comparison import Comparison
 
 Pair = tuple[Tensor, Tensor]

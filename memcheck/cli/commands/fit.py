@@ -25,9 +25,8 @@ from memcheck.core.options import named
 from memcheck.core.place import Place
 from memcheck.core.record import sequence_words
 from memcheck.core.verdict import certainty, size_words
-from memcheck.predict.interpolate import fits_by_interpolation
+from memcheck.predict.api import Largest, Search, fits_by_interpolation
 from memcheck.predict.replay import Prediction
-from memcheck.predict.search import Largest, Search
 from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.model_prediction import (
     SIZE_WORDS,

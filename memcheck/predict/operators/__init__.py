@@ -4,23 +4,18 @@ facts_of returns the facts of an operator. An operator without a rule has unknow
 Views are recognised by their schema and need no entry.
 """
 
+from memcheck.predict import ranks
 from memcheck.predict.operators import (
-    attention,
-    collectives,
     convolutions,
-    creation,
     elementwise,
-    images,
     memcheck_operators,
     products,
     reductions,
-    training,
     value_shapes,
 )
-from memcheck.predict.operators.facts import facts_of, scratch_of
+from memcheck.predict.scratch import facts_of, scratch_of
 
 __all__ = ["facts_of", "scratch_of"]
 
 # Each adds its operators to the table.
-FAMILIES = [attention, collectives, convolutions, creation, elementwise, images, memcheck_operators, products]
-FAMILIES += [reductions, training, value_shapes]
+FAMILIES = [ranks, convolutions, elementwise, memcheck_operators, products, reductions, value_shapes]

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.tensors import dtype_name
-from memcheck.predict.operators.facts import Facts, Rule, add
 from memcheck.predict.operators.products import ONEDNN, fits_blas, products_are_plain
-from memcheck.predict.scratch import OperatorCall, Scratch, Target, Unknown
+from memcheck.predict.scratch import Facts, OperatorCall, Rule, Scratch, Target, Unknown, add
 
 # The oldest compute capability that memcheck's CUDA kernels support.
 LEAST_ARCHITECTURE = (8, 0)
