@@ -120,7 +120,7 @@ def dispatch(argv: Sequence[str]) -> int:
         load_package()
     with spoken_as_flags():
         for name in getattr(request, "plugin", None) or ():
-            from memcheck.bench.plugins import load_plugin
+            from memcheck.bench.operators import load_plugin
 
             load_plugin(name)
         return int(importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}").run(request))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memcheck.core.record import Record
-from memcheck.core.style import Style
+from memcheck.core.units import Style
 
 STYLES = {"naive": Style("#D55E00", "s", "--"), "softplus": Style("#009E73", "o", "-")}
 MIB = 2**20

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case, make_combinator_case
-from memcheck.core.case import Case
 from memcheck.core.devices import Device
-from memcheck.core.doubts import Certainty
 from memcheck.core.place import Place
-from memcheck.core.record import Record
+from memcheck.core.record import Certainty, Record
+from memcheck.core.workload import Case
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, Trace
 from memcheck.predict.replay import Prediction, Replay, blank_record
 from memcheck.predict.scratch import Target

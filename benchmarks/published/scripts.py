@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from memcheck.core.doubts import UNKNOWN, Doubt
 from memcheck.core.place import Place
+from memcheck.core.record import UNKNOWN, Doubt
 from memcheck.core.step import Program, Step
 from memcheck.predict.engine import run_backward
 from memcheck.predict.model import predict_last

@@ -21,7 +21,7 @@ from memcheck.allocator.blocks import (
     SMALL_SEGMENT,
     rounded_up,
 )
-from memcheck.core.torch_versions import BLOCKS_BY_CREATION, BLOCKS_BY_SEGMENT, Version
+from memcheck.core.devices import BLOCKS_BY_CREATION, BLOCKS_BY_SEGMENT, Version
 
 # Sizes from 1 MiB to 64 GiB have a number of divisions for each power of two.
 INTERVALS = 16

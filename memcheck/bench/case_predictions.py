@@ -1,31 +1,70 @@
-"""Predicts cases of the catalog: their records and the terms of each figure."""
+"""Cases of the catalog as workloads, their predictions, and cases that differ in one setting."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from memcheck.bench.catalog import CONTENDERS, Contender
-from memcheck.bench.workloads import prepare
+from memcheck.bench.catalog import CONTENDERS, Contender, batch_of, make_case
+from memcheck.bench.decode import one_token
 from memcheck.core.arguments import place_of
-from memcheck.core.case import Case, Terms
-from memcheck.core.devices import Device, device_named
-from memcheck.core.doubts import UNKNOWN, Doubt
-from memcheck.core.errors import ExtensionError, UnsupportedError, UsageError
+from memcheck.core.devices import Device, Version, device_named
+from memcheck.core.errors import ExtensionError, MemcheckError, UnsupportedError, UsageError
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place, as_place
-from memcheck.core.record import Record
-from memcheck.core.torch_versions import Version
-from memcheck.core.workload import Workload
+from memcheck.core.record import UNKNOWN, Doubt, Record
+from memcheck.core.tensors import named_tensors_in, overflow_as_out_of_memory
+from memcheck.core.workload import Case, Operator, Terms, Workload
+from memcheck.measure.compile import compiled
 from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict import process
 from memcheck.predict.allocation_log import Trace
 from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target
+
+
+@overflow_as_out_of_memory()
+def prepare(case: Case) -> Workload:
+    """The workload of the case. UnsupportedError if the operator has no decoding step."""
+    contender = CONTENDERS[case.operator]
+    state: Any = None
+    parameters: tuple[Tensor, ...] = ()
+    if case.mode == "decode":
+        if contender.decode is None:
+            raise UnsupportedError(f"{case.operator} has no decoding step")
+        state = contender.decode.state(case)
+        operator, inputs = contender.decode.step(case), (*contender.inputs(one_token(case)), state)
+    else:
+        parameters = contender.parameters(case)
+        operator, inputs = contender.build(case), contender.inputs(case)
+    call = bind(operator, parameters)
+    # A module's own parameters count, even if it is wrapped.
+    owned = (parameters, operator if any(True for _ in named_tensors_in(operator)) else ())
+    return Workload(case, compiled(call) if case.compiled else call, inputs, owned, argument_names(operator), state)
+
+
+def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
+    """The operator as a function of its inputs alone, with the parameters bound."""
+    return (lambda *inputs: operator(*inputs, *parameters)) if parameters else operator
+
+
+def argument_names(operator: Operator) -> tuple[str, ...]:
+    """The names of its positional arguments; empty if it has no signature."""
+    try:
+        parameters = inspect.signature(
+            operator.forward if isinstance(operator, torch.nn.Module) else operator
+        ).parameters
+    except (TypeError, ValueError):  # C functions have no signature.
+        return ()
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, parameter in parameters.items() if parameter.kind in named)
 
 
 def predict_case(
@@ -165,3 +204,52 @@ def closed_terms(case: Case) -> Terms | None:
 def closed_bytes(case: Case) -> dict[str, int]:
     """Record field -> bytes from the closed terms; empty if nothing is known."""
     return {field: sum(terms.values()) for field, terms in (closed_terms(case) or {}).items()}
+
+
+# Attentions that are proposed in place of another; the first computes the same as naive.
+OTHERS = ("softmax", "compressed", "linear-causal", "softplus")
+
+
+def single_changes(case: Case) -> Iterator[tuple[str, Case]]:
+    """The flags and the case of each change: half the batch, or half the length; a 16-bit dtype; other attentions.
+
+    For packed and padded sequences: half their lengths, and packed in place of padded.
+    """
+    if case.lengths is not None:
+        if case.layout == "padded":
+            yield "--packed", dataclasses.replace(case, **batch_of(case.lengths, "packed"))
+        halves = [math.ceil(length / 2) for length in case.lengths]
+        yield (
+            f"--lengths {','.join(map(str, halves))}",
+            dataclasses.replace(case, **batch_of(halves, case.layout or "")),
+        )
+    elif case.bsz > 1:
+        yield f"--bsz {case.bsz // 2}", dataclasses.replace(case, bsz=case.bsz // 2)
+    elif case.mode == "decode" and case.kv_len:
+        yield f"--kv-len {case.kv_len // 2}", dataclasses.replace(case, kv_len=case.kv_len // 2)
+    elif case.query_len > 1 and case.kv_len in (None, case.query_len):
+        half = case.query_len // 2
+        yield f"--seq-len {half}", dataclasses.replace(case, query_len=half, kv_len=case.kv_len and half)
+    if case.dtype in ("float32", "float64"):
+        yield "--dtype bf16", dataclasses.replace(case, dtype="bfloat16")
+    for name in OTHERS if case.kv_len is not None else ():
+        if name == case.operator.partition("/")[0]:
+            continue
+        try:
+            yield f"--attention-type {name}", like(case, name)
+        except MemcheckError:  # It does not take the sizes or the mask.
+            continue
+
+
+def like(case: Case, name: str) -> Case:
+    """The case of another attention, with its default core dimension and factor."""
+    sizes = {field: getattr(case, field) for field in ("bsz", "query_len", "kv_len", "lengths", "dim", "dtype", "mode")}
+    return make_case(
+        name,
+        **sizes,
+        heads=case.heads or 1,
+        core_dim=case.core_dim,
+        factor=case.factor,
+        causal=case.causal is not False,
+        compiled=case.compiled,
+    )

@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from memcheck.bench import decode as decoding
 from memcheck.bench import operators
 from memcheck.bench.decode import Decoding
-from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
-from memcheck.core.style import Style
+from memcheck.core.units import Style
+from memcheck.core.workload import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
 from memcheck.ops.combinator import combinator
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.reference.cs336_attention import cs336_attention

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memcheck.bench.operators import compression, random_leaves
-from memcheck.core.case import DTYPES, Case, Operator, Terms
+from memcheck.core.workload import DTYPES, Case, Operator, Terms
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
     CompressedAttentionWindowState,

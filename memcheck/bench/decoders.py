@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 
 from memcheck.bench.profile import check_can_measure
 from memcheck.core.arguments import argument
-from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
 from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
@@ -26,7 +25,7 @@ from memcheck.core.record import Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes
-from memcheck.core.workload import module_called
+from memcheck.core.workload import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES, module_called
 from memcheck.measure.compile import with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
 from memcheck.measure.measurement import machine_facts, measure_memory, measure_time

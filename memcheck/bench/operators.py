@@ -1,12 +1,19 @@
-"""The parts of catalog entries: functions that make the tensors of a case, and functions that build its operator."""
+"""The parts of catalog entries: functions that make tensors and operators of a case, and files that register more."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
+import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,8 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from memcheck.core.case import DTYPES, Case, Operator
-from memcheck.core.errors import UnsupportedError
+from memcheck.core.errors import MemcheckError, UnsupportedError, UsageError, failure
+from memcheck.core.options import named
+from memcheck.core.workload import DTYPES, Case, Operator
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.naive_attention import naive_attention
@@ -213,3 +221,47 @@ def build_memcheck_pyt_softmax(case: Case) -> Operator:
             "memcheck_pyt asks for is_causal, which is top-left and right for query_len = kv_len only"
         )
     return functools.partial(memcheck_pyt.softmax_attention, causal=bool(case.causal))
+
+
+def load_plugin(name: str) -> str:
+    """Imports a file NAME.py or a module, once a process, and returns the name; what it registers is in the catalog.
+
+    UsageError: there is no such thing, or its code fails.
+    """
+    if not name:
+        raise UsageError(f"{named('plugin')} must name a file FILE.py or a module, got ''")
+    try:
+        with redirect_stdout(sys.stderr):  # stdout may be JSON that another program reads.
+            if name.endswith(".py") or os.sep in name:
+                import_file(Path(name))
+            else:
+                importlib.import_module(name)
+    except MemcheckError as error:
+        raise UsageError(f"{named('plugin')} {name}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{named('plugin')} {name} cannot be imported: {failure(error)}") from error
+    return name
+
+
+def import_file(path: Path) -> ModuleType:
+    """The module of a file, which is loaded once. UsageError: it is no file of Python."""
+    if not path.is_file():
+        raise UsageError("there is no such file")
+    if path.suffix != ".py":
+        raise UsageError("a file must end in .py")
+    # The module is named by its path, so that two files of the same name are two modules, and one file is loaded
+    # once.
+    name = f"memcheck plugin {path.resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from memcheck._extension import extension
-from memcheck.bench.case_predictions import closed_bytes, closed_terms
+from memcheck.bench.case_predictions import closed_bytes, closed_terms, prepare
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
-from memcheck.bench.workloads import prepare
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, size_in_bytes
-from memcheck.core.doubts import Doubt
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.core.place import Place
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import storages_of, tensors_in
 from memcheck.core.units import format_bytes

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from memcheck.cli.models import Built, FloatsOnMeta, Setting
-from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
-from memcheck.core.failures import failure
+from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failure
 
 # The longest default length.
 LENGTH = 1024

@@ -22,15 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
 
-from memcheck.bench.plugins import import_file
+from memcheck.bench.operators import import_file
 from memcheck.cli.options import ModelStep
 from memcheck.cli.output import make_room, progress_bar
-from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
-from memcheck.core.failures import failure
+from memcheck.core.devices import Version, version_name
+from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failure
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.step import Step
-from memcheck.core.torch_versions import Version, version_name
 from memcheck.core.workload import module_called
 from memcheck.predict.api import predict_memory
 from memcheck.predict.model import is_for_lack_of_data

@@ -13,7 +13,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.files import beside
 from memcheck.core.options import named
 from memcheck.core.record import Record
-from memcheck.report.summary import doubt_details, doubt_lines
+from memcheck.report.accounting import doubt_details, doubt_lines
 from memcheck.report.tables import Screen
 
 R = TypeVar("R", bound=Record)

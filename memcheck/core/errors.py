@@ -1,6 +1,15 @@
 """Errors that end a command. Their message is printed as one line, and they carry the exit code."""
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 
 class MemcheckError(Exception):
@@ -36,3 +45,53 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     known = list(known)
     similar = difflib.get_close_matches(name, known, n=1) or [other for other in known if name and name in other][:2]
     return f"; did you mean {' or '.join(similar)}?" if similar else ""
+
+
+OURS = str(Path(__file__).parents[1]) + os.sep
+
+
+def failure(error: BaseException) -> str:
+    """ "KeyError: 'width', in layers.20.mlp, at model.py:12". Without the module and the line where there is none."""
+    message = " ".join(str(error).split()).rstrip(".")
+    words = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    frames = list(frames_of(error))
+    module, line = failed_module(frames), failed_line(frames)
+    return words + (f", in {module}" if module else "") + (f", at {line}" if line else "")
+
+
+def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Each frame of the traceback, outermost first, with the line that it was in."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def failed_line(frames: list[tuple[FrameType, int]]) -> str | None:
+    """The last line outside of packages, else outside of torch and memcheck: "model.py:12", from the current folder."""
+    torch = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or OURS).parent) + os.sep
+    packages = tuple(site.getsitepackages())
+    standard = str(sysconfig.get_path("stdlib"))
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places = [place for place in places if os.path.isfile(place[0]) and not place[0].startswith((OURS, torch))]
+    places = [place for place in places if place[0].startswith(packages) or not place[0].startswith(standard)]
+    own = [place for place in places if not place[0].startswith(packages)]
+    if not places:
+        return None
+    return line_words(*(own or places)[-1])
+
+
+def line_words(file: str, line: int) -> str:
+    """ "model.py:12", from the current folder if the file is in it."""
+    relative = os.path.relpath(file)
+    return f"{file if relative.startswith(os.pardir) else relative}:{line}"
+
+
+def failed_module(frames: list[tuple[FrameType, int]]) -> str | None:
+    """The path of the innermost module whose method ran, in the outermost one; its class if that is the module."""
+    kind: Any = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    modules = [self for frame, _ in frames if kind and isinstance(self := frame.f_locals.get("self"), kind)]
+    if not modules:
+        return None
+    paths = {id(module): path for path, module in modules[0].named_modules()}
+    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), type(modules[0]).__name__)

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.style import KINDS, colour_of
-from memcheck.core.units import format_bytes, largest_first
+from memcheck.core.units import KINDS, colour_of, format_bytes, largest_first
 
 MOST_ROWS = 10  # Of a list of tensors or modules.
 MOST_STEPS = 400  # Of a timeline; with more, each column shows its maximum.

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core import converters
-from memcheck.core.devices import DEVICES, Device, device_given
+from memcheck.core.devices import DEVICES, Device, device_given, version_given
 from memcheck.core.options import convert_options, option
 from memcheck.core.ranks import Ranks
-from memcheck.core.torch_versions import version_given
 
 if TYPE_CHECKING:
     import torch

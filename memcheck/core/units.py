@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
@@ -125,3 +126,35 @@ def three_digits(value: float) -> str:
     rounded = float(f"{value:.2e}")
     whole = math.floor(math.log10(abs(rounded))) if rounded else 0
     return f"{value:.{max(0, 2 - whole)}f}"
+
+
+# One colour for each kind of memory, in every picture: of the colour-blind-safe palettes of Okabe and Ito and of Tol.
+KINDS = {
+    "parameters": "#0072B2",
+    "buffers": "#56B4E9",
+    "inputs": "#332288",
+    "optimizer state": "#009E73",
+    "gradients": "#CC79A7",
+    "forward": "#E69F00",  # And what it keeps for the backward.
+    "backward": "#D55E00",
+    "optimizer": "#44AA99",  # Its step.
+    "elsewhere": "#999933",
+    "others": "#BBBBBB",
+}
+OTHER_NAMES = {"kept for backward": "forward", "kept": "forward", "optimizer step": "optimizer", "other": "others"}
+
+
+def colour_of(kind: str) -> str | None:
+    """The colour of a kind of memory: "parameters", "from forward", "3 others". None if it is none."""
+    word = kind.removeprefix("from ")
+    word = "others" if word.rpartition(" ")[2] == "others" else word
+    return KINDS.get(OTHER_NAMES.get(word, word))
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and dash of an operator's lines, in matplotlib's words. The marker is a shape, not a letter."""
+
+    colour: str
+    marker: Any
+    dash: Any = "-"

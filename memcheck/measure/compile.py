@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from memcheck.core.case import Operator
 from memcheck.core.errors import UnsupportedError
+from memcheck.core.workload import Operator
 from memcheck.measure.sdpa_backend import fused_backend
 
 T = TypeVar("T")

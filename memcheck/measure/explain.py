@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from memcheck.core.doubts import Doubt
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.core.units import format_bytes
 from memcheck.measure.allocation_events import NOWHERE
 from memcheck.measure.run import MeasuredCall, MeasuredRun

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memcheck.core.devices import memory_bytes
-from memcheck.core.doubts import Doubt
+from memcheck.core.record import Doubt
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 

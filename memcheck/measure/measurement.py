@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from memcheck.core.arguments import takes_step
-from memcheck.core.doubts import Doubt
 from memcheck.core.place import HERE, Place
-from memcheck.core.record import PHASES, Record
+from memcheck.core.record import PHASES, Doubt, Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import resolve_device
 from memcheck.measure import timing

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memcheck.core.checkpointing import arranged
-from memcheck.core.collector import collector_at_rest
 from memcheck.core.devices import Device
-from memcheck.core.doubts import Doubt
-from memcheck.core.optimizers import clipped_step, optimizer_factory, optimizer_made, optimizers_in, optimizers_in_hooks
-from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
-from memcheck.core.record import Record
+from memcheck.core.optimizers import (
+    arranged,
+    clipped_step,
+    collector_at_rest,
+    optimizer_factory,
+    optimizer_made,
+    optimizers_in,
+    optimizers_in_hooks,
+)
+from memcheck.core.record import Doubt, Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import (
     Storages,
@@ -33,7 +37,7 @@ from memcheck.core.tensors import (
     tensors_in,
     with_data,
 )
-from memcheck.core.workload import module_called, owner_of
+from memcheck.core.workload import ForwardOptions, Left, NamedTensors, Outputs, module_called, owner_of, why_no_backward
 from memcheck.measure.machine import machine_of
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from memcheck.core.doubts import FEW_PASSES, Doubt
+from memcheck.core.record import FEW_PASSES, Doubt
 from memcheck.core.units import format_time
 
 # A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...

@@ -12,15 +12,13 @@ from memcheck.bench.sweep.store import Store, read_records
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.core.record import Record, write_csv
-from memcheck.report.accounting import accounting_table
+from memcheck.report.accounting import accounting_table, scaling_table, summary
 from memcheck.report.cases import case_and_place, select
 from memcheck.report.comparison import Comparison, compare
 from memcheck.report.plots.pictures import KINDS, Picture, check_axis, check_kind, pictures_of
 from memcheck.report.plots.style import image_element, shown
 from memcheck.report.predictions import prediction_table
 from memcheck.report.records import PIVOT_FIELDS, cs336_tables, main_tables, pivot_tables
-from memcheck.report.scaling import scaling_table
-from memcheck.report.summary import summary
 from memcheck.report.tables import Sentences, Tables, to_html
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from memcheck.core.devices import WORKSPACE_OF_A_CALL
 from memcheck.core.tensors import storages_in, tensors_in
-from memcheck.core.torch_versions import WORKSPACE_OF_A_CALL
 from memcheck.predict import process
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, LiveStorages, Modules
 from memcheck.predict.device_kinds import KINDS

@@ -20,15 +20,15 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck.core.arguments import argument, place_of, takes_step
-from memcheck.core.case import Case
-from memcheck.core.collector import collector_at_rest
 from memcheck.core.converters import count
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
 from memcheck.core.step import MEASURED_ONLY, Program, Step
 from memcheck.core.verdict import few_lines, largest_words
+from memcheck.core.workload import Case
 from memcheck.predict import process
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.probed import Probe

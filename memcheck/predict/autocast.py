@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_map
 
+from memcheck.core.devices import CASTS_SHARED_BY_MODES, NEWEST_TRIED, Version
 from memcheck.core.tensors import tensors_in
-from memcheck.core.torch_versions import CASTS_SHARED_BY_MODES, NEWEST_TRIED, Version
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.python_functions import answered, no, original, yes
 

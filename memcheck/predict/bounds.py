@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memcheck.core.devices import DEVICES, Device
-from memcheck.core.doubts import UNKNOWN, Doubt
 from memcheck.core.place import Place
-from memcheck.core.record import Record
+from memcheck.core.record import UNKNOWN, Doubt, Record
 from memcheck.core.units import counted
 from memcheck.predict.allocation_log import Trace
 from memcheck.predict.scratch import FreedLate, Unlisted

@@ -23,12 +23,11 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_flatten
 
-from memcheck.core.doubts import Certainty, Doubt
-from memcheck.core.outputs import Left
+from memcheck.core.devices import running
+from memcheck.core.record import Certainty, Doubt
 from memcheck.core.tensors import gradients_for
-from memcheck.core.torch_versions import running
 from memcheck.core.units import format_bytes
-from memcheck.core.workload import Workload
+from memcheck.core.workload import Left, Workload
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import key_for
 from memcheck.predict.engine import run_backward

@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memcheck.core.failures import line_words
+from memcheck.core.devices import FUSED_RMS_NORM
+from memcheck.core.errors import line_words
 from memcheck.core.tensors import tensors_in
-from memcheck.core.torch_versions import FUSED_RMS_NORM
 from memcheck.predict import process, rnn
 from memcheck.predict.allocation_log import ANY_PHASE
 from memcheck.predict.allocation_mode import AllocationMode

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from memcheck.core.collector import collector_at_rest
+from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.tensors import storages_in
 
 # Levels of objects between a tensor and the holder that is older than the prediction, and from there to a name.

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from memcheck.core.devices import FLOAT64_LOGSUMEXP_ON_META, running
 from memcheck.core.tensors import tensors_in
-from memcheck.core.torch_versions import FLOAT64_LOGSUMEXP_ON_META, running
 from memcheck.predict.engine import running_node
 from memcheck.predict.known_contents import UNKNOWN, is_meta
 from memcheck.predict.operators import facts_of, value_shapes

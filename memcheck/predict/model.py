@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from memcheck.core.checkpointing import arrange
-from memcheck.core.doubts import UNKNOWN, Doubt
-from memcheck.core.errors import UsageError
-from memcheck.core.failures import failed_line, frames_of
+from memcheck.core.errors import UsageError, failed_line, frames_of
 from memcheck.core.optimizers import (
     INSTEAD_OF_A_CLOSURE,
+    arrange,
     clipped_step,
     needs_closure,
     optimizer_factory,
@@ -25,13 +23,12 @@ from memcheck.core.optimizers import (
     optimizers_in_hooks,
 )
 from memcheck.core.options import named
-from memcheck.core.outputs import ForwardOptions
 from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
-from memcheck.core.record import PHASES, Record
+from memcheck.core.record import PHASES, UNKNOWN, Doubt, Record
 from memcheck.core.step import Program, Step
 from memcheck.core.tensors import named_tensors_in
-from memcheck.core.workload import Workload, module_called, owner_of
+from memcheck.core.workload import ForwardOptions, Workload, module_called, owner_of
 from memcheck.predict import process
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode

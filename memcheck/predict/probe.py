@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck._extension import MISSING, extension
+from memcheck.core.devices import running
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
-from memcheck.core.outputs import start_of
 from memcheck.core.place import Place
 from memcheck.core.step import Step
 from memcheck.core.tensors import dtype_name, gradients_for, storages_in, tensors_in
-from memcheck.core.torch_versions import running
-from memcheck.core.workload import Workload
+from memcheck.core.workload import Workload, start_of
 from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents, flagged_as
 from memcheck.predict.operators.value_shapes import dense_parts, is_sparse, parts_of, with_parts

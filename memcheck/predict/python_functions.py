@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from memcheck.core.failures import line_words
+from memcheck.core.errors import line_words
 
 # Modules whose functions ask, and the names by which they ask.
 ASKING = {"torch", "torch._ops", "torch._tensor", "torch.autograd", "torch.functional", "torch.overrides"}

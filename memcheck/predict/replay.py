@@ -13,15 +13,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from memcheck.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
-from memcheck.core.case import Terms
-from memcheck.core.devices import Device
-from memcheck.core.doubts import UNKNOWN, Certainty, Doubt
+from memcheck.core.devices import OLDEST_TRIED, Device, Version, running, untried, version_name
 from memcheck.core.place import Place
-from memcheck.core.record import Record
-from memcheck.core.torch_versions import OLDEST_TRIED, Version, running, untried, version_name
+from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record
 from memcheck.core.units import format_bytes
 from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
+from memcheck.core.workload import Terms
 from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
 from memcheck.predict.bounds import (
     Evidence,

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.core.tensors import tensors_in
-from memcheck.core.torch_versions import (
+from memcheck.core.devices import (
     NEWEST_TRIED,
     OLDEST_TRIED,
     WORKSPACES_ON_BLACKWELL,
@@ -22,6 +21,7 @@ from memcheck.core.torch_versions import (
     TorchChange,
     Version,
 )
+from memcheck.core.tensors import tensors_in
 
 
 @dataclass(frozen=True)

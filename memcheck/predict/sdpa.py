@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from memcheck.core.torch_versions import ATTENTION_OF_THREE_DIMENSIONS, CUDNN_FIRST
+from memcheck.core.devices import ATTENTION_OF_THREE_DIMENSIONS, CUDNN_FIRST
 from memcheck.predict.scratch import Target
 
 if TYPE_CHECKING:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memcheck.core.devices import untried
 from memcheck.core.options import named
-from memcheck.core.outputs import Left, why_no_backward
 from memcheck.core.tensors import gradients_for, tensors_in
-from memcheck.core.torch_versions import untried
 from memcheck.core.units import format_bytes
-from memcheck.core.workload import Workload
+from memcheck.core.workload import Left, Workload, why_no_backward
 from memcheck.predict import process
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last

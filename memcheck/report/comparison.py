@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from memcheck.core import html
-from memcheck.core.doubts import FEW_PASSES
-from memcheck.core.record import Record
+from memcheck.core.record import FEW_PASSES, Record
 from memcheck.core.units import Growth, counted, format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,

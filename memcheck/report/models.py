@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memcheck.core.record import PHASES, Record
+from memcheck.report.accounting import doubt_lines
 from memcheck.report.cases import (
     FIELD_WORDS,
     NEEDS,
@@ -17,7 +18,6 @@ from memcheck.report.cases import (
     varying,
 )
 from memcheck.report.rows import mib_column, named_columns, quartile, short_dtype
-from memcheck.report.summary import doubt_lines
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Table
 
 LEGEND = (

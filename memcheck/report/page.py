@@ -10,11 +10,10 @@ from typing import Any
 from memcheck.core import html
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
-from memcheck.report.accounting import accounting_table
+from memcheck.report.accounting import accounting_table, summary
 from memcheck.report.cases import is_model, models_among, size_of, values_in_order
 from memcheck.report.models import parts_tables
 from memcheck.report.records import growth_tables, main_tables
-from memcheck.report.summary import summary
 from memcheck.report.tables import Table, is_number
 
 FACTS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.core.record import Record
+from memcheck.report.accounting import doubt_lines, scaling_table
 from memcheck.report.cases import (
     CASE_FIELDS,
     FIELD_WORDS,
@@ -55,8 +56,6 @@ from memcheck.report.rows import (
     quotient,
     value_or_verdict,
 )
-from memcheck.report.scaling import scaling_table
-from memcheck.report.summary import doubt_lines
 from memcheck.report.tables import THREE_DIGITS, TIME, Cell, Column, Table, write_files
 
 BYTE_FIELDS = [

@@ -12,11 +12,12 @@ from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.page import render_page
-from memcheck.report.script_comparison import change, change_table
 from memcheck.report.script_tables import (
     FORMAT,
     MOST_ROWS,
     MOST_ROWS_OF_PAGE,
+    change,
+    change_table,
     group_table,
     growth_table,
     in_unit,

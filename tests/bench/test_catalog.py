@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memcheck.bench.case_predictions import closed_bytes, closed_terms, predict_case, terms_of
+from memcheck.bench.case_predictions import closed_bytes, closed_terms, predict_case, prepare, terms_of
 from memcheck.bench.catalog import (
     CONTENDERS,
     DTYPES,
@@ -29,7 +29,6 @@ from memcheck.bench.catalog import (
 )
 from memcheck.bench.decode import one_token
 from memcheck.bench.profile import profile_case
-from memcheck.bench.workloads import prepare
 from memcheck.core.errors import UnsupportedError, UsageError
 from memcheck.core.tensors import tensors_in
 from memcheck.measure.compile import with_generated_code

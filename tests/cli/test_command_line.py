@@ -28,14 +28,13 @@ from memcheck.cli import options, run_requests
 from memcheck.cli.commands import info
 from memcheck.cli.flags import parser_of, split_help
 from memcheck.cli.requests import COMMANDS
-from memcheck.core.case import MODES, SHORT_DTYPES
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import MemcheckError, unknown_name
 from memcheck.core.options import options_of
-from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
 from memcheck.core.step import Step
+from memcheck.core.workload import MODES, SHORT_DTYPES, Place
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 from memcheck.ops.gradcheck import operators
 from memcheck.report.plots.pictures import KINDS

@@ -22,7 +22,7 @@ from memcheck.core.record import Record
 from memcheck.predict.api import Search
 from memcheck.predict.replay import Prediction
 from memcheck.report.capacity import capacity_table
-from memcheck.report.plots.capacity import Limit, capacity_figure, plot_capacity
+from memcheck.report.plots.savings import Limit, capacity_figure, plot_capacity
 from memcheck.report.tables import data_rows, to_text
 
 GPU = Device("box", "cuda", (8, 0), 2**30, 2**30, "made up")

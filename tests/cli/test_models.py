@@ -16,8 +16,8 @@ from zoo_of_models import loaded
 import memcheck
 from memcheck.__main__ import main
 from memcheck.cli.models import FloatsOnMeta
-from memcheck.core.checkpointing import turned_on
-from memcheck.core.torch_versions import running, version_name
+from memcheck.core.devices import running, version_name
+from memcheck.core.optimizers import turned_on
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """

@@ -11,13 +11,13 @@ import torch
 from zoo_of_models import loaded
 
 from memcheck.__main__ import main
+from memcheck.bench.capacity import CachedModel, step_workload
 from memcheck.bench.catalog import make_case
-from memcheck.bench.kv_cache import CachedModel, step_workload
-from memcheck.core.case import Case
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
 from memcheck.core.tensors import tensors_in
+from memcheck.core.workload import Case
 from memcheck.measure.measurement import measure_memory
 
 LLAMA = ("--dim", "4096", "--heads", "32", "--kv-heads", "8", "--layers", "32", "--dtype", "bf16")

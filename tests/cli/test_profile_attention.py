@@ -13,10 +13,9 @@ from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import read_records
-from memcheck.core.case import Case
-from memcheck.core.doubts import Doubt
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.core.units import format_bytes
+from memcheck.core.workload import Case
 from memcheck.measure.measurement import machine_facts
 from memcheck.measure.tracker import track
 from memcheck.report.cases import failure_note, pair
@@ -490,7 +489,7 @@ def test_a_predictor_that_fails_costs_its_row_alone(profile, monkeypatch) -> Non
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("no such luck")
 
-    monkeypatch.setattr("memcheck.bench.sweep.predicted_sweep.predicted_or_skipped", fail)
+    monkeypatch.setattr("memcheck.bench.sweep.grid.predicted_or_skipped", fail)
     code, (measured, predicted) = profile(*SMALL, "--attention-type", "naive", "--predict")
     assert (code, measured.status, predicted.status) == (0, "ok", "error")
     assert predicted.reason == "ZeroDivisionError: no such luck"

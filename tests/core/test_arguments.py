@@ -19,10 +19,10 @@ from memcheck.bench.catalog import make_case
 from memcheck.bench.sweep.predicted_sweep import predict_sweep
 from memcheck.bench.sweep.run import run_sweep
 from memcheck.core.converters import OPTIMIZERS
+from memcheck.core.devices import running, version_name
 from memcheck.core.errors import UsageError
 from memcheck.core.options import options_of
 from memcheck.core.record import Record
-from memcheck.core.torch_versions import running, version_name
 from memcheck.report.tables import render
 
 SIZES: dict[str, Any] = {"core_dim": None, "factor": None, "dtype": "float32", "mode": "train"}

@@ -8,8 +8,7 @@ import torch
 import memcheck
 from memcheck.bench.capacity import find_capacity
 from memcheck.bench.catalog import make_case
-from memcheck.core.doubts import Doubt
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.core.verdict import few_lines, with_article
 
 

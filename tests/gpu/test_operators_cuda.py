@@ -16,9 +16,8 @@ from ops.test_sequences import ATTENTIONS, Attention
 from torch import Tensor
 
 import memcheck
-from memcheck.bench.case_predictions import closed_bytes
+from memcheck.bench.case_predictions import bind, closed_bytes
 from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
-from memcheck.bench.workloads import bind
 from memcheck.measure.measurement import measure_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from memcheck.allocator import CachingAllocator
-from memcheck.bench.case_predictions import predict_case
+from memcheck.bench.case_predictions import predict_case, prepare
 from memcheck.bench.catalog import CONTENDERS, Case, combinator_types, make_case, make_combinator_case
-from memcheck.bench.workloads import prepare
 from memcheck.core.devices import this_gpu
 from memcheck.core.record import Record
 from memcheck.measure.measurement import measure_memory

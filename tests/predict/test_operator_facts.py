@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import memcheck
+from memcheck.core.devices import running
 from memcheck.core.tensors import storages_in, tensors_in
-from memcheck.core.torch_versions import running
 from memcheck.measure.tracker import track
 from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.operators import facts_of, scratch_of

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import memcheck
-from memcheck.core.outputs import ForwardOptions, start_of
+from memcheck.core.workload import ForwardOptions, start_of
 
 pytestmark = pytest.mark.cpu
 

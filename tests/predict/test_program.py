@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import memcheck
 from memcheck import Place, Program, Step
 from memcheck.allocator import MIB
-from memcheck.core.checkpointing import arranged
 from memcheck.core.errors import UsageError
-from memcheck.core.optimizers import optimizer_factory
+from memcheck.core.optimizers import arranged, optimizer_factory
 from memcheck.core.tensors import gradients_for
 from memcheck.predict.operators.products import LT_WORKSPACE
 

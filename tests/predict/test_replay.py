@@ -15,13 +15,11 @@ import torch._dynamo  # predictions load it; loaded here, conftest.py freezes it
 import memcheck
 from memcheck import predict_memory
 from memcheck.allocator import MIB
-from memcheck.bench.case_predictions import closed_bytes, traced
+from memcheck.bench.case_predictions import closed_bytes, prepare, traced
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
-from memcheck.bench.workloads import prepare
-from memcheck.core.devices import Device
+from memcheck.core.devices import NEWEST_TRIED, Device, running
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.core.torch_versions import NEWEST_TRIED, running
 from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import memcheck
 from memcheck import measure_memory, predict_memory
+from memcheck.bench.case_predictions import prepare
 from memcheck.bench.catalog import CONTENDERS, batch_of, make_case
-from memcheck.bench.workloads import prepare
 from memcheck.predict.operators import scratch_of
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Scratch, Target, Unknown, call_of

@@ -122,7 +122,7 @@ MISTAKES = [
     ),
     Mistake(
         "prediction-of-another-dtype",
-        "memcheck/bench/sweep/predicted_sweep.py",
+        "memcheck/bench/sweep/grid.py",
         '{**case.fields(), "device": None}',
         '{**case.fields(), "device": None, "dtype": None}',
         (RUN, "-k", "another_prediction"),

@@ -16,9 +16,9 @@ from memcheck import CompressedAttentionState, CompressedAttentionWindowState, M
 from memcheck.bench.capacity import Capacity, find_capacity
 from memcheck.bench.catalog import make_case
 from memcheck.compat import softplus_attention as closed_module
-from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.record import Record
+from memcheck.core.workload import Case
 from memcheck.integrations.transformers import StateCache, register
 from memcheck.measure.timeline import Timeline, record_timeline
 from memcheck.ops import gradcheck

@@ -13,8 +13,7 @@ from json_lines import write_json_lines
 from pinned import assert_pinned
 
 from memcheck.__main__ import main
-from memcheck.core.doubts import Doubt
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.core.units import Growth, parse_growth
 from memcheck.measure import timing
 from memcheck.report.comparison import (

@@ -13,8 +13,7 @@ import pytest
 from json_lines import write_json_lines
 
 from memcheck.__main__ import main
-from memcheck.core.doubts import Doubt
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.report.page import html_page
 
 HOSTILE = '</td></table><script>alert("x")</script><img src=x onerror=alert(1)> & "quoted"'

@@ -21,10 +21,17 @@ from memcheck.__main__ import main
 from memcheck.bench.catalog import make_case
 from memcheck.bench.profile import profile_case
 from memcheck.bench.sweep.store import read_records
-from memcheck.core.doubts import UNKNOWN, Doubt
-from memcheck.core.record import Record
+from memcheck.core.record import UNKNOWN, Doubt, Record
 from memcheck.core.units import format_time, three_digits
-from memcheck.report.accounting import accounting_table
+from memcheck.report.accounting import (
+    accounting_table,
+    doubt_details,
+    doubt_lines,
+    factors_per_doubling,
+    fit_exponent,
+    scaling_table,
+    summary,
+)
 from memcheck.report.cases import pair, parse_wanted, select
 from memcheck.report.predictions import prediction_table
 from memcheck.report.records import (
@@ -37,8 +44,6 @@ from memcheck.report.records import (
     standard_tables,
     write_tables,
 )
-from memcheck.report.scaling import factors_per_doubling, fit_exponent, scaling_table
-from memcheck.report.summary import doubt_details, doubt_lines, summary
 from memcheck.report.tables import BOLD, RED, Screen, Table, data_rows, render, to_text
 
 MIB = 2**20

@@ -18,10 +18,10 @@ import memcheck
 from memcheck.__main__ import main
 from memcheck.bench.sweep.store import Store, read_records
 from memcheck.core.record import Record
+from memcheck.report.accounting import summary
 from memcheck.report.cases import case_and_place
 from memcheck.report.models import models_table
 from memcheck.report.plots.pictures import pictures_of
-from memcheck.report.summary import summary
 from memcheck.report.tables import data_rows
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from memcheck.__main__ import main
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.script_record import Alive, Growth, Line, Moment, Origin, Refusal, ScriptRecord
-from memcheck.report.script_comparison import by_line, matched, run_sentences, run_tables
+from memcheck.report.script_tables import by_line, matched, run_sentences, run_tables
 from memcheck.report.tables import data_rows
 
 FILE = "/home/me/train.py"

@@ -28,18 +28,17 @@ from typing import Any
 
 from memcheck.bench.case_predictions import closed_bytes, closed_terms
 from memcheck.bench.catalog import BUILT_IN, DTYPES, Case
-from memcheck.bench.plugins import load_plugin
+from memcheck.bench.operators import load_plugin
 from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import MANIFEST, Store
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, seconds, size_in_bytes
-from memcheck.core.doubts import Doubt
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.files import write_text
 from memcheck.core.options import named
-from memcheck.core.record import Record, sequence_words
+from memcheck.core.record import Doubt, Record, sequence_words
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 # Machine facts that change a figure.

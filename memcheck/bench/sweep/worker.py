@@ -26,11 +26,10 @@ from typing import IO, Any
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case
-from memcheck.bench.plugins import load_plugin
+from memcheck.bench.operators import load_plugin
 from memcheck.bench.profile import profile_case
-from memcheck.core.doubts import Doubt
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.record import Record
+from memcheck.core.record import Doubt, Record
 from memcheck.core.units import format_bytes
 from memcheck.measure.measurement import machine_facts
 

@@ -20,8 +20,7 @@ from memcheck.report.comparison import (
     environment_changes,
     growth_words,
 )
-from memcheck.report.script_comparison import growth_of_runs, run_sentences, run_tables
-from memcheck.report.script_tables import MOST_ROWS
+from memcheck.report.script_tables import MOST_ROWS, growth_of_runs, run_sentences, run_tables
 from memcheck.report.tables import Screen, render
 
 

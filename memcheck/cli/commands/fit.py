@@ -14,13 +14,12 @@ from typing import Any
 from memcheck.bench.capacity import Capacity, capacity_curve, capacity_object, check_has_limit, find_capacity
 from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
-from memcheck.cli.cases import attention_fields_of, batches_of, check_takes_window, make_any_case
+from memcheck.cli.decoding import attention_fields_of, batches_of, check_takes_window, make_any_case
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_TYPES
 from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress_bar
 from memcheck.cli.requests import Fit
-from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.failures import failure
+from memcheck.core.errors import MemcheckError, UsageError, failure
 from memcheck.core.options import named
 from memcheck.core.place import Place
 from memcheck.core.record import sequence_words
@@ -28,13 +27,13 @@ from memcheck.core.verdict import certainty, size_words
 from memcheck.predict.api import Largest, Search, fits_by_interpolation
 from memcheck.predict.replay import Prediction
 from memcheck.report.capacity import capacity_table, room_words, shared_words
-from memcheck.report.model_prediction import (
+from memcheck.report.plots.savings import Limit, plot_capacity
+from memcheck.report.predictions import (
     SIZE_WORDS,
     edge_verdict,
     edges_table,
     tensors_of,
 )
-from memcheck.report.plots.capacity import Limit, plot_capacity
 from memcheck.report.tables import Screen, render
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}

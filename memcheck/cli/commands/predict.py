@@ -7,30 +7,33 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from memcheck.bench.case_predictions import predict_case, predicted_or_skipped
-from memcheck.bench.changes import single_changes
-from memcheck.cli.cases import (
+from memcheck.bench.case_predictions import predict_case, predicted_or_skipped, single_changes
+from memcheck.cli.decoding import (
     attention_fields_of,
     batches_of,
     check_takes_window,
     make_any_case,
     note_unused_options,
+    of_case,
+    of_configuration,
+    predict_decoding,
 )
-from memcheck.cli.decoding import of_case, of_configuration, predict_decoding
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.requests import Predict
-from memcheck.core.case import Case
 from memcheck.core.verdict import certainty, verdict
+from memcheck.core.workload import Case
 from memcheck.predict.replay import Prediction
-from memcheck.report.model_prediction import (
+from memcheck.report.predictions import (
+    alive_sentence,
     buffers_words,
+    case_words,
     changes_table,
+    figures_table,
     modules_table,
     tensors_of,
 )
-from memcheck.report.predictions import alive_sentence, case_words, figures_table
 from memcheck.report.tables import Screen, render
 
 FEW = 2  # Doubts of a case that are shown without --doubts.

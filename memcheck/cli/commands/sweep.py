@@ -18,13 +18,13 @@ import torch
 from tqdm import tqdm
 
 from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
-from memcheck.bench.plugins import load_plugin
+from memcheck.bench.operators import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
+from memcheck.cli.decoding import LENGTHS, batches_of, check_takes_window, gpu_words
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS, OPERATORS
 from memcheck.cli.output import print_answer, progress_bar, watch
 from memcheck.cli.run_requests import Sweep
@@ -34,10 +34,10 @@ from memcheck.core.options import convert_some, named
 from memcheck.core.place import Place
 from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
+from memcheck.report.accounting import remarks
 from memcheck.report.cases import is_predicted
 from memcheck.report.plots.pictures import write_pictures
 from memcheck.report.records import write_tables
-from memcheck.report.summary import remarks
 from memcheck.report.tables import Screen
 
 # What may vary: options that a [[grid]] table may have.

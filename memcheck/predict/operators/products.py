@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from memcheck.allocator import rounded_up
+from memcheck.core.devices import LT_WORKSPACE_KEPT, LT_WORKSPACE_SHARED
 from memcheck.core.tensors import dtype_name
-from memcheck.core.torch_versions import LT_WORKSPACE_KEPT, LT_WORKSPACE_SHARED
 from memcheck.predict.operators.elementwise import block_copying
 from memcheck.predict.scratch import Facts, OperatorCall, RunDependent, Scratch, Unknown, add, doubt, unlisted
 

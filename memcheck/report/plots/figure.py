@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
-from memcheck.core.style import Style
+from memcheck.core.units import Style
 from memcheck.report.cases import common_case, has_sizes
 from memcheck.report.plots.series import (
     Line,

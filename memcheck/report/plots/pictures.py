@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import unknown_name
 from memcheck.core.record import Record
-from memcheck.core.style import Style
+from memcheck.core.units import Style
 from memcheck.report.cases import common_case
 from memcheck.report.plots.figure import FIGURES, drawn_views, figure, quantities_of, title_of
 from memcheck.report.plots.savings import fullest_view, savings, standard_in

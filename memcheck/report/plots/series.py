@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcheck.core.record import Record
-from memcheck.core.style import Style
-from memcheck.core.units import format_bytes, format_time
+from memcheck.core.units import Style, format_bytes, format_time
 from memcheck.report.cases import (
     WORDS,
     YES_AND_NO,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memcheck.core.files import whole_file
-from memcheck.core.style import Style
+from memcheck.core.units import Style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

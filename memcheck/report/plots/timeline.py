@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.script_record import LAYERS, ScriptRecord
 from memcheck.core.snapshot_record import SnapshotRecord
-from memcheck.core.style import colour_of
-from memcheck.core.units import format_bytes
+from memcheck.core.units import colour_of, format_bytes
 from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, new_figure, save, set_linear
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from forked import context, start_server
 
 from memcheck.bench import catalog
 from memcheck.bench.catalog import Case, batch_of, make_case, make_combinator_case
-from memcheck.bench.plugins import load_plugin
+from memcheck.bench.operators import load_plugin
 from memcheck.bench.sweep.predicted_sweep import key as key_of_prediction
 from memcheck.bench.sweep.run import (
     LocalProcesses,

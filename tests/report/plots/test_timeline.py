@@ -7,7 +7,7 @@ import types
 import pytest
 from plotted import MIB, key, labelled, points, texts
 
-from memcheck.core.style import KINDS, colour_of
+from memcheck.core.units import KINDS, colour_of
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of, plot_timeline
 
 
