@@ -94,7 +94,7 @@ MISTAKES = [
     ),
     Mistake(
         "outputs-die-after-the-forward",
-        "memcheck/core/outputs.py",
+        "memcheck/core/workload.py",
         "return Outputs(Left(output, loss), named, roots, words)",
         "return Outputs(Left(None, roots), named, roots, words)",
         ("tests/predict/test_outputs.py", "-k", "loop"),
