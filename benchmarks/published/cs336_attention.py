@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from memcheck.core.place import Place
+from memcheck.core.prediction import WORKSPACE, Prediction
 from memcheck.core.step import Step
 from memcheck.ops.reference.cs336_attention import cs336_attention
-from memcheck.predict.allocation_log import WORKSPACE
 from memcheck.predict.api import predict_memory
-from memcheck.predict.replay import Prediction
 
 from .study import DATA, Published, Study, read_rows
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memcheck.core.place import Place
-from memcheck.predict.replay import Prediction
+from memcheck.core.prediction import Prediction
 
 from .scripts import Script, backward, gradients_of, predict_script, use_cublas
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memcheck.core.place import Place
+from memcheck.core.prediction import Prediction
 from memcheck.core.step import Program, Step
 from memcheck.predict.model import predict_last
-from memcheck.predict.replay import Prediction
 
 VOCABULARY, WIDTH, LENGTH, MOST = 33278, 1024, 35, 5000
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memcheck.core.place import Place
+from memcheck.core.prediction import Prediction
 from memcheck.core.step import Program, Step
 from memcheck.predict.model import predict_last
-from memcheck.predict.replay import Prediction
 
 from .scripts import doubted
 

@@ -18,10 +18,10 @@ from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case, make_combinator_case
 from memcheck.core.devices import Device
 from memcheck.core.place import Place
+from memcheck.core.prediction import WORKSPACE, Allocation, AllocationLog, Prediction, Trace
 from memcheck.core.record import Certainty, Record
 from memcheck.core.workload import Case
-from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, Trace
-from memcheck.predict.replay import Prediction, Replay, blank_record
+from memcheck.predict.replay import Replay, blank_record
 from memcheck.predict.scratch import Target
 
 from .study import DATA, UNITS, Published, Study, read_rows

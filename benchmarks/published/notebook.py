@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memcheck.core.place import Place
-from memcheck.predict.replay import Prediction
+from memcheck.core.prediction import Prediction
 
 from .scripts import Script, backward, predict_script
 

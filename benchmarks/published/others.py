@@ -10,9 +10,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memcheck.core.place import Place
+from memcheck.core.prediction import Prediction
 from memcheck.core.step import Program, Step
 from memcheck.predict.model import predict_last
-from memcheck.predict.replay import Prediction
 
 from .scripts import Script, at_its_end, predict_script
 

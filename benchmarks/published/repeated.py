@@ -13,7 +13,7 @@ from typing import Any
 
 from memcheck.allocator import CachingAllocator
 from memcheck.core.place import Place
-from memcheck.predict.allocation_log import Trace
+from memcheck.core.prediction import Trace
 from memcheck.predict.replay import allocator_at
 
 

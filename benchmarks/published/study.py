@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memcheck.predict.replay import Prediction
+from memcheck.core.prediction import Prediction
 
 DATA = Path(__file__).parent / "data"
 UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}

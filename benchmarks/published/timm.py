@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import memcheck
+from memcheck.core.prediction import Allocation, Trace
 from memcheck.core.record import Record
-from memcheck.predict.allocation_log import Allocation, Trace
 from memcheck.predict.replay import Replay, blank_record, target_at
 
 from .study import DATA, NVIDIA_SMI, NotPredicted, Published, Study, read_rows

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memcheck.core.place import Place
+from memcheck.core.prediction import Prediction
 from memcheck.core.step import Program, Step
 from memcheck.predict.model import predict_last
-from memcheck.predict.replay import Prediction
 
 HEAD = 128
 

@@ -19,11 +19,10 @@ from memcheck.core.devices import Device
 from memcheck.core.errors import UnsupportedError, UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.place import Place, as_place
+from memcheck.core.prediction import Capacity, Prediction
 from memcheck.core.tensors import tensors_in
-from memcheck.core.verdict import few_lines, largest_words, size_words
 from memcheck.core.workload import Case, Workload
-from memcheck.predict.api import Largest, Search
-from memcheck.predict.replay import Prediction
+from memcheck.predict.api import Search
 
 AXES = ("seq_len", "bsz", "dim")
 # Upper end of a search that finds no limit.
@@ -32,40 +31,6 @@ MOST_SEQUENCES = 2**16
 FIRST = 256
 
 Predict = Callable[[Case], Prediction]
-
-
-@dataclass(frozen=True, repr=False)
-class Capacity(Largest):
-    """The largest size of one axis at which a case fits, and why the next size does not.
-
-    Attributes:
-        case: the case at that size, or at the smallest size if none fits.
-        gaps: smaller sizes that were predicted and do not fit.
-    """
-
-    axis: str
-    case: Case
-    device: Device
-    gaps: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        return few_lines([largest_words(size_words(self.axis, self.case), self.size, self.step, self.at, self.beyond)])
-
-    @property
-    def largest(self) -> int:
-        """The size."""
-        return self.size
-
-    @property
-    def next_size(self) -> int:
-        return self.size + self.step
-
-    @property
-    def unpredicted(self) -> str | None:
-        """The reason if the case cannot be predicted."""
-        if self.at is None and self.beyond is not None and self.beyond.record.status != "oom":
-            return self.beyond.record.reason or self.beyond.record.status
-        return None
 
 
 def find_capacity(

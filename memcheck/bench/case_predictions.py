@@ -19,14 +19,14 @@ from memcheck.core.devices import Device, Version, device_named
 from memcheck.core.errors import ExtensionError, MemcheckError, UnsupportedError, UsageError
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place, as_place
+from memcheck.core.prediction import Prediction, Trace
 from memcheck.core.record import UNKNOWN, Doubt, Record
 from memcheck.core.tensors import named_tensors_in, overflow_as_out_of_memory
 from memcheck.core.workload import Case, Operator, Terms, Workload
 from memcheck.measure.compile import compiled
 from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict import process
-from memcheck.predict.allocation_log import Trace
-from memcheck.predict.replay import Prediction, Replay, blank_record, certainty_of, target_at
+from memcheck.predict.replay import Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target
 
 

@@ -21,6 +21,7 @@ from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.place import Place, as_place
+from memcheck.core.prediction import AllocationLog
 from memcheck.core.record import Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import overflow_as_out_of_memory
@@ -32,7 +33,6 @@ from memcheck.measure.measurement import machine_facts, measure_memory, measure_
 from memcheck.measure.modules import kept_by_component, ranges_around_modules
 from memcheck.measure.tracker import track
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
-from memcheck.predict.allocation_log import AllocationLog
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.api import predict_memory
 from memcheck.predict.autocast import autocast_followed

@@ -23,13 +23,14 @@ from memcheck.core.place import Place
 from memcheck.core.record import Doubt, Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import storages_of, tensors_in
+from memcheck.core.timeline import Timeline
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Workload
 from memcheck.measure.compile import backend_in_code, with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
 from memcheck.measure.measurement import machine_facts, measure_memory, measure_time
 from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
-from memcheck.measure.timeline import Timeline, record_timeline
+from memcheck.measure.timeline import record_timeline
 from memcheck.measure.tracker import track
 from memcheck.predict.api import predict_memory
 

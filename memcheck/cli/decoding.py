@@ -23,11 +23,11 @@ from memcheck.cli.requests import Predict
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
+from memcheck.core.prediction import Prediction
 from memcheck.core.step import Step
 from memcheck.core.units import counted, format_bytes
 from memcheck.core.verdict import certainty
 from memcheck.core.workload import Case
-from memcheck.predict.replay import Prediction
 from memcheck.report.predictions import figures_table
 from memcheck.report.rows import MIB
 from memcheck.report.tables import THREE_DIGITS, Cell, Column, Screen, Table, render

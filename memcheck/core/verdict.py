@@ -13,8 +13,8 @@ from memcheck.core.units import counted, format_bytes, largest_first
 
 if TYPE_CHECKING:
     from memcheck.core.place import Place
+    from memcheck.core.prediction import Prediction
     from memcheck.core.workload import Case
-    from memcheck.predict.replay import Prediction
 
 OUTSIDE = "outside of submodules"
 STEPS = {"train": "a training step", "inference": "a forward", "decode": "a step of decoding"}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from memcheck.core.record import Doubt, Record
+from memcheck.core.timeline import Timeline
 from memcheck.core.units import format_bytes
 from memcheck.measure.allocation_events import NOWHERE
 from memcheck.measure.run import MeasuredCall, MeasuredRun
-from memcheck.measure.timeline import Timeline, recorded
+from memcheck.measure.timeline import recorded
 
 # Rows per phase; the rest is summed in one row.
 MOST_ROWS = 20

@@ -14,10 +14,11 @@ from memcheck.core.arguments import takes_step
 from memcheck.core.files import whole_file
 from memcheck.core.place import HERE, Place
 from memcheck.core.step import Step
+from memcheck.core.timeline import Allocation, Timeline
 from memcheck.core.units import format_time
 from memcheck.measure.allocation_events import cuda_memory_history
 from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around, timed_pass
-from memcheck.measure.timeline import Allocation, Timeline, recorded
+from memcheck.measure.timeline import recorded
 
 Rows = list[dict[str, Any]]
 

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from memcheck.core.devices import WORKSPACE_OF_A_CALL
+from memcheck.core.prediction import BUFFERS, WORKSPACE, Allocation, AllocationLog
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.predict import process
-from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, LiveStorages, Modules
+from memcheck.predict.allocation_log import LiveStorages, Modules
 from memcheck.predict.device_kinds import KINDS
 from memcheck.predict.engine import (
     KeptNumbers,
@@ -51,7 +52,7 @@ from memcheck.predict.meta_results import (
 from memcheck.predict.operators import facts_of, scratch_of
 from memcheck.predict.operators.value_shapes import AssumedValues, DecidingValues, decided_by_values, is_sparse
 from memcheck.predict.probed import FunctionCall, Probe
-from memcheck.predict.ranks import BUFFERS, Done, is_collective
+from memcheck.predict.ranks import Done, is_collective
 from memcheck.predict.scratch import (
     OperatorCall,
     RunDependent,

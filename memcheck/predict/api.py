@@ -12,7 +12,6 @@ import functools
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +25,17 @@ from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.options import named, options_of
 from memcheck.core.place import Place
+from memcheck.core.prediction import AllocationLog, Largest, Prediction, Trace
 from memcheck.core.step import MEASURED_ONLY, Program, Step
-from memcheck.core.verdict import few_lines, largest_words
 from memcheck.core.workload import Case
 from memcheck.predict import process
-from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.probed import Probe
-from memcheck.predict.replay import Prediction, Replay
+from memcheck.predict.replay import Replay
 
 # Factors beyond the answer at which larger sizes are tried.
 FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
 
 Guess = Callable[[dict[int, Prediction], int], bool | None]
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The largest size that fits, and the predictions for it and for the next size.
-
-    Attributes:
-        size: 0 if nothing fits.
-        step: sizes are its multiples.
-        at: the prediction at that size; None if nothing fits.
-        beyond: the prediction at the next size, which does not fit; None if every size that was allowed fits.
-        tried: the number of sizes that were predicted.
-    """
-
-    size: int
-    step: int
-    at: Prediction | None
-    beyond: Prediction | None
-    tried: int
-
-    def __repr__(self) -> str:
-        return few_lines([largest_words("size", self.size, self.step, self.at, self.beyond)])
 
 
 class Search:

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from memcheck.core.devices import DEVICES, Device
 from memcheck.core.place import Place
+from memcheck.core.prediction import Evidence, Trace
 from memcheck.core.record import UNKNOWN, Doubt, Record
-from memcheck.core.units import counted
-from memcheck.predict.allocation_log import Trace
 from memcheck.predict.scratch import FreedLate, Unlisted
 
 # Fields that become lower bounds when a phase has unknown allocations.
@@ -99,38 +98,6 @@ class Measured:
     gpu: str
     operators: frozenset[str]
     errors: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """How far off predictions of measured programs like a predicted one were.
-
-    gpus, sources: name -> its rows. median, most, largest: of the errors without their sign; 95 % do not exceed `most`.
-    missing: operators of the prediction that no measured program ran on a GPU of its kind.
-    """
-
-    rows: int
-    gpus: dict[str, int]
-    sources: dict[str, int]
-    median: float | None
-    most: float | None
-    largest: float | None
-    missing: tuple[str, ...]
-
-    @property
-    def covers(self) -> bool:
-        """Whether programs like it ran, and all its operators did on such a GPU."""
-        return self.rows > 0 and not self.missing
-
-    def __str__(self) -> str:
-        if self.median is None or self.most is None:
-            return "No published run is like it"
-        runs = f"{counted(self.rows, 'published run')} of such programs on {', '.join(self.gpus)}"
-        words = f"{runs} were predicted with a median error of {self.median:.1%}, 95 % of them within {self.most:.1%}"
-        if not self.missing:
-            return words
-        more = f" and {len(self.missing) - 3} more operators" if len(self.missing) > 3 else ""
-        return f"{words}; none of them has {', '.join(self.missing[:3])}{more}"
 
 
 @functools.cache

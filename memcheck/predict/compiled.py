@@ -24,6 +24,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_flatten
 
 from memcheck.core.devices import running
+from memcheck.core.prediction import Prediction
 from memcheck.core.record import Certainty, Doubt
 from memcheck.core.tensors import gradients_for
 from memcheck.core.units import format_bytes
@@ -32,7 +33,6 @@ from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import key_for
 from memcheck.predict.engine import run_backward
 from memcheck.predict.model import highest_bytes
-from memcheck.predict.replay import Prediction
 
 # Products of which a GPU would time a padded and a plain one (torch/_inductor/fx_passes/pad_mm.py), since it was
 # cleared, and whether these are padded here.

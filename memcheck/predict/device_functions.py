@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.devices import FUSED_RMS_NORM
 from memcheck.core.errors import line_words
+from memcheck.core.prediction import ANY_PHASE
 from memcheck.core.tensors import tensors_in
 from memcheck.predict import process, rnn
-from memcheck.predict.allocation_log import ANY_PHASE
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
 from memcheck.predict.device_kinds import (

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.errors import UsageError
+from memcheck.core.prediction import GATHERED_COPY, REDUCED_COPY
 from memcheck.core.ranks import RESERVED_MORE, Ranks
 from memcheck.predict.scratch import Facts, FreedLate, OperatorCall, Scratch, Unknown, add, doubt, nothing
 
 if TYPE_CHECKING:
-    from memcheck.predict.allocation_log import AllocationLog
+    from memcheck.core.prediction import AllocationLog
     from memcheck.predict.allocation_mode import AllocationMode
 
 
@@ -41,18 +42,6 @@ def pretended(ranks: Ranks | None, kind: str) -> Iterator[Any]:
         yield init_device_mesh(kind, (ranks.over,))
     finally:
         dist.destroy_process_group()
-
-
-# What operators of FSDP2 and of process groups do with an argument, by its name.
-BUFFERS = {
-    "fsdp::all_gather_copy_in": {"all_gather_output": "all-gather buffer"},
-    "fsdp::split_with_sizes_copy": {"out": "all-gathered parameters"},
-    "fsdp::chunk_cat": {"out": "reduce-scatter input"},
-    "c10d::_reduce_scatter_base_": {"output_tensor": "reduce-scatter output"},
-    "c10d::allreduce_": {"tensors": "all-reduce buffer"},
-}
-GATHERED_COPY, REDUCED_COPY = "gloo's copy of what it gathers", "gloo's copy of what it reduces"
-BUFFER_NAMES = {GATHERED_COPY, REDUCED_COPY, *(name for names in BUFFERS.values() for name in names.values())}
 
 
 class Stream(torch.cpu.Stream):

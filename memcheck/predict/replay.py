@@ -3,204 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 
 from memcheck.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
-from memcheck.core.devices import OLDEST_TRIED, Device, Version, running, untried, version_name
+from memcheck.core.devices import OLDEST_TRIED, Version, running, untried, version_name
 from memcheck.core.place import Place
-from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record
+from memcheck.core.prediction import EMPTY_CACHE, WARM_UP, Allocation, Evidence, Prediction, Trace
+from memcheck.core.record import Certainty, Doubt, Record
 from memcheck.core.units import format_bytes
-from memcheck.core.verdict import alive_words, certainty, few_lines, place_words, verdict
 from memcheck.core.version import __version__
 from memcheck.core.workload import Terms
-from memcheck.predict.allocation_log import ANY_PHASE, EMPTY_CACHE, WARM_UP, Allocation, Trace
-from memcheck.predict.bounds import (
-    Evidence,
-    doubts_of_verdict,
-    evidence_of,
-    operators_of_equal_rows,
-    unknown_allocations,
-)
-from memcheck.predict.ranks import BUFFER_NAMES
+from memcheck.predict.bounds import doubts_of_verdict, evidence_of, operators_of_equal_rows, unknown_allocations
 from memcheck.predict.scratch import Target
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment when most is alive.
-
-    module, operator: what allocated last: the path of the module, and the name of the operator or of autograd's node.
-    alive: what is alive.
-    is_bound: allocations of the phase are unknown, so the peak may be higher.
-    """
-
-    phase: str
-    bytes: int
-    module: str
-    operator: str
-    alive: list[Allocation]
-    is_bound: bool
-
-    def __repr__(self) -> str:
-        where = place_words(self.phase, self.module, self.operator)
-        size = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)}"
-        names = ((allocation.name, allocation.bytes) for allocation in self.alive)
-        return few_lines([f"The peak is {size}, {where}.", f"Alive then: {alive_words(names)}."])
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The record that a measurement would give, and how its figures are known.
-
-    Attributes:
-        terms: field of the record -> its summands: name -> bytes.
-        steps: the predictions of a Program's steps, up to the first that does not fit.
-    """
-
-    case: Any = field(repr=False)  # Case, ModelCase or Step.
-    place: Place
-    record: Record
-    terms: Terms
-    trace: Trace | None = field(default=None, repr=False, compare=False)
-    refused: Allocation | None = field(default=None, repr=False, compare=False)  # What there was no room for.
-    steps: tuple[Prediction, ...] = field(default=(), repr=False)  # Those of a Program's steps.
-
-    @property
-    def device(self) -> Device:
-        """The device that the prediction is for."""
-        return self.place.for_device
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits; None if unknown."""
-        if self.record.status not in ("ok", "oom"):
-            return None
-        return self.record.status == "ok"
-
-    @property
-    def certainty(self) -> Certainty | None:
-        """How the figures are known; None if there are none."""
-        return self.record.certainty
-
-    @property
-    def exact(self) -> bool:
-        """Whether every figure equals the measured one."""
-        return self.record.exact
-
-    @property
-    def unknown(self) -> tuple[Doubt, ...]:
-        """The doubts about allocations that are not known."""
-        return tuple(doubt for doubt in self.record.doubts if doubt.kind == UNKNOWN)
-
-    @property
-    def bounds(self) -> frozenset[str]:
-        """The fields that are not known to the byte.
-
-        They are lower bounds; upper bounds if the number of concurrent threads is unknown; estimates if sizes or
-        branches that depend on values are assumed.
-        """
-        return frozenset(self.record.bounds)
-
-    @functools.cached_property
-    def segments_bytes(self) -> int | None:
-        """What the segments of the GPU's allocator take; without a limit, if it does not fit. None if unknown."""
-        if self.record.status == "ok" or self.trace is None or self.record.reserved_bytes is None:
-            return self.record.reserved_bytes
-        record = dataclasses.replace(self.record, status="ok")
-        return Replay(self.trace, self.case, self.place.unlimited, record).prediction().record.reserved_bytes
-
-    @property
-    def evidence(self) -> Evidence | None:
-        """Published measurements of programs like this one on such a GPU. None for a CPU, or if nothing was traced."""
-        if self.trace is None or self.device.kind != "cuda":
-            return None
-        return evidence_of(self.trace.operators, self.device.architecture)
-
-    @property
-    def timeline(self) -> list[tuple[str, int]]:
-        """(phase, bytes alive) after each allocation and release."""
-        if self.trace is None:
-            return []
-        phases = [(last, name) for name, (_, last) in self.trace.phases.items()]
-        return list(timeline_of(self.trace.log.events, sorted(phases)))
-
-    @property
-    def peak(self) -> Peak | None:
-        """The moment of all phases when most is alive, whether it fits or not. None if nothing was traced."""
-        if self.trace is None:
-            return None
-        sums = [size for _, size in self.timeline]
-        top = max(sums, default=0)
-        event = len(sums) - sums[::-1].index(top) if sums else 0
-        last = self.trace.log.events[event - 1][0] if sums else Allocation("", 0, 0)
-        phase = self.trace.phase_of(event)
-        is_bound = not {phase, ANY_PHASE}.isdisjoint(self.trace.unknown)
-        return Peak(phase, top, last.module, last.name, self.trace.log.alive(event), is_bound)
-
-    @property
-    def by_module(self) -> dict[str, dict[str, int]]:
-        """Path of a module -> its bytes "saved" for backward, and those alive at the highest "peak".
-
-        The path "" has what belongs to no module.
-        """
-        peak = self.peak
-        if self.trace is None or peak is None:
-            return {}
-        found: dict[str, dict[str, int]] = {}
-        for kind, allocations in {"saved": self.trace.saved, "peak": peak.alive}.items():
-            for allocation in allocations:
-                sums = found.setdefault(allocation.module, {"saved": 0, "peak": 0})
-                sums[kind] += allocation.bytes
-        return found
-
-    @property
-    def buffers(self) -> dict[str, int]:
-        """Buffer of a collective -> its bytes at the peak; empty unless the model is split over processes."""
-        sums: Counter[str] = Counter()
-        for allocation in self.peak.alive if self.peak is not None else ():
-            if allocation.name in BUFFER_NAMES:
-                sums[allocation.name] += allocation.bytes
-        return dict(sums)
-
-    def __repr__(self) -> str:
-        return few_lines(self.sentences())
-
-    def sentences(self) -> list[str]:
-        """Whether it fits, how that is known, and what is alive at the peak."""
-        words = [verdict(self), certainty(self)]
-        if self.peak is not None and self.peak.alive:
-            alive = alive_words((allocation.name, allocation.bytes) for allocation in self.peak.alive)
-            words.append(f"Alive at the peak: {alive}.")
-        return list(filter(None, words))
-
-    def _repr_html_(self) -> str:
-        words = [verdict(self), certainty(self)]
-        return self.record.to_html(words=words, steps=self.timeline, modules=self.by_module)
-
-    @property
-    def known_terms(self) -> Terms:
-        """The terms of the fields that are not bounds."""
-        return {name: terms for name, terms in self.terms.items() if name not in self.bounds}
-
-
-def timeline_of(events: list[tuple[Allocation, bool]], phases: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
-    alive, index = 0, 0
-    for number, (allocation, taken) in enumerate(events, 1):
-        alive += allocation.bytes if taken else -allocation.bytes
-        while index < len(phases) - 1 and number > phases[index][0]:
-            index += 1
-        yield phases[index][1] if phases else "", alive
-
 
 # The torch version of the published A100 rows whose figures are all predicted as printed.
 PUBLISHED_TORCH = (2, 7)
+
+
+def unlimited_segments(prediction: Prediction) -> int | None:
+    """What the segments of the GPU's allocator take without a limit."""
+    if prediction.trace is None:
+        return None
+    record = dataclasses.replace(prediction.record, status="ok")
+    return (
+        Replay(prediction.trace, prediction.case, prediction.place.unlimited, record).prediction().record.reserved_bytes
+    )
+
+
+def evidence_at(trace: Trace, place: Place) -> Evidence | None:
+    """Published measurements of programs like a traced one on the place's kind of GPU. None for a CPU."""
+    device = place.for_device
+    return evidence_of(trace.operators, device.architecture) if device.kind == "cuda" else None
 
 
 def certainty_of(trace: Trace, dtype: str, place: Place, target: Target) -> Certainty:
@@ -328,7 +166,16 @@ class Replay:
             *no_backward,
             *doubts_of_verdict(self.trace, self.record, self.requested, self.place),
         )
-        return Prediction(self.case, self.place, self.record, self.terms, self.trace, self.refused)
+        return Prediction(
+            self.case,
+            self.place,
+            self.record,
+            self.terms,
+            self.trace,
+            self.refused,
+            evidence=evidence_at(self.trace, self.place),
+            unlimited_segments=unlimited_segments,
+        )
 
     def fits(self) -> bool:
         """Whether the device has the memory, without any figure."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from memcheck.core.devices import untried
 from memcheck.core.options import named
+from memcheck.core.prediction import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.core.tensors import gradients_for, tensors_in
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Left, Workload, why_no_backward
 from memcheck.predict import process
-from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
 from memcheck.predict.autocast import autocast_followed
 from memcheck.predict.device_functions import DeviceFunctions, functions_followed

@@ -16,7 +16,7 @@ from memcheck.report.rows import MIB, quotient
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
-    from memcheck.bench.capacity import Capacity
+    from memcheck.core.prediction import Capacity
 
 FOLLOWERS = {"dim": ("core_dim",)}
 SIZES = {"bsz": "B", "query_len": "N", "dim": "dim"}

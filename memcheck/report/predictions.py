@@ -27,8 +27,7 @@ from memcheck.report.rows import MIB, PREDICTED, quotient
 from memcheck.report.tables import Cell, Column, Table, by_size, size_cells, unit_of
 
 if TYPE_CHECKING:
-    from memcheck.predict.api import Largest
-    from memcheck.predict.replay import Prediction
+    from memcheck.core.prediction import Largest, Prediction
 
 
 COMPARED = (

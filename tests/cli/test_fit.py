@@ -12,15 +12,15 @@ from plotted import key, labelled, points
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
-from memcheck.bench.capacity import Capacity, capacity_curve, find_capacity, resized
+from memcheck.bench.capacity import capacity_curve, find_capacity, resized
 from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.place import Place
+from memcheck.core.prediction import Capacity, Prediction
 from memcheck.core.record import Record
 from memcheck.predict.api import Search
-from memcheck.predict.replay import Prediction
 from memcheck.report.capacity import capacity_table
 from memcheck.report.plots.savings import Limit, capacity_figure, plot_capacity
 from memcheck.report.tables import data_rows, to_text

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 import memcheck
 from memcheck._extension import _C
+from memcheck.core.timeline import OTHER
 from memcheck.measure.allocation_events import NODE, allocated_by, stack_of
-from memcheck.measure.timeline import OTHER, record_timeline
+from memcheck.measure.timeline import record_timeline
 
 
 def names(timeline, phase=None):

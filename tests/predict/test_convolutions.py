@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import memcheck
-from memcheck.predict.allocation_log import EMPTY_CACHE
+from memcheck.core.prediction import EMPTY_CACHE
 from memcheck.predict.operators import scratch_of
 from memcheck.predict.operators.convolutions import LEARNED
 from memcheck.predict.scratch import Scratch, Target, Unknown, call_of

@@ -9,8 +9,8 @@ import torch
 
 import memcheck
 from memcheck.core.devices import device_named
+from memcheck.core.prediction import Prediction
 from memcheck.predict.api import Search, fits_by_interpolation, interpolated
-from memcheck.predict.replay import Prediction
 
 pytestmark = pytest.mark.cpu
 GPU = device_named("64MiB")

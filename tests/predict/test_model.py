@@ -16,13 +16,13 @@ from torch.nn import functional
 
 import memcheck
 from memcheck.core.errors import UsageError
+from memcheck.core.prediction import Prediction
 from memcheck.core.record import Record
 from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
 from memcheck.predict.probe import CpuProbe
 from memcheck.predict.probed import Table
-from memcheck.predict.replay import Prediction
 
 pytestmark = pytest.mark.cpu
 

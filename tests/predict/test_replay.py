@@ -19,11 +19,11 @@ from memcheck.bench.case_predictions import closed_bytes, prepare, traced
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
 from memcheck.core.devices import NEWEST_TRIED, Device, running
 from memcheck.core.errors import UsageError
+from memcheck.core.prediction import Prediction
 from memcheck.core.record import Record
 from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
-from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace_runner import TraceRunner
 

@@ -17,8 +17,8 @@ import memcheck
 from memcheck import measure_memory, predict_memory
 from memcheck.bench.case_predictions import prepare
 from memcheck.bench.catalog import CONTENDERS, batch_of, make_case
+from memcheck.core.prediction import Prediction
 from memcheck.predict.operators import scratch_of
-from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Scratch, Target, Unknown, call_of
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]

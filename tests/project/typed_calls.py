@@ -13,17 +13,17 @@ from typing_extensions import assert_type
 import memcheck
 import memcheck.compat
 from memcheck import CompressedAttentionState, CompressedAttentionWindowState, MemoryTracker, Ranks, Results, nn
-from memcheck.bench.capacity import Capacity, find_capacity
+from memcheck.bench.capacity import find_capacity
 from memcheck.bench.catalog import make_case
 from memcheck.compat import softplus_attention as closed_module
 from memcheck.core.devices import Device, device_named
+from memcheck.core.prediction import Capacity, Largest, Peak, Prediction
 from memcheck.core.record import Record
+from memcheck.core.timeline import Timeline
 from memcheck.core.workload import Case
 from memcheck.integrations.transformers import StateCache, register
-from memcheck.measure.timeline import Timeline, record_timeline
+from memcheck.measure.timeline import record_timeline
 from memcheck.ops import gradcheck
-from memcheck.predict.api import Largest
-from memcheck.predict.replay import Peak, Prediction
 from memcheck.report.comparison import Comparison
 
 Pair = tuple[Tensor, Tensor]

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.capacity import Capacity, capacity_curve, capacity_object, check_has_limit, find_capacity
+from memcheck.bench.capacity import capacity_curve, capacity_object, check_has_limit, find_capacity
 from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.decoding import attention_fields_of, batches_of, check_takes_window, make_any_case
@@ -22,10 +22,10 @@ from memcheck.cli.requests import Fit
 from memcheck.core.errors import MemcheckError, UsageError, failure
 from memcheck.core.options import named
 from memcheck.core.place import Place
+from memcheck.core.prediction import Capacity, Largest, Prediction
 from memcheck.core.record import sequence_words
 from memcheck.core.verdict import certainty, size_words
-from memcheck.predict.api import Largest, Search, fits_by_interpolation
-from memcheck.predict.replay import Prediction
+from memcheck.predict.api import Search, fits_by_interpolation
 from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.plots.savings import Limit, plot_capacity
 from memcheck.report.predictions import (

@@ -22,9 +22,9 @@ from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.requests import Predict
+from memcheck.core.prediction import Prediction
 from memcheck.core.verdict import certainty, verdict
 from memcheck.core.workload import Case
-from memcheck.predict.replay import Prediction
 from memcheck.report.predictions import (
     alive_sentence,
     buffers_words,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from memcheck.measure.timeline import Timeline
+    from memcheck.core.timeline import Timeline
 
 # Number of layers with their own name; all others are combined.
 MOST_LAYERS = 11
