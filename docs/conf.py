@@ -18,10 +18,9 @@ from docutils import nodes
 from memcheck.cli.flags import parser_of, split_help
 from memcheck.cli.requests import COMMANDS
 from memcheck.core.options import options_of
-from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.core.version import __version__
 
 project = "memcheck"

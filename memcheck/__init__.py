@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 # First, as it registers the operators. What needs the extension says so where it is missing.
 from memcheck import _extension as _extension
 from memcheck import nn
-from memcheck.core.place import Place
 from memcheck.core.ranks import Ranks
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.core.version import __version__ as __version__
 from memcheck.ops.checks import check_findings
 from memcheck.ops.combinator import combinator

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from memcheck.cli.flags import parse, split_help, whole_parser
+from memcheck.cli.flags import READER_LEFT, parse, patient_streams, split_help, whole_parser
 from memcheck.cli.requests import COMMANDS, TASKS
-from memcheck.cli.streams import READER_LEFT, patient_streams
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.options import spoken_as_flags
 from memcheck.core.version import __version__

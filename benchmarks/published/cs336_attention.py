@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import WORKSPACE, Prediction
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.predict.api import predict_memory
 

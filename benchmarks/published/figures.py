@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memcheck.core.devices import Device
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
 from memcheck.core.ranks import Ranks
+from memcheck.core.step import Place
 
 from . import cs336, liger, lightning, litgpt, notebook, others, torchtitan
 from .study import ALLOCATED, DATA, NVIDIA_SMI, RESERVED, NotPredicted, Published, Study, read_rows

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
+from memcheck.core.step import Place
 
 from .scripts import Script, backward, gradients_of, predict_script, use_cublas
 

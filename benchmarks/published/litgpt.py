@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.predict.model import predict_last
 
 from .scripts import doubted

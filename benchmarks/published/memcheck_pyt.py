@@ -17,9 +17,9 @@ from pathlib import Path
 from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import make_case, make_combinator_case
 from memcheck.core.devices import Device
-from memcheck.core.place import Place
 from memcheck.core.prediction import WORKSPACE, Allocation, AllocationLog, Prediction, Trace
 from memcheck.core.record import Certainty, Record
+from memcheck.core.step import Place
 from memcheck.core.workload import Case
 from memcheck.predict.replay import Replay, blank_record
 from memcheck.predict.scratch import Target

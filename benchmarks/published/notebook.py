@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
+from memcheck.core.step import Place
 
 from .scripts import Script, backward, predict_script
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.predict.model import predict_last
 
 from .scripts import Script, at_its_end, predict_script

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcheck.allocator import CachingAllocator
-from memcheck.core.place import Place
 from memcheck.core.prediction import Trace
+from memcheck.core.step import Place
 from memcheck.predict.replay import allocator_at
 
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import UNKNOWN, Doubt
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.predict.engine import run_backward
 from memcheck.predict.model import predict_last
 

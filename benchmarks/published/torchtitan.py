@@ -18,9 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.predict.model import predict_last
 
 HEAD = 128

@@ -1,8 +1,7 @@
 """Models of the allocators: the same requests in the same order give the same counters. It imports core alone."""
 
-from memcheck.allocator.blocks import MIB, Block, rounded_up
+from memcheck.allocator.blocks import MIB, Block, OutOfMemory, PlainAllocator, rounded_up
 from memcheck.allocator.caching import CachingAllocator
-from memcheck.allocator.plain import OutOfMemory, PlainAllocator
 from memcheck.allocator.settings import AllocatorSettings, Order
 
 __all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator", "Order"]

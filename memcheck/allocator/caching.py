@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from memcheck.allocator.blocks import BLOCK, MIB, SMALL_REQUEST, Block, Pool, rounded_up
-from memcheck.allocator.plain import Count, OutOfMemory
+from memcheck.allocator.blocks import BLOCK, MIB, SMALL_REQUEST, Block, Count, OutOfMemory, Pool, rounded_up
 from memcheck.allocator.settings import AllocatorSettings, Order
 
 # Drivers hand out descending addresses: 82 % of the successive segments in recorded histories.

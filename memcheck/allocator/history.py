@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memcheck.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, Block, Pool
+from memcheck.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, Block, Count, OutOfMemory, Pool
 from memcheck.allocator.caching import CachingAllocator, Event
-from memcheck.allocator.plain import Count, OutOfMemory
 from memcheck.allocator.settings import AllocatorSettings
 
 RELEASES = ("segment_free", "segment_unmap")

@@ -12,14 +12,14 @@ from typing import Any
 
 from memcheck.bench.case_predictions import predict_case, predicted_or_skipped
 from memcheck.bench.catalog import CONTENDERS, batch_of, check_case
-from memcheck.bench.decode import Decoding, cached, grouped, in_place, one_token
+from memcheck.bench.operators import Decoding, cached, grouped, in_place, one_token
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count
 from memcheck.core.devices import Device
 from memcheck.core.errors import UnsupportedError, UsageError, unknown_name
 from memcheck.core.options import named
-from memcheck.core.place import Place, as_place
 from memcheck.core.prediction import Capacity, Prediction
+from memcheck.core.step import Place, as_place
 from memcheck.core.tensors import tensors_in
 from memcheck.core.workload import Case, Workload
 from memcheck.predict.api import Search

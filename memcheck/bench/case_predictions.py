@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from memcheck.bench.catalog import CONTENDERS, Contender, batch_of, make_case
-from memcheck.bench.decode import one_token
+from memcheck.bench.operators import one_token
 from memcheck.core.arguments import place_of
 from memcheck.core.devices import Device, Version, device_named
 from memcheck.core.errors import ExtensionError, MemcheckError, UnsupportedError, UsageError
 from memcheck.core.options import named, options_of
-from memcheck.core.place import Place, as_place
 from memcheck.core.prediction import Prediction, Trace
 from memcheck.core.record import UNKNOWN, Doubt, Record
+from memcheck.core.step import Place, as_place
 from memcheck.core.tensors import named_tensors_in, overflow_as_out_of_memory
 from memcheck.core.workload import Case, Operator, Terms, Workload
 from memcheck.measure.compile import compiled

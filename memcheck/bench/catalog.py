@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from memcheck.bench import decode as decoding
 from memcheck.bench import operators
-from memcheck.bench.decode import Decoding
+from memcheck.bench.operators import Decoding
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.units import Style
@@ -227,7 +226,7 @@ CONTENDERS: dict[str, Contender] = {
             operators.build_naive,
             Style("#D55E00", "s", "--"),
             takes_lengths=True,
-            decode=decoding.with_cache(functools.partial(naive_attention, causal=False)),
+            decode=operators.with_cache(functools.partial(naive_attention, causal=False)),
             **EAGER,
         ),
         headed(
@@ -244,7 +243,7 @@ CONTENDERS: dict[str, Contender] = {
             operators.build_softmax,
             Style("#0072B2", "^", "-."),
             takes_lengths=True,
-            decode=decoding.with_cache(scaled_dot_product_attention),
+            decode=operators.with_cache(scaled_dot_product_attention),
         ),
         softmax_contender(
             "softmax/math", "SDPA, math backend forced", SDPBackend.MATH, Style("#E69F00", "v", (0, (1, 1)))
@@ -279,7 +278,7 @@ CONTENDERS: dict[str, Contender] = {
             "softplus",
             "softplus attention, memcheck's operator",
             Style("#009E73", "o", "-"),
-            decode=Decoding(lambda case: softplus_attention_step, decoding.softplus_state),
+            decode=Decoding(lambda case: softplus_attention_step, operators.softplus_state),
         ),
         headed(
             "linear",
@@ -288,7 +287,7 @@ CONTENDERS: dict[str, Contender] = {
             Style("#332288", "P", (0, (7, 2))),
             causal=False,
             takes_lengths=True,
-            decode=Decoding(lambda case: linear_attention_step, decoding.linear_state),
+            decode=Decoding(lambda case: linear_attention_step, operators.linear_state),
             **OURS,
         ),
         headed(
@@ -298,7 +297,7 @@ CONTENDERS: dict[str, Contender] = {
             Style("#882255", "X", (0, (7, 2, 1, 2))),
             causal=True,
             takes_lengths=True,
-            decode=Decoding(lambda case: linear_attention_step, decoding.linear_state),
+            decode=Decoding(lambda case: linear_attention_step, operators.linear_state),
             **OURS,
         ),
         headed(
@@ -329,7 +328,7 @@ CONTENDERS: dict[str, Contender] = {
             has_factor=True,
             has_window=True,
             takes_lengths=True,
-            decode=Decoding(decoding.compressed_step, decoding.compressed_state),
+            decode=Decoding(operators.compressed_step, operators.compressed_state),
             **OURS,
         ),
         Contender(

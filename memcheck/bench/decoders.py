@@ -20,10 +20,9 @@ from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
-from memcheck.core.place import Place, as_place
 from memcheck.core.prediction import AllocationLog
 from memcheck.core.record import Record
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step, as_place
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES, module_called

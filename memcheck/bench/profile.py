@@ -19,9 +19,8 @@ from memcheck.core.arguments import argument
 from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
-from memcheck.core.place import Place
 from memcheck.core.record import Doubt, Record
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 from memcheck.core.tensors import storages_of, tensors_in
 from memcheck.core.timeline import Timeline
 from memcheck.core.units import format_bytes

@@ -22,9 +22,8 @@ from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS,
 from memcheck.cli.requests import Predict
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named, options_of
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 from memcheck.core.units import counted, format_bytes
 from memcheck.core.verdict import certainty
 from memcheck.core.workload import Case

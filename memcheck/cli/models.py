@@ -28,9 +28,8 @@ from memcheck.cli.output import make_room, progress_bar
 from memcheck.core.devices import Version, version_name
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failure
 from memcheck.core.options import named, options_of
-from memcheck.core.place import Place
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 from memcheck.core.workload import module_called
 from memcheck.predict.api import predict_memory
 from memcheck.predict.model import is_for_lack_of_data

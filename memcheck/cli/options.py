@@ -13,9 +13,8 @@ from memcheck.core.converters import count, names, sizes, switch
 from memcheck.core.devices import this_gpu
 from memcheck.core.errors import UsageError
 from memcheck.core.options import Option, check_needs, convert_some, flags_of, named, option, options_of
-from memcheck.core.place import Place
 from memcheck.core.ranks import KINDS, Ranks
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 
 # Names that help texts list. The modules that define them import torch; a test compares them.
 ATTENTION_TYPES = (

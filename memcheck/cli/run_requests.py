@@ -9,8 +9,7 @@ from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
 from memcheck.core.errors import UsageError
 from memcheck.core.options import flags_of, named, option
-from memcheck.core.place import Place
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 
 PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
 

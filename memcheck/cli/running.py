@@ -21,8 +21,8 @@ from memcheck.bench.sweep.store import Store
 from memcheck.cli.decoding import note_unused_options
 from memcheck.cli.output import check_picture, make_room, print_details, progress_bar
 from memcheck.cli.run_requests import Cases
-from memcheck.core.place import Place
 from memcheck.core.record import Record, write_csv
+from memcheck.core.step import Place
 from memcheck.core.units import format_bytes, format_time
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report.cases import case_and_place, common_case, failure_note, is_predicted

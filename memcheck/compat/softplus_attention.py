@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memcheck import nn
 from memcheck.nn import heuristic_core_dim
-from memcheck.nn.weighted import DeviceLike, Weighted
+from memcheck.nn.layers import DeviceLike, Weighted
 from memcheck.ops.softplus_attention import softplus_attention
 
 __all__ = [

@@ -10,8 +10,7 @@ from typing import Any, TypeVar, cast
 
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.options import Convert, Option, named, options_of
-from memcheck.core.place import Place
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 
 R = TypeVar("R")
 

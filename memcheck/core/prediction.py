@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memcheck.core.devices import Device
-from memcheck.core.place import Place
 from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record
+from memcheck.core.step import Place
 from memcheck.core.units import counted, format_bytes
 from memcheck.core.verdict import alive_words, certainty, few_lines, largest_words, place_words, size_words, verdict
 from memcheck.core.workload import Case, Terms

@@ -12,8 +12,8 @@ from memcheck.core.ranks import RESERVED_MORE
 from memcheck.core.units import counted, format_bytes, largest_first
 
 if TYPE_CHECKING:
-    from memcheck.core.place import Place
     from memcheck.core.prediction import Prediction
+    from memcheck.core.step import Place
     from memcheck.core.workload import Case
 
 OUTSIDE = "outside of submodules"

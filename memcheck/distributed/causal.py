@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memcheck.distributed.exchange import Ranks, State
-from memcheck.distributed.slices import Part
+from memcheck.distributed.slices import Part, Ranks, State
 
 Inputs = Sequence[Any]  # tensors, or None
 

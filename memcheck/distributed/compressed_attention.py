@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memcheck.distributed.exchange import Ranks
+from memcheck.distributed.slices import Ranks
 from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
 from memcheck.ops.compressed_attention import BlockOptions, compressed_attention_pooled
 from memcheck.ops.compressed_attention_windows import check_window

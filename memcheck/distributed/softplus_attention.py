@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memcheck.distributed.causal import Causal, Inputs, Operator
-from memcheck.distributed.exchange import Ranks, State
-from memcheck.distributed.slices import Part, Whole, part_of
+from memcheck.distributed.slices import Part, Ranks, State, Whole, part_of
 from memcheck.ops import softplus_attention as local
 from memcheck.ops.checks import SelfSequences, check_initial_state, check_rank, check_slices, in_autocast_dtype
 

@@ -12,8 +12,7 @@ import torch
 
 from memcheck.core.arguments import takes_step
 from memcheck.core.files import whole_file
-from memcheck.core.place import HERE, Place
-from memcheck.core.step import Step
+from memcheck.core.step import HERE, Place, Step
 from memcheck.core.timeline import Allocation, Timeline
 from memcheck.core.units import format_time
 from memcheck.measure.allocation_events import cuda_memory_history

@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from memcheck.core.arguments import takes_step
-from memcheck.core.place import HERE, Place
-from memcheck.core.record import PHASES, Doubt, Record
-from memcheck.core.step import Step
+from memcheck.core.record import FEW_PASSES, PHASES, Doubt, Record
+from memcheck.core.step import HERE, Place, Step
 from memcheck.core.tensors import resolve_device
-from memcheck.measure import timing
+from memcheck.core.units import format_time
 from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
 from memcheck.measure.run import MeasuredCall, MeasuredRun, timed_pass
+
+# A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...
+WIDE = 0.20
+# ... or if the medians of the first and second half differ by more than this share.
+DRIFT = 0.10
+
+
+def summary(name: str, times: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles under a record's field names; None without passes."""
+    if not times:
+        return {name: None, f"{name}_quartiles": None}
+    low, middle, high = _quartiles(times)
+    return {name: middle, f"{name}_quartiles": (low, high)}
+
+
+def doubts_of_times(phase: str, times: Sequence[float]) -> tuple[Doubt, ...]:
+    """Reasons why the median of these times may be off, as sentences."""
+    if len(times) < FEW_PASSES:
+        return ()  # Too few passes are a doubt of their own.
+    low, middle, high = _quartiles(times)
+    early, late = (statistics.median(half) for half in (times[: len(times) // 2], times[(len(times) + 1) // 2 :]))
+    doubts = []
+    if high - low > WIDE * middle:
+        words = f"{phase} times scatter: the middle half of them spans {(high - low) / middle:.0%} of the median"
+        doubts.append(Doubt(words, "scatter", (f"{phase}_ms",)))
+    if abs(late - early) > DRIFT * early:
+        halves = f"{format_time(early)} in the first half of the passes, {format_time(late)} in the second"
+        doubts.append(Doubt(f"{phase} times drift: median {halves}", "drift", (f"{phase}_ms",)))
+    return tuple(doubts)
+
+
+def doubts_of_passes(passes: int, asked: int, warmed_up: bool) -> tuple[Doubt, ...]:
+    """Doubts about the number of passes."""
+    doubts = []
+    if not warmed_up:
+        words = "the time limit left no pass to warm up: the times include what a first call does once"
+        doubts.append(Doubt(words, "cold"))
+    if passes < FEW_PASSES:
+        cut = f" of the {asked} asked for" if passes < asked else ""
+        doubts.append(Doubt(f"times of only {passes} pass{'es' if passes > 1 else ''}{cut}", "few passes"))
+    return tuple(doubts)
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, middle, high
 
 
 @takes_step(places=HERE)
@@ -90,7 +139,7 @@ def measure_time(
     times = time_passes(MeasuredCall(step, place.device), warmup=warmup, passes=passes, max_seconds=max_seconds)
     fields: dict[str, Any] = {"passes": len(times.passes), "doubts": times.doubts}
     for phase in PHASES:
-        fields |= timing.summary(f"{phase}_ms", times.of(phase))
+        fields |= summary(f"{phase}_ms", times.of(phase))
     return fields
 
 
@@ -116,8 +165,8 @@ def time_passes(call: MeasuredCall, *, warmup: int, passes: int, max_seconds: fl
     # If time was short, the first passes count as well, and at least one always does.
     warm = min(warmup, len(results) - 1)
     times = Times(results[warm:], ())
-    few = timing.doubts_of_passes(len(times.passes), passes, warmed_up=warm > 0 or warmup == 0)
-    scattered = (doubt for phase in PHASES for doubt in timing.doubts_of_times(phase, times.of(phase)))
+    few = doubts_of_passes(len(times.passes), passes, warmed_up=warm > 0 or warmup == 0)
+    scattered = (doubt for phase in PHASES for doubt in doubts_of_times(phase, times.of(phase)))
     return replace(times, doubts=(*disturbed, *few, *scattered))
 
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from memcheck.core.arguments import takes_step
-from memcheck.core.place import HERE, Place
-from memcheck.core.step import Step
+from memcheck.core.step import HERE, Place, Step
 from memcheck.core.tensors import StorageWeakRef, dtype_name, storages_on
 from memcheck.core.timeline import FREED, LEFT, Allocation, Timeline
 from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder

@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_positive, check_step, check_tokens
-from memcheck.nn.layers import HeadedSelfAttention, Options
-from memcheck.nn.rotary import angles_at, positions_within, rotated
-from memcheck.nn.weighted import DeviceLike
+from memcheck.nn.layers import (
+    DeviceLike,
+    HeadedSelfAttention,
+    Options,
+    angles_at,
+    check_positive,
+    check_step,
+    check_tokens,
+    positions_within,
+    rotated,
+)
 from memcheck.ops.checks import check_rank, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places

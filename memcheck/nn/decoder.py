@@ -11,12 +11,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from memcheck.nn.checks import check_positive, refuse_scripting
 from memcheck.nn.combinator import Combinator
-from memcheck.nn.layers import HeadedSelfAttention
-from memcheck.nn.rotary import Rotary, positions_within
+from memcheck.nn.layers import (
+    DeviceLike,
+    HeadedSelfAttention,
+    Rotary,
+    check_positive,
+    positions_within,
+    refuse_scripting,
+)
 from memcheck.nn.softplus_attention import ChannelSelfAttention
-from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.checks import check_plain, is_symbolic
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention

@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_divides, check_positive, check_step, check_tokens, refuse_scripting
-from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import SelfSequences
+from memcheck.ops.checks import SelfSequences, check_floating, check_plain, is_symbolic
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def check_positive(module: str, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ValueError(f"{module}: {name} must be positive, got {size}")
+
+
+def check_divides(module: str, divisor: str, part: int, dividend: str, whole: int) -> None:
+    if whole % part:
+        raise ValueError(f"{module}: {divisor} must divide {dividend} = {whole}, got {part}")
+
+
+def check_decay(module: str, decay: object, kv_heads: int, causal: bool, learned: bool) -> None:
+    """TypeError or ValueError unless decay is None or a number for each key head in (0, 1], below 1 if learned."""
+    if decay is None:
+        if learned:
+            raise ValueError(f"{module}: learned_decay needs a decay, from which it starts, got decay=None")
+        return
+    if isinstance(decay, str) or not isinstance(decay, Sequence):
+        raise TypeError(f'{module}: decay must be numbers, "retnet" or None, got {decay!r}')
+    if not causal:
+        raise ValueError(f"{module}: decay needs causal=True, got causal=False")
+    if len(decay) != kv_heads:
+        raise ValueError(f"{module}: decay must be kv_heads = {kv_heads} numbers, got {len(decay)}")
+    for number in decay:
+        if not 0 < number <= 1 or (learned and number == 1):
+            raise ValueError(f"{module}: decay must be in {'(0, 1)' if learned else '(0, 1]'}, got {number}")
+
+
+def check_tokens(module: str, x: Tensor, dim: int) -> None:
+    """x (B,S,E)"""
+    if is_symbolic(x):
+        return
+    check_plain(module, "x", x)
+    check_floating(module, "x", x)
+    if x.dim() != 3 or x.shape[2] != dim:
+        raise ValueError(f"{module}: x must be (B,S,E) with E = {dim}, got {shape(x)}")
+
+
+def check_step(module: str, x: Tensor, causal: bool) -> None:
+    """x (B,n,E)"""
+    if not causal:
+        raise ValueError(f"{module}: step needs causal=True, got causal=False")
+    if x.shape[1] == 0:
+        raise ValueError(f"{module}: step needs at least one position, got x {shape(x)}")
+
+
+def refuse_scripting(self: object) -> NoReturn:
+    """Raises. torch.jit.script calls it as __prepare_scriptable__ before it compiles a module."""
+    raise NotImplementedError(
+        f"{type(self).__name__}: torch.jit.script does not compile it; use torch.export.export, torch.compile or "
+        "torch.jit.trace"
+    )
+
+
+def shape(x: Tensor) -> str:
+    return "(" + ",".join(map(str, x.shape)) + ")"
 
 
 class Options(SelfSequences, total=False):
@@ -145,3 +201,97 @@ class StatefulSelfAttention(SelfAttentionLayers):
             row, state = self.step_operator(*one, state, **options)
             rows.append(row)
         return self.leave(torch.cat(rows, self.positions[0])), state
+
+
+DeviceLike = torch.device | str | int | None
+PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class Weighted(torch.nn.Module):
+    """A module with one `weight` (.., rows, cols), which is initialised uniformly in +-1/sqrt((rows+cols)/2)."""
+
+    weight: torch.nn.Parameter
+    __prepare_scriptable__ = refuse_scripting
+
+    def __init__(self, *shape: int, device: DeviceLike, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        rows, cols = self.weight.shape[-2:]
+        bound = ((rows + cols) / 2) ** -0.5
+        self.uniform_(-bound, bound)
+
+    def uniform_(self, a: float = 0.0, b: float = 1.0) -> Tensor:
+        """Fills the weight from [a, b), in place."""
+        return torch.nn.init.uniform_(self.weight, a, b)
+
+    def normal_(self, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        """Fills the weight from a normal distribution, in place."""
+        return torch.nn.init.normal_(self.weight, mean, std)
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are printed before precision and memory."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        sizes = "".join(f"{name}={size}, " for name, size in self.sizes().items())
+        dtype = self.weight.dtype
+        precision = PRECISIONS.get(dtype, str(dtype).removeprefix("torch."))
+        mebibytes = round(self.weight.nelement() * self.weight.element_size() / 2**20, 4)
+        # "MB" is how the closed module and its clients print it; they count 2^20 bytes.
+        return f"{sizes}precision={precision}, size={mebibytes} MB"
+
+
+class Rotary(torch.nn.Module):
+    """Rotary position embedding: rotates channels i and i + D/2 by position * base^(-2i/D) (Su et al. 2021).
+
+    Args:
+        dim: D, even. context: the longest sequence. The buffers cos and sin are (context, D/2).
+
+    In the forward x is (..,S,D), at positions (S,), by default 0 to S - 1.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, dim: int, context: int, base: float = 1e4, *, device: DeviceLike = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"Rotary: dim must be even, got {dim}")
+        angles = angles_at(torch.arange(context, device=device, dtype=torch.float32), dim, base)
+        dtype = dtype or torch.get_default_dtype()
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        rows = slice(x.shape[-2]) if positions is None else positions
+        # Under autocast dtypes differ.
+        cos, sin = (table[rows].to(x.dtype) for table in (self.cos, self.sin))
+        return rotated(x, cos, sin)
+
+
+def angles_at(positions: Tensor, dim: int, base: float) -> Tensor:
+    """positions (..) -> (..,D/2), the angle of channels i and i + D/2, in the dtype of positions"""
+    frequencies = base ** -(torch.arange(0, dim, 2, device=positions.device, dtype=positions.dtype) / dim)
+    return positions[..., None] * frequencies
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..,D) with channels i and i + D/2 rotated by an angle whose cos and sin are (..,D/2)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def positions_within(cu_seqlens: Tensor, tokens: Tensor, first: Tensor | None = None) -> Tensor:
+    """cu_seqlens (N+1,), tokens (1,S,..) -> (S,), the position of each token in its own document.
+
+    first: (N,), the position of the first token of each document; 0 by default.
+    """
+    cu_seqlens = cu_seqlens.to(tokens.device)
+    packed = torch.arange(tokens.shape[1], device=tokens.device, dtype=cu_seqlens.dtype)
+    starts = cu_seqlens if first is None else cu_seqlens - torch.nn.functional.pad(first, (0, 1))
+    return packed - starts[torch.searchsorted(cu_seqlens[1:], packed, right=True)]

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_decay
-from memcheck.nn.layers import HeadedSelfAttention, StatefulSelfAttention
-from memcheck.nn.weighted import DeviceLike
+from memcheck.nn.layers import DeviceLike, HeadedSelfAttention, StatefulSelfAttention, check_decay
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 
 

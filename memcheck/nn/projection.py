@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_positive
-from memcheck.nn.weighted import DeviceLike, Weighted
+from memcheck.nn.layers import DeviceLike, Weighted, check_positive
 from memcheck.ops.projection import linear_l, linear_r
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_positive, check_tokens
-from memcheck.nn.layers import SelfAttentionLayers, StatefulSelfAttention
-from memcheck.nn.weighted import DeviceLike
+from memcheck.nn.layers import DeviceLike, SelfAttentionLayers, StatefulSelfAttention, check_positive, check_tokens
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
 
 

@@ -20,8 +20,7 @@ from memcheck.cli.run_requests import ProfileAttention, Sweep
 from memcheck.cli.running import profile_all
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.options import options_of
-from memcheck.core.place import Place
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 from memcheck.notebook.results import Results
 
 R = TypeVar("R", bound=Request)

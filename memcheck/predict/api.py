@@ -24,9 +24,8 @@ from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.options import named, options_of
-from memcheck.core.place import Place
 from memcheck.core.prediction import AllocationLog, Largest, Prediction, Trace
-from memcheck.core.step import MEASURED_ONLY, Program, Step
+from memcheck.core.step import MEASURED_ONLY, Place, Program, Step
 from memcheck.core.workload import Case
 from memcheck.predict import process
 from memcheck.predict.probed import Probe

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memcheck.core.devices import DEVICES, Device
-from memcheck.core.place import Place
 from memcheck.core.prediction import Evidence, Trace
 from memcheck.core.record import UNKNOWN, Doubt, Record
+from memcheck.core.step import Place
 from memcheck.predict.scratch import FreedLate, Unlisted
 
 # Fields that become lower bounds when a phase has unknown allocations.

@@ -23,11 +23,10 @@ from memcheck.core.optimizers import (
     optimizers_in_hooks,
 )
 from memcheck.core.options import named
-from memcheck.core.place import Place
 from memcheck.core.prediction import AllocationLog, Prediction, Trace
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import PHASES, UNKNOWN, Doubt, Record
-from memcheck.core.step import Program, Step
+from memcheck.core.step import Place, Program, Step
 from memcheck.core.tensors import named_tensors_in
 from memcheck.core.workload import ForwardOptions, Workload, module_called, owner_of
 from memcheck.predict import process
@@ -35,13 +34,12 @@ from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.device_functions import DeviceFunctions, answers_about_the_gpu
 from memcheck.predict.device_kinds import MIXES
 from memcheck.predict.known_contents import KnownContents, is_meta
-from memcheck.predict.left_behind import Alive, left_behind_named
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.operators.value_shapes import AssumedValues
 from memcheck.predict.probed import Probe
 from memcheck.predict.python_functions import CompiledCodeError, answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
-from memcheck.predict.reached import scripted_in
+from memcheck.predict.reached import Alive, left_behind_named, scripted_in
 from memcheck.predict.replay import Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner

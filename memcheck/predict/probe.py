@@ -24,8 +24,7 @@ from memcheck._extension import MISSING, extension
 from memcheck.core.devices import running
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
-from memcheck.core.place import Place
-from memcheck.core.step import Step
+from memcheck.core.step import Place, Step
 from memcheck.core.tensors import dtype_name, gradients_for, storages_in, tensors_in
 from memcheck.core.workload import Workload, start_of
 from memcheck.measure.tracker import track

@@ -12,9 +12,9 @@ import torch
 
 from memcheck.allocator import AllocatorSettings, CachingAllocator, Order, OutOfMemory, PlainAllocator
 from memcheck.core.devices import OLDEST_TRIED, Version, running, untried, version_name
-from memcheck.core.place import Place
 from memcheck.core.prediction import EMPTY_CACHE, WARM_UP, Allocation, Evidence, Prediction, Trace
 from memcheck.core.record import Certainty, Doubt, Record
+from memcheck.core.step import Place
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.core.workload import Terms

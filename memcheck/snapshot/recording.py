@@ -17,7 +17,7 @@ from memcheck.allocator.caching import Event
 from memcheck.allocator.history import History, Segment
 from memcheck.allocator.settings import AllocatorSettings
 from memcheck.core.script_record import Origin
-from memcheck.snapshot.frames import origin_of
+from memcheck.snapshot.files import origin_of
 
 Ints = npt.NDArray[np.int64]
 ACTIONS = (

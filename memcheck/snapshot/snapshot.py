@@ -13,8 +13,8 @@ from memcheck.core import html
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
-from memcheck.core.place import Place
 from memcheck.core.snapshot_record import SnapshotRecord
+from memcheck.core.step import Place
 from memcheck.core.verdict import few_lines
 from memcheck.report.plots.style import image_element, shown
 from memcheck.report.plots.timeline import snapshot_figure

@@ -27,7 +27,7 @@ from memcheck.bench.catalog import (
     make_combinator_case,
     register,
 )
-from memcheck.bench.decode import one_token
+from memcheck.bench.operators import one_token
 from memcheck.bench.profile import profile_case
 from memcheck.core.errors import UnsupportedError, UsageError
 from memcheck.core.tensors import tensors_in

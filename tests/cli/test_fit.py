@@ -17,9 +17,9 @@ from memcheck.bench.case_predictions import predict_case
 from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
-from memcheck.core.place import Place
 from memcheck.core.prediction import Capacity, Prediction
 from memcheck.core.record import Record
+from memcheck.core.step import Place
 from memcheck.predict.api import Search
 from memcheck.report.capacity import capacity_table
 from memcheck.report.plots.savings import Limit, capacity_figure, plot_capacity

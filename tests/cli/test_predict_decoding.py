@@ -15,7 +15,7 @@ from memcheck.bench.capacity import CachedModel, step_workload
 from memcheck.bench.catalog import make_case
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
-from memcheck.core.place import Place
+from memcheck.core.step import Place
 from memcheck.core.tensors import tensors_in
 from memcheck.core.workload import Case
 from memcheck.measure.measurement import measure_memory

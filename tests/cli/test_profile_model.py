@@ -15,8 +15,8 @@ import memcheck
 from memcheck.__main__ import main
 from memcheck.bench.decoders import MODES, SIZES, DecoderCase, predict_decoder, profile_decoder
 from memcheck.core.errors import UsageError
-from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.core.step import Place
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.modules import kept_by_component
 from memcheck.measure.tracker import track

@@ -23,8 +23,8 @@ from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.sweep.store import FILE, Store, read_records
 from memcheck.core.devices import device_named
-from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.core.step import Place
 from memcheck.report.cases import pair
 
 SMALL = ["--attention-type", "naive,softplus", "--seq-len", "8:16:x2", "--dim", "16", "--heads", "2"]

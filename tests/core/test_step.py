@@ -18,9 +18,8 @@ from memcheck.bench.catalog import make_case
 from memcheck.bench.sweep.predicted_sweep import key
 from memcheck.core.errors import UsageError
 from memcheck.core.options import options_of, spoken_as_flags
-from memcheck.core.place import HERE
 from memcheck.core.record import Record
-from memcheck.core.step import MEASURED_ONLY
+from memcheck.core.step import HERE, MEASURED_ONLY
 from memcheck.measure.timeline import record_timeline
 from memcheck.nn import Decoder
 

@@ -10,9 +10,8 @@ import torch
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.allocator.blocks import MIB
+from memcheck.allocator.blocks import MIB, OutOfMemory
 from memcheck.allocator.caching import CachingAllocator
-from memcheck.allocator.plain import OutOfMemory
 from memcheck.core.script_record import Line
 from memcheck.measure import machine as machines
 from memcheck.measure import measurement

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memcheck.measure import machine as machines
-from memcheck.measure import measurement, timing
+from memcheck.measure import measurement
 from memcheck.measure.measurement import measure_time
 
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.0]
@@ -58,18 +58,18 @@ def test_passes_that_warm_up_do_not_count(clock):
 
 
 def test_wide_quartiles_are_a_doubt():
-    assert timing.doubts_of_times("forward", [1.0, 1.3, 1.0, 1.3, 1.0, 1.3, 1.0, 1.3]) == (
+    assert measurement.doubts_of_times("forward", [1.0, 1.3, 1.0, 1.3, 1.0, 1.3, 1.0, 1.3]) == (
         "forward times scatter: the middle half of them spans 26% of the median",
     )
-    assert timing.doubts_of_times("forward", [1.0, 1.1] * 4) == ()
+    assert measurement.doubts_of_times("forward", [1.0, 1.1] * 4) == ()
 
 
 def test_drift_is_doubted():
-    assert timing.doubts_of_times("backward", [1.0, 1.0, 1.0, 1.0, 1.15, 1.15, 1.15, 1.15]) == (
+    assert measurement.doubts_of_times("backward", [1.0, 1.0, 1.0, 1.0, 1.15, 1.15, 1.15, 1.15]) == (
         "backward times drift: median 1.00 ms in the first half of the passes, 1.15 ms in the second",
     )
     assert (
-        timing.doubts_of_times("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()
+        measurement.doubts_of_times("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()
     )  # the one in the middle is in neither half
 
 

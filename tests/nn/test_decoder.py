@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memcheck.nn import Decoder
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, PACKABLE
-from memcheck.nn.rotary import Rotary
+from memcheck.nn.layers import Rotary
 
 V, E, F, LAYERS, H, S = 17, 12, 20, 2, 3, 10
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import memcheck
 from memcheck.core.prediction import EMPTY_CACHE
 from memcheck.predict.operators import scratch_of
-from memcheck.predict.operators.convolutions import LEARNED
+from memcheck.predict.operators.products import LEARNED
 from memcheck.predict.scratch import Scratch, Target, Unknown, call_of
 
 ops = torch.ops.aten

@@ -15,7 +15,7 @@ from pinned import assert_pinned
 from memcheck.__main__ import main
 from memcheck.core.record import Doubt, Record
 from memcheck.core.units import Growth, parse_growth
-from memcheck.measure import timing
+from memcheck.measure import measurement
 from memcheck.report.comparison import (
     byte_change,
     compare,
@@ -89,9 +89,9 @@ def test_times_are_compared_beyond_noise(median, quartiles, words) -> None:
             False,
             False,
         ),
-        ({"doubts": timing.doubts_of_times("forward", [1.0] * 4 + [1.2] * 4)}, False, True),
-        ({"doubts": timing.doubts_of_times("backward", [1.0, 1.5] * 4)}, True, False),
-        ({"doubts": timing.doubts_of_passes(8, 8, warmed_up=False)}, False, False),
+        ({"doubts": measurement.doubts_of_times("forward", [1.0] * 4 + [1.2] * 4)}, False, True),
+        ({"doubts": measurement.doubts_of_times("backward", [1.0, 1.5] * 4)}, True, False),
+        ({"doubts": measurement.doubts_of_passes(8, 8, warmed_up=False)}, False, False),
         ({"doubts": (Doubt("saved_tensors are not known: no storage"),)}, True, True),
     ],
 )

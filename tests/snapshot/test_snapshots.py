@@ -13,12 +13,11 @@ import pytest
 
 import memcheck
 from memcheck.allocator import MIB, AllocatorSettings, CachingAllocator
-from memcheck.allocator.blocks import Block
-from memcheck.allocator.plain import OutOfMemory
+from memcheck.allocator.blocks import Block, OutOfMemory
 from memcheck.core.errors import UsageError
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.snapshot import Snapshot
-from memcheck.snapshot.frames import origin_of
+from memcheck.snapshot.files import origin_of
 
 HISTORIES = sorted((Path(__file__).parents[1] / "data" / "histories").glob("*.json.gz"))
 GIB = 1024 * MIB

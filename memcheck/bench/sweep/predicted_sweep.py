@@ -16,8 +16,8 @@ from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import Progress, Settings, SweepRun, code_of, digest
 from memcheck.bench.sweep.store import Store
 from memcheck.core.devices import Device
-from memcheck.core.place import Place, as_place
 from memcheck.core.record import Record
+from memcheck.core.step import Place, as_place
 from memcheck.core.version import __version__
 
 

@@ -21,9 +21,9 @@ from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress
 from memcheck.cli.requests import Fit
 from memcheck.core.errors import MemcheckError, UsageError, failure
 from memcheck.core.options import named
-from memcheck.core.place import Place
 from memcheck.core.prediction import Capacity, Largest, Prediction
 from memcheck.core.record import sequence_words
+from memcheck.core.step import Place
 from memcheck.core.verdict import certainty, size_words
 from memcheck.predict.api import Search, fits_by_interpolation
 from memcheck.report.capacity import capacity_table, room_words, shared_words

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from memcheck.cli.flags import patient_streams
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
-from memcheck.cli.streams import patient_streams
 from memcheck.core.errors import UsageError
 from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named

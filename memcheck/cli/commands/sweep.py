@@ -31,8 +31,8 @@ from memcheck.cli.run_requests import Sweep
 from memcheck.cli.running import case_line, case_title
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.options import convert_some, named
-from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.core.step import Place
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.report.accounting import remarks
 from memcheck.report.cases import is_predicted

@@ -6,7 +6,6 @@ Views are recognised by their schema and need no entry.
 
 from memcheck.predict import ranks
 from memcheck.predict.operators import (
-    convolutions,
     elementwise,
     memcheck_operators,
     products,
@@ -18,4 +17,4 @@ from memcheck.predict.scratch import facts_of, scratch_of
 __all__ = ["facts_of", "scratch_of"]
 
 # Each adds its operators to the table.
-FAMILIES = [ranks, convolutions, elementwise, memcheck_operators, products, reductions, value_shapes]
+FAMILIES = [ranks, elementwise, memcheck_operators, products, reductions, value_shapes]

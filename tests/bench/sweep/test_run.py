@@ -33,8 +33,8 @@ from memcheck.bench.sweep.run import (
 from memcheck.bench.sweep.store import FILE, read_records
 from memcheck.bench.sweep.worker import CaseProcess, Job, work
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.place import Place
 from memcheck.core.record import Record
+from memcheck.core.step import Place
 
 
 def case(operator: str = "softmax", length: int = 8, **fields: Any) -> Case:
