@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import UNKNOWN, Doubt
 from memcheck.core.step import Place, Program, Step
-from memcheck.predict.engine import run_backward
+from memcheck.predict.autocast import run_backward
 from memcheck.predict.model import predict_last
 
 

@@ -1,4 +1,4 @@
-"""Blocks of segments, and the pools that keep the free ones: Block and BlockPool of CUDACachingAllocator.cpp."""
+"""The allocator of the CPU, and of CUDA's the blocks and the pools of free ones, as in CUDACachingAllocator.cpp."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ def check_case(case: Case) -> Case:
         raise UsageError(f"{named('mode')} must be one of {', '.join(MODES)}, got {case.mode}")
     check_lengths(case)
     if case.window is not None and not contender.has_window:
-        raise UsageError(f"{named('window')} is not for {case.operator}, only for {windowed_types()}")
+        windowed = ", ".join(name for name, contender in CONTENDERS.items() if contender.has_window)
+        raise UsageError(f"{named('window')} is not for {case.operator}, only for {windowed}")
     if case.window is not None and not case.causal:
         raise UsageError(f"{named('window')} needs {named('causal')}, got {named('causal=False')}")
     if case.mode == "decode" and case.query_len != 1:
@@ -136,11 +137,6 @@ def check_sequences(lengths: Sequence[int]) -> str:
 def attention_types() -> list[str]:
     """The names that --attention-type accepts."""
     return [name for name, contender in CONTENDERS.items() if contender.kind == "attention"]
-
-
-def windowed_types() -> str:
-    """The names of the operators that take a window, in words."""
-    return ", ".join(name for name, contender in CONTENDERS.items() if contender.has_window)
 
 
 def combinator_types() -> list[str]:

@@ -1,4 +1,4 @@
-"""The parts of catalog entries: functions that make tensors and operators of a case, and files that register more."""
+"""The parts of catalog entries: what makes tensors, operators and decoding steps of a case, and files that add more."""
 
 from __future__ import annotations
 

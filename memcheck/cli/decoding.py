@@ -15,7 +15,6 @@ from memcheck.bench.catalog import (
     combinator_types,
     make_case,
     make_combinator_case,
-    windowed_types,
 )
 from memcheck.cli.models import SIZES, Setting, unbuilt
 from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS, ModelStep, Operators, Request
@@ -119,7 +118,8 @@ def check_takes_window(window: object, names: Iterable[str]) -> None:
     names = dict.fromkeys(names)
     if window is not None and all(name in CONTENDERS and not CONTENDERS[name].has_window for name in names):
         others = ", ".join(names)
-        raise UsageError(f"{named('window')} is only for {windowed_types()}, got {named('attention_type')} {others}")
+        windowed = ", ".join(name for name, contender in CONTENDERS.items() if contender.has_window)
+        raise UsageError(f"{named('window')} is only for {windowed}, got {named('attention_type')} {others}")
 
 
 def note_unused_options(request: Request, cases: list[Case]) -> None:

@@ -1,4 +1,4 @@
-"""Flags, help and errors of a command, made of the options of its request. Nothing here imports torch."""
+"""Flags, help and errors of a command, made of its request's options, and its streams. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that predictions are made for: a catalog of GPUs, and those of this machine.
+"""What predictions are made for: a catalog of GPUs, those of this machine, and versions of torch.
 
 A driver reports less memory than the nominal size, and a process gets less than that, because its CUDA context and
 kernels come first. `usable_bytes` is what is left for torch's allocator; `source` says where the numbers are from. A

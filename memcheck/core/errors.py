@@ -1,4 +1,4 @@
-"""Errors that end a command. Their message is printed as one line, and they carry the exit code."""
+"""Errors that end a command, in one line and with its exit code; and what failed in somebody's code, in one line."""
 
 from __future__ import annotations
 

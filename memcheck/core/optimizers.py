@@ -1,4 +1,4 @@
-"""Optimizers: what makes one, what its step calls, and those that an object holds."""
+"""What is around a step: optimizers, activation checkpoints, and Python's garbage collector at rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a model: what is measured and predicted. Nothing here imports torch at its start."""
+"""Where a step happens, and steps of a model: what is measured and predicted. Nothing imports torch at its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Converts bytes, lists of sizes and times to and from text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB of 10^3."""
+"""Converts bytes, lists of sizes and times to and from text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB of 10^3.
+
+And the look of an operator's lines.
+"""
 
 from __future__ import annotations
 

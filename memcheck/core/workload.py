@@ -1,4 +1,4 @@
-"""What a forward returns: the tensors that the backward starts from, and what stays alive until the step ends."""
+"""What is measured or predicted as one value: a case or a workload, and what its forward returns and leaves alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of packed, padded and continued sequences lies in one rank's slice."""
+"""What of sequences lies in one rank's slice, and what travels between the processes of a group."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Measures one callable: the bytes of a forward and a backward, and in separate passes the milliseconds."""
+"""Measures one callable: the bytes of a forward and a backward, and in other passes milliseconds with statistics."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,16 @@ import torch
 from memcheck.core.arguments import takes_step
 from memcheck.core.record import FEW_PASSES, PHASES, Doubt, Record
 from memcheck.core.step import HERE, Place, Step
-from memcheck.core.tensors import resolve_device
+from memcheck.core.tensors import (
+    gradients_for,
+    resolve_device,
+)
 from memcheck.core.units import format_time
+from memcheck.core.workload import Outputs
 from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
-from memcheck.measure.run import MeasuredCall, MeasuredRun, timed_pass
+from memcheck.measure.run import MeasuredCall, MeasuredRun, gradients_aside, range_around
 
 # A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...
 WIDE = 0.20
@@ -187,3 +191,22 @@ def _timed_passes(call: MeasuredCall, count: int, max_seconds: float | None) -> 
         previous = now
         results.append(timed_pass(call))
     return results
+
+
+def timed_pass(call: MeasuredCall) -> dict[str, float]:
+    """The milliseconds of each phase that runs: "forward", "backward", "optimizer"."""
+    returned: list[Outputs] = []
+    times: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> None:
+        with range_around.get()(name):
+            times[name] = call.machine.milliseconds(run)
+
+    with range_around.get()("pass"), call.arranged(), gradients_aside(call.leaves):
+        timed("forward", lambda: returned.append(call.forward()))
+        if roots := returned[0].roots:
+            gradients = gradients_for(roots, call.step.dense_grad)
+            timed("backward", lambda: torch.autograd.backward(roots, gradients))
+            if call.optimizer_step is not None:
+                timed("optimizer", call.optimizer_step)
+    return times

@@ -60,7 +60,9 @@ class MeasuredCall:
         if isinstance(self.parameters, Iterator):
             self.parameters = list(self.parameters)
         if (makes := optimizer_factory(step.optimizer)) is not None:
-            made = optimizer_made(makes, module_of(fn))
+            if (module := module_called(fn)) is None:
+                raise ValueError(f"optimizer needs a module with parameters, got {fn!r}")
+            made = optimizer_made(makes, module)
             self.parameters = (owner_of(fn), optimizers_in(made), self.parameters)
             self.optimizer_step = clipped_step(made, step.clip_grad_norm)
         stepped = getattr(self.optimizer_step, "__self__", None)
@@ -77,7 +79,7 @@ class MeasuredCall:
         self.owned = [tensor for _, tensor in self.named_owned]
         self.named_leaves = _leaves(self.named_given, self.named_owned, step.backward)
         self.leaves = [tensor for _, tensor in self.named_leaves]
-        self.device = resolve_device(name_here(device), [*self.given, *self.owned])
+        self.device = resolve_device(device.kind if isinstance(device, Device) else device, [*self.given, *self.owned])
         # Bytes that the first step left alive: caches, or the state of an optimizer that was not given.
         self.unseen_bytes = 0
         self.machine = machine_of(self.device)
@@ -364,25 +366,6 @@ def _let_go_of_failed_backward(device: torch.device) -> None:
     torch.ones((), device=device, requires_grad=True).clone().backward()
 
 
-def timed_pass(call: MeasuredCall) -> dict[str, float]:
-    """The milliseconds of each phase that runs: "forward", "backward", "optimizer"."""
-    returned: list[Outputs] = []
-    times: dict[str, float] = {}
-
-    def timed(name: str, run: Callable[[], Any]) -> None:
-        with range_around.get()(name):
-            times[name] = call.machine.milliseconds(run)
-
-    with range_around.get()("pass"), call.arranged(), gradients_aside(call.leaves):
-        timed("forward", lambda: returned.append(call.forward()))
-        if roots := returned[0].roots:
-            gradients = gradients_for(roots, call.step.dense_grad)
-            timed("backward", lambda: torch.autograd.backward(roots, gradients))
-            if call.optimizer_step is not None:
-                timed("optimizer", call.optimizer_step)
-    return times
-
-
 @contextmanager
 def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
     """Inside, the leaves have no .grad; afterwards they have their own again."""
@@ -394,18 +377,6 @@ def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
     finally:
         for leaf, gradient in zip(leaves, gradients, strict=True):
             leaf.grad = gradient
-
-
-def module_of(model: Any) -> torch.nn.Module:
-    """The module, or the one whose method it is. ValueError: it is none."""
-    if (owner := module_called(model)) is None:
-        raise ValueError(f"optimizer needs a module with parameters, got {model!r}")
-    return owner
-
-
-def name_here(device: Device | torch.device | str | None) -> torch.device | str | None:
-    """The device as torch names it here."""
-    return device.kind if isinstance(device, Device) else device
 
 
 def _arguments(fn: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

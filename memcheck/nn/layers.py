@@ -1,4 +1,4 @@
-"""The bases of attention modules: their four linear layers, and the forward and the step of those with a state."""
+"""The bases of modules: checks of arguments, four linear layers, rotary positions, forward and step with a state."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from memcheck.core.prediction import Allocation, AllocationLog
 from memcheck.core.tensors import storages_in
+from memcheck.predict.autocast import running_node
 from memcheck.predict.device_kinds import KINDS
-from memcheck.predict.engine import running_node
 from memcheck.predict.scratch import Target
 
 # References to a storage in LiveStorages.note_sizes if no code of the model holds it: the list, the variable, the

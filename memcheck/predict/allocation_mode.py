@@ -22,8 +22,7 @@ from memcheck.core.prediction import BUFFERS, WORKSPACE, Allocation, AllocationL
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.predict import process
 from memcheck.predict.allocation_log import LiveStorages, Modules
-from memcheck.predict.device_kinds import KINDS
-from memcheck.predict.engine import (
+from memcheck.predict.autocast import (
     KeptNumbers,
     engine_calls,
     is_dense,
@@ -34,6 +33,7 @@ from memcheck.predict.engine import (
     use_counts,
     without_kept,
 )
+from memcheck.predict.device_kinds import KINDS
 from memcheck.predict.known_contents import NEEDS_VALUES, UNKNOWN, KnownContents, flagged_as, is_meta, written_by
 from memcheck.predict.meta_copy import NESTED, MetaCopies, all_on_meta
 from memcheck.predict.meta_results import (

@@ -30,8 +30,7 @@ from memcheck.core.tensors import gradients_for
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Left, Workload
 from memcheck.predict.allocation_mode import AllocationMode
-from memcheck.predict.autocast import key_for
-from memcheck.predict.engine import run_backward
+from memcheck.predict.autocast import key_for, run_backward
 from memcheck.predict.model import highest_bytes
 
 # Products of which a GPU would time a padded and a plain one (torch/_inductor/fx_passes/pad_mm.py), since it was

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.devices import FLOAT64_LOGSUMEXP_ON_META, running
 from memcheck.core.tensors import tensors_in
-from memcheck.predict.engine import running_node
+from memcheck.predict.autocast import running_node
 from memcheck.predict.known_contents import UNKNOWN, is_meta
 from memcheck.predict.operators import facts_of, value_shapes
 from memcheck.predict.operators.value_shapes import DecidingValues

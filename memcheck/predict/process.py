@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import MemcheckError, UnsupportedError
-from memcheck.predict import pretended_gpu
 
 if TYPE_CHECKING:
     from memcheck.core.devices import Device
@@ -43,7 +42,9 @@ def missing(kind: str) -> str | None:
     """Why compiled programs are not predicted for a kind of device; None if they are."""
     if lacking := " and ".join(name for name in NEEDED[kind] if importlib.util.find_spec(name) is None):
         return f"predicting compiled code needs {lacking}: pip install 'memcheck[compiled]'"
-    if kind == "cuda" and pretended_gpu.library() is None:
+    from memcheck.predict.pretended_gpu import library
+
+    if kind == "cuda" and library() is None:
         return "predicting compiled code for a GPU needs memcheck's compiled extension"
     return None
 
@@ -110,6 +111,8 @@ def serve(requests_from: int, answers_to: int) -> None:
     requests, answers = Connection(requests_from, writable=False), Connection(answers_to, readable=False)
     device = requests.recv()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(device))
+    from memcheck.predict import pretended_gpu
+
     if device.kind == "cuda":
         pretended_gpu.load()
     IS_CHILD.append(True)

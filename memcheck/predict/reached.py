@@ -1,4 +1,9 @@
-"""Copies of functions whose closures, globals or bound arguments reach modules: they call meta copies of these."""
+"""What a model's functions reach: copies that call meta copies of modules, and where a prediction left tensors.
+
+A prediction runs the user's own functions with a copy of the model. What they store elsewhere, in globals, caches,
+closures and objects, stays there, and the model itself would fail on it. A traced run knows the storages that it made:
+if one of them outlives the run, its holders are searched, and a warning names them. Nothing of them is changed.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ from memcheck.core.units import format_bytes
 from memcheck.core.workload import Left, Workload, why_no_backward
 from memcheck.predict import process
 from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
-from memcheck.predict.autocast import autocast_followed
+from memcheck.predict.autocast import autocast_followed, run_backward
 from memcheck.predict.device_functions import DeviceFunctions, functions_followed
-from memcheck.predict.engine import run_backward
 from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import distributed_followed

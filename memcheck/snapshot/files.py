@@ -1,4 +1,4 @@
-"""Reads the files of memory snapshots as plain data. Nothing in a file is run."""
+"""Reads the files of memory snapshots as plain data, and where memory was allocated. Nothing in a file is run."""
 
 from __future__ import annotations
 

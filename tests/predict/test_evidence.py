@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.predict import bounds
-from memcheck.predict.bounds import Measured, evidence_of
+from memcheck.predict import replay
+from memcheck.predict.replay import Measured, evidence_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def of_three_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         Measured("b", "A100-80GB", frozenset({"aten::conv"}), (0.5,)),
         Measured("c", "RTX-4090", frozenset({"aten::exp"}), (0.1,)),
     )
-    monkeypatch.setattr(bounds, "measured", lambda: found)
+    monkeypatch.setattr(replay, "measured", lambda: found)
 
 
 def test_runs_with_half_of_the_operators_on_gpus_of_the_kind_count() -> None:

@@ -11,7 +11,7 @@ from published.study import DATA, results_of
 from memcheck.bench.case_predictions import closed_terms
 from memcheck.bench.catalog import make_combinator_case
 from memcheck.core.devices import device_named
-from memcheck.predict import bounds
+from memcheck.predict import replay
 
 MIB = 2**20
 ROWS = [row.given for row in memcheck_pyt.STUDY.rows(None)][::2]
@@ -41,7 +41,7 @@ def test_the_comparison_says_the_same_and_is_the_stored_evidence():
     results = [*results_of(memcheck_pyt.STUDY, memcheck_pyt.STUDY.rows(None))]
     assert len(results) == 2 * 155
     assert all(result["equal"] for result in results)
-    stored = json.loads((bounds.DATA / "evidence_memcheck_pyt.json").read_text())
+    stored = json.loads((replay.DATA / "evidence_memcheck_pyt.json").read_text())
     assert json.loads(json.dumps(compare.evidence_in(results))) == stored
 
 

@@ -1,4 +1,12 @@
-"""Matrix products, and the operators behind scaled_dot_product_attention."""
+"""Matrix products, the operators behind scaled_dot_product_attention, and what cuDNN runs: convolutions, normalization.
+
+Of convolutions, copies are read in sources, and what cuDNN's algorithms need is an estimate.
+
+How many bytes an algorithm needs is known to cuDNN alone, and which one it takes depends on a search or on heuristics.
+The estimates are learned, not read: they are what fits nvidia-smi's figures of 260 models of timm that trained in
+float32 on an A100 (benchmarks/published/timm.py), and were compared with as many others. Both halves are 1.3 % off at
+the median. Nothing was learned about other types, GPUs and dimensions.
+"""
 
 from __future__ import annotations
 
