@@ -70,6 +70,17 @@ class Device:
         )
 
 
+def speeds(name: str) -> tuple[float, float, float] | None:
+    """GB/s of the GPU's memory, TFLOP/s of its tensor cores in 16 bits, and of its other units in float32, as in TABLE.
+
+    None if one of them is not known.
+    """
+    with open(TABLE, encoding="utf-8", newline="") as table:
+        row = next((row for row in csv.DictReader(table) if row["name"] == name), None)
+    found = [row[column] for column in ("bandwidth_gb_s", "tensor_tflops", "fma_tflops")] if row else [""]
+    return (float(found[0]), float(found[1]), float(found[2])) if all(found) else None
+
+
 def memory_sizes(row: dict[str, str]) -> tuple[int, int, str]:
     """Total bytes, bytes for torch's allocator, and the source of both."""
     nominal_bytes = int(row["nominal_gb"]) * 2**30

@@ -7,6 +7,7 @@ larger sizes, mainly round ones, and continues from any that fits. The result an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from memcheck.core.arguments import argument, place_of, takes_step
 from memcheck.core.converters import count
 from memcheck.core.devices import Device
-from memcheck.core.errors import UsageError, unknown_name
+from memcheck.core.errors import UnsupportedError, UsageError, unknown_name
 from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.options import named, options_of
 from memcheck.core.prediction import AllocationLog, Largest, Prediction, Trace
@@ -220,17 +221,26 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
         raise ValueError(f"probes must be a file, True, False or a Probe, got {probes!r}")
     from memcheck.predict.model import predict_last, predict_program  # Loaded with the first prediction.
     from memcheck.predict.probe import probe_for
-    from memcheck.predict.python_functions import CompiledCodeError
+    from memcheck.predict.python_functions import CompiledCodeError, ElsewhereError
 
     place = place.resolved()
     program = step if isinstance(step, Program) else Program([step], outputs_stay=False)
     if any(one.compile for one in program.steps) and not process.IS_CHILD:
         return predicted_elsewhere(step, place, probes)
     probe, place = probe_for(probes, place)
+    predict = functools.partial(predict_program if isinstance(step, Program) else predict_last, program, place, probe)
     try:
-        return (predict_program if isinstance(step, Program) else predict_last)(program, place, probe)
+        return predict()
     except CompiledCodeError:
         return predicted_elsewhere(step, place, probes)
+    except ElsewhereError:
+        with contextlib.suppress(UnsupportedError):
+            return predicted_elsewhere(step, place, probes)
+    process.STAYS.append(True)  # What the model asks is answered for this machine, with a doubt.
+    try:
+        return predict()
+    finally:
+        process.STAYS.clear()
 
 
 def predicted_elsewhere(step: Step | Program, place: Place, probes: Any) -> Prediction:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._pytree import tree_flatten
 
-from memcheck.core.devices import running
+from memcheck.core.devices import Device, running, speeds
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import Certainty, Doubt
 from memcheck.core.tensors import gradients_for
@@ -66,8 +66,9 @@ def empty_on_meta(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
-def prepare(kind: str) -> None:
-    """From now on, this process compiles for a device of the kind, "cpu" or "cuda", without it."""
+def prepare(device: Device) -> None:
+    """From now on, this process compiles for the device without it."""
+    kind = device.kind
     DEVICE.append(kind)
     import torch._dynamo.config
     import torch._inductor.async_compile
@@ -85,7 +86,7 @@ def prepare(kind: str) -> None:
         functions.assert_size_stride = lambda *_, **__: None
     else:
         fold_on_cpu()
-        decide_padding()
+        decide_padding(device)
     follow_random_states(kind)
     lie_on(torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu"))
     torch._inductor.config.compile_threads = 1
@@ -152,14 +153,18 @@ def fold_on_cpu() -> None:
 LIBRARIES: list[torch.library.Library] = []  # An implementation lives as long as its library.
 
 
-def decide_padding() -> None:
-    """PADS decides about the products that a GPU would time; they are noted."""
+def decide_padding(device: Device) -> None:
+    """PADS decides about the products that a GPU would time, which are those that its arithmetic bounds; it notes them.
+
+    What the GPU's memory and arithmetic can do is that of its data sheet, or if it is not known, of an H100.
+    """
     import torch._inductor.fx_passes.pad_mm as pad_mm
     import torch._inductor.utils
 
     utils: Any = torch._inductor.utils
-    utils.get_device_tflops = lambda dtype: {torch.float32: 66.9}.get(dtype, 989.0)
-    utils.get_gpu_dram_gbps = lambda: 3352
+    bandwidth, of_tensor_cores, of_others = speeds(device.name) or speeds("H100-80GB-SXM") or (3350, 989.4, 66.9)
+    utils.get_device_tflops = lambda dtype: of_others if dtype in (torch.float32, torch.float64) else of_tensor_cores
+    utils.get_gpu_dram_gbps = lambda: bandwidth
     bound: Any = pad_mm.is_mm_compute_bound
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, op: Any, input: Any = None) -> bool:

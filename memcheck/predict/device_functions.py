@@ -39,6 +39,7 @@ from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import (
     OF_THIS_MACHINE,
     Bodies,
+    ElsewhereError,
     answered,
     callback_unless_compiled,
     original,
@@ -270,13 +271,20 @@ def functions_followed(mode: AllocationMode) -> Iterator[None]:
 
 
 def answers_about_the_gpu(mode: AllocationMode) -> dict[str, Any]:
-    """What functions of torch say of the GPU: of the target, or if a model asks, of this machine and with a doubt."""
+    """What functions of torch say of the GPU: of the target, or if a model asks, of this machine and with a doubt.
+
+    Nothing in a process that pretends to have the target: there, torch itself answers for it.
+    """
+    if process.IS_CHILD:
+        return {}
 
     def of_this_machine(name: str, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(2)
         if caller.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memcheck"):
             return original(name)(*args, **kwargs)
         asked = f"{name}() at {line_words(caller.f_code.co_filename, caller.f_lineno)}"
+        if not process.STAYS and process.missing("cuda") is None:
+            raise ElsewhereError(asked)
         phase = ANY_PHASE if mode.phase == "inputs" else mode.phase
         mode.note_unknown(Unlisted(f"what depends on {asked}, which answered for this machine"), phase)
         try:

@@ -240,7 +240,7 @@ def refuse_unknown_sizes(module: torch.nn.Module) -> None:
 
 
 def refuse_compiled(module: torch.nn.Module, name: str = "") -> None:
-    """CompiledCodeError: its compile() was called."""
+    """ElsewhereError: its compile() was called."""
     if hasattr(module._compiled_call_impl, "_torchdynamo_orig_callable"):
         raise CompiledCodeError(compiled_words(module._compiled_call_impl, name))
 

@@ -103,6 +103,7 @@ def answer_as(device: Device) -> None:
     LIBRARY[0].memcheck_choose_attention(ctypes.c_int64(FLASH))
     found = properties(device)
     capability = (found.major, found.minor)
+    device_usable = device.usable_bytes or device.total_bytes
     stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device_type=1)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -118,6 +119,7 @@ def answer_as(device: Device) -> None:
         "set_device": lambda device: None,
         "current_stream": lambda device=None: stream,
         "memory_allocated": lambda device=None: 0,
+        "mem_get_info": lambda device=None: (device_usable, found.total_memory),
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
         "_lazy_init": lambda: None,

@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -35,7 +36,10 @@ NEEDED = {"cpu": ("cloudpickle",), "cuda": ("cloudpickle", "triton")}
 # Contents of a storage decide sizes only if it is small.
 MOST_BYTES = 2**16
 IS_CHILD: list[bool] = []  # Filled in the process that predicts.
-CHILDREN: dict[Device, Child] = {}
+STAYS: list[bool] = []  # Filled while a model that asks for a GPU is predicted without a process of its own.
+MOST_CHILDREN = 2  # Each takes about a GiB.
+CHILDREN: dict[tuple[int, Device], Child] = {}  # By the process that started it, and its device; the oldest first.
+LOCK = threading.Lock()
 
 
 def missing(kind: str) -> str | None:
@@ -56,9 +60,12 @@ def predicted(device: Device, function: Callable[..., Any], *args: Any, **kwargs
     """
     if words := missing(device.kind):
         raise UnsupportedError(words)
-    if device not in CHILDREN or CHILDREN[device].process.poll() is not None:
-        CHILDREN[device] = Child(device)
-    return CHILDREN[device].call(f"{function.__module__}:{function.__qualname__}", args, kwargs)
+    key = os.getpid(), device
+    with LOCK:
+        if key not in CHILDREN or CHILDREN[key].process.poll() is not None:
+            end_all(but=MOST_CHILDREN - 1)
+            CHILDREN[key] = Child(device)
+        return CHILDREN[key].call(f"{function.__module__}:{function.__qualname__}", args, kwargs)
 
 
 class Child:
@@ -80,7 +87,12 @@ class Child:
 
     def call(self, name: str, args: Any, kwargs: Any) -> Any:
         try:
-            self.requests.send_bytes(packed((name, args, kwargs, settings())))
+            call = packed((name, args, kwargs, settings()))
+        except Exception as refused:
+            words = "the model cannot be sent to the process that predicts it"
+            raise UnsupportedError(f"{words}: {in_one_line(refused)}") from refused
+        try:
+            self.requests.send_bytes(call)
             returned, error = unpacked(self.answers.recv_bytes())
         except (EOFError, OSError):
             self.errors.seek(0)
@@ -89,21 +101,20 @@ class Child:
                 f"the process that predicts compiled code ended with exit code {self.process.wait()}: {last.decode()}"
             ) from None
         if error is not None:
-            if os.environ.get("DEBUGX"):
-                self.errors.seek(0)
-                print(self.errors.read().decode())
             raise error
         return returned
 
     def end(self) -> None:
-        self.requests.close()
+        self.process.terminate()
         self.process.wait()
 
 
 @atexit.register
-def end_all() -> None:
-    for child in CHILDREN.values():
-        child.end()
+def end_all(but: int = 0) -> None:
+    """Ends the processes that this one started, but so many of the newest."""
+    own = [key for key in CHILDREN if key[0] == os.getpid()]
+    for key in own[: len(own) - but]:
+        CHILDREN.pop(key).end()
 
 
 def serve(requests_from: int, answers_to: int) -> None:
@@ -121,7 +132,7 @@ def serve(requests_from: int, answers_to: int) -> None:
 
     if device.kind == "cuda":
         pretended_gpu.answer_as(device)
-    compiled.prepare(device.kind)
+    compiled.prepare(device)
     with contextlib.suppress(EOFError):
         while True:
             returned = error = None

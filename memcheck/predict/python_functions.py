@@ -60,8 +60,12 @@ ANSWERED = {
 EMPTY = object()  # What an empty cell of a closure holds.
 
 
-class CompiledCodeError(NotImplementedError):
-    """torch.compile decides what is allocated. A process of its own can predict it."""
+class ElsewhereError(NotImplementedError):
+    """A process of its own can predict this: code under torch.compile, or code that asks for a GPU."""
+
+
+class CompiledCodeError(ElsewhereError):
+    """torch.compile decides what is allocated."""
 
 
 def no(*_: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from memcheck.core.record import Record
 from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
+from memcheck.predict import process
 from memcheck.predict.probe import CpuProbe
 from memcheck.predict.probed import Table
 
@@ -493,7 +495,14 @@ QUESTIONS: dict[str, Callable[[], Any]] = {
 AS_IN_PUBLISHED_RUNS: dict[str, Any] = {"device": "A100-40GB", "torch_version": "2.7"}  # Which may be exact.
 
 
+@pytest.fixture
+def stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the process needs that answers for the target."""
+    monkeypatch.setitem(process.NEEDED, "cuda", ("no_such_package",))
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.usefixtures("stays")
 def test_what_only_this_machine_answers_is_a_doubt_or_the_reason(name: str) -> None:
     prediction = memcheck.predict_memory(AsksFirst(QUESTIONS[name]), torch.rand(2, 4), **AS_IN_PUBLISHED_RUNS)
     assert not prediction.exact
@@ -501,6 +510,33 @@ def test_what_only_this_machine_answers_is_a_doubt_or_the_reason(name: str) -> N
     assert (prediction.record.status == "ok") == ("backward_peak_bytes" in prediction.bounds)
 
 
+@pytest.mark.extension
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_process_that_pretends_to_have_the_gpu_answers_for_it(name: str) -> None:
+    answers = {"torch.cuda.get_device_name": "A100-40GB", "torch.cuda.device_count": 1}
+
+    def asks() -> None:
+        found = QUESTIONS[name]()
+        assert found == answers.get(name, found)
+        assert found
+
+    prediction = memcheck.predict_memory(AsksFirst(asks), torch.rand(2, 4), **AS_IN_PUBLISHED_RUNS)
+    assert (prediction.record.status, prediction.unknown) == ("ok", ())
+
+
+@pytest.mark.extension
+def test_a_model_that_cannot_be_sent_is_predicted_here() -> None:
+    lock = threading.Lock()
+
+    def asks() -> None:
+        with lock:
+            assert not torch.cuda.is_available()
+
+    prediction = memcheck.predict_memory(AsksFirst(asks), torch.rand(2, 4), **AS_IN_PUBLISHED_RUNS)
+    assert "torch.cuda.is_available() at" in prediction.unknown[0]
+
+
+@pytest.mark.usefixtures("stays")
 def test_an_optimizer_that_asks_for_a_gpu_is_a_doubt_about_every_phase() -> None:
     how = {"optimizer": FusedIfThereIsAGpu, **AS_IN_PUBLISHED_RUNS}
     prediction = memcheck.predict_memory(nn.Linear(4, 4), torch.rand(2, 4), **how)
