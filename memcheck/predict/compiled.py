@@ -37,8 +37,6 @@ from memcheck.predict.model import highest_bytes
 # cleared, and whether these are padded here.
 TIMED: dict[str, None] = {}
 PADS = [False]
-
-
 DEVICE: list[str] = []  # The kind that this process compiles for.
 
 
@@ -180,8 +178,6 @@ def decide_padding(device: Device) -> None:
 # Operators that Inductor writes from templates, whose scratch was not compared with measurements.
 TEMPLATES = ("flex_attention", "flex_attention_backward", "triton_kernel_wrapper_mutation")
 TORCH_COMPILE: Any = torch.compile
-
-
 # What was compiled, by the function and the settings: a model may call torch.compile in its forward.
 CODES: dict[Any, dict[Any, Any]] = {}
 
@@ -277,8 +273,8 @@ def call_key(owner: Any, args: Any, kwargs: Any) -> Any:
     """What the compiled code of a call depends on, as guards would check it."""
     leaves, structure = tree_flatten((args, kwargs))
     modes = tuple(part.training for part in owner.modules()) if isinstance(owner, torch.nn.Module) else ()
-    # Not autocast, which is followed by means of its own while a step is traced.
-    state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled(DEVICE[0]) and torch.get_autocast_dtype(DEVICE[0])
+    state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return structure, tuple(map(leaf_key, leaves)), modes, state
 
 

@@ -142,6 +142,15 @@ def several_shapes(x: Tensor) -> Any:
     return Waves.wave(x).sum() + Waves.wave(x.repeat(2, 1)).sum() + Waves.wave(x.double()).sum()
 
 
+def in_and_out_of_autocast(x: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = LINEAR(x)
+    return y.sum() + LINEAR(x).sum()
+
+
+LINEAR = torch.compile(nn.Linear(8, 8))
+
+
 def of_shape(*shape: int) -> Tensor:
     return torch.rand(shape, requires_grad=True)
 
@@ -163,6 +172,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], Tensor, dict[str, Any]]] = {
     "graph break": (lambda: broken, of_shape(64, 8), ALL),
     "written in place": (lambda: written, of_shape(64, 8), ALL),
     "several shapes": (lambda: several_shapes, of_shape(64, 8), {}),
+    "in and out of autocast": (lambda: in_and_out_of_autocast, of_shape(64, 8), {}),
     "accumulated": (Block, of_shape(2, 8, 16), {**ALL, "accumulate": 3}),
 }
 
