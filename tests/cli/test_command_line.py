@@ -33,8 +33,8 @@ from memcheck.core.errors import MemcheckError, unknown_name
 from memcheck.core.options import options_of
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
-from memcheck.core.step import Step
-from memcheck.core.workload import MODES, SHORT_DTYPES, Place
+from memcheck.core.step import Place, Step
+from memcheck.core.workload import MODES, SHORT_DTYPES
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 from memcheck.ops.gradcheck import operators
 from memcheck.report.plots.pictures import KINDS

@@ -489,7 +489,7 @@ def test_a_predictor_that_fails_costs_its_row_alone(profile, monkeypatch) -> Non
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("no such luck")
 
-    monkeypatch.setattr("memcheck.bench.sweep.grid.predicted_or_skipped", fail)
+    monkeypatch.setattr("memcheck.bench.sweep.predicted_sweep.predicted_or_skipped", fail)
     code, (measured, predicted) = profile(*SMALL, "--attention-type", "naive", "--predict")
     assert (code, measured.status, predicted.status) == (0, "ok", "error")
     assert predicted.reason == "ZeroDivisionError: no such luck"

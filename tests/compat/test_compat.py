@@ -239,7 +239,7 @@ def test_the_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         assert sa.KeyProjection(8, 4).weight.device.type == "meta"
     seen = []
-    monkeypatch.setattr(nn.weighted.Weighted, "__init__", lambda self, *shape, device, dtype: seen.append(device))
+    monkeypatch.setattr(nn.layers.Weighted, "__init__", lambda self, *shape, device, dtype: seen.append(device))
     for available in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

@@ -122,7 +122,7 @@ MISTAKES = [
     ),
     Mistake(
         "prediction-of-another-dtype",
-        "memcheck/bench/sweep/grid.py",
+        "memcheck/bench/sweep/predicted_sweep.py",
         '{**case.fields(), "device": None}',
         '{**case.fields(), "device": None, "dtype": None}',
         (RUN, "-k", "another_prediction"),

@@ -266,7 +266,8 @@ def small_project(folder: Path) -> Path:
     (folder / "memcheck" / "__init__.py").touch()
     (folder / "memcheck" / "core" / "__init__.py").touch()
     (folder / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
-    (folder / "csrc").mkdir()
+    (folder / "csrc" / "pretend").mkdir(parents=True)
+    (folder / "csrc" / "pretend" / "pretended_cuda.cpp").touch()
     return folder / "csrc"
 
 
@@ -295,7 +296,7 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return {path.stem for path in tmp_path.rglob("*.o") if before.get(path) != path.stat().st_mtime_ns}
 
-    assert compiled() == {"one", "two"}
+    assert compiled() == {"one", "two", "pretended_cuda"}
     assert compiled() == set()
     (csrc / "two.cpp").touch()
     assert compiled() == {"two"}
