@@ -199,8 +199,8 @@ def packed(thing: Any) -> bytes:
             return made if made is not NotImplemented else super().reducer_override(part)
 
     for name, module in list(sys.modules.items()):
-        is_file = getattr(module, "__file__", None) and ("." not in name or " " in name)
-        if is_file and name != "__main__" and PathFinder.find_spec(name) is None:
+        is_top_level = "." not in name and name != "__main__" and getattr(module, "__file__", None)
+        if " " in name or (is_top_level and PathFinder.find_spec(name) is None):
             cloudpickle.register_pickle_by_value(module)  # It was loaded by its path, as a plugin is.
     file = io.BytesIO()
     Pickler(file).dump(thing)
