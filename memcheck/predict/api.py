@@ -226,6 +226,8 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
     place = place.resolved()
     program = step if isinstance(step, Program) else Program([step], outputs_stay=False)
     if any(one.compile for one in program.steps) and not process.IS_CHILD:
+        if place.ranks is not None:
+            raise UsageError(f"{named('compile')} is not predicted for a model that is split over processes")
         return predicted_elsewhere(step, place, probes)
     probe, place = probe_for(probes, place)
     predict = functools.partial(predict_program if isinstance(step, Program) else predict_last, program, place, probe)
@@ -235,7 +237,8 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
         return predicted_elsewhere(step, place, probes)
     except ElsewhereError:
         with contextlib.suppress(UnsupportedError):
-            return predicted_elsewhere(step, place, probes)
+            if place.ranks is None:
+                return predicted_elsewhere(step, place, probes)
     process.STAYS.append(True)  # What the model asks is answered for this machine, with a doubt.
     try:
         return predict()

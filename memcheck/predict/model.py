@@ -37,7 +37,7 @@ from memcheck.predict.known_contents import KnownContents, is_meta
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.operators.value_shapes import AssumedValues
 from memcheck.predict.probed import Probe
-from memcheck.predict.python_functions import ElsewhereError, answered
+from memcheck.predict.python_functions import CompiledCodeError, ElsewhereError, answered
 from memcheck.predict.ranks import OF_FSDP, OF_NCCL, WAITING, distributed_followed, pretended
 from memcheck.predict.reached import Alive, left_behind_named, scripted_in
 from memcheck.predict.replay import Replay, blank_record, certainty_of, target_at
@@ -109,7 +109,10 @@ def predict_prepared(program: Program, place: Place, probe: Probe | None, infers
                 break
             except Exception as error:
                 if isinstance(error, ElsewhereError):
-                    if (words := process.missing(target.kind)) is None:
+                    words = process.missing(target.kind)
+                    if place.ranks is not None and isinstance(error, CompiledCodeError):
+                        words = "that is not predicted for a model that is split over processes"
+                    if words is None:
                         raise
                     error = NotImplementedError(f"{error}; {words}")
                 lacks_data = is_for_lack_of_data(error)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memcheck
-from memcheck.core.errors import UnsupportedError
+from memcheck.core.errors import UnsupportedError, UsageError
 from memcheck.predict import process
 
 pytestmark = pytest.mark.extension
@@ -251,6 +251,14 @@ def test_what_is_not_predicted_says_why(how: dict[str, Any], reason: str) -> Non
 def test_a_view_that_requires_grad_is_not_predicted_for_a_gpu() -> None:
     record = memcheck.predict_memory(lambda x: Waves.wave(x[:, :2]), of_shape(4, 4), device="A100-40GB").record
     assert "takes a view of a tensor that requires grad" in str(record.reason)
+
+
+def test_a_split_model_is_not_predicted() -> None:
+    ranks = memcheck.Ranks(fsdp=2)
+    record = memcheck.predict_memory(in_place(Part()), of_shape(2, 4), ranks=ranks, device="A100-40GB").record
+    assert "that is not predicted for a model that is split over processes" in str(record.reason)
+    with pytest.raises(UsageError, match="compile is not predicted for a model that is split over processes"):
+        memcheck.predict_memory(Part(), of_shape(2, 4), compile=True, ranks=ranks, device="A100-40GB")
 
 
 def test_a_compiled_optimizer_is_not_predicted() -> None:
