@@ -205,7 +205,13 @@ def test_compiled_programs_are_predicted_to_the_byte(name: str) -> None:
     assert_predicted(make(), x, **how)
 
 
-@pytest.mark.parametrize("name", [*COMPILED, *PROGRAMS])
+OFTEN = ("a part", "a loss", "block", "checkpointing")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.ci) for name in (*COMPILED, *PROGRAMS)],
+)
 def test_compiled_code_is_predicted_for_a_gpu_that_is_not_here(name: str) -> None:
     make, x, how = PROGRAMS[name] if name in PROGRAMS else (COMPILED[name][0], of_shape(2, 4), COMPILED[name][1])
     record = memcheck.predict_memory(make(), x, device="A100-40GB", **how).record
@@ -251,6 +257,14 @@ def test_what_is_not_predicted_says_why(how: dict[str, Any], reason: str) -> Non
 def test_a_view_that_requires_grad_is_not_predicted_for_a_gpu() -> None:
     record = memcheck.predict_memory(lambda x: Waves.wave(x[:, :2]), of_shape(4, 4), device="A100-40GB").record
     assert "takes a view of a tensor that requires grad" in str(record.reason)
+
+
+def test_flex_attention_in_a_model_is_not_predicted() -> None:
+    def attends(q: Tensor) -> Any:
+        return torch.nn.attention.flex_attention.flex_attention(q, q, q)
+
+    record = memcheck.predict_memory(attends, of_shape(1, 2, 128, 16), compile=True, device="A100-40GB").record
+    assert record.reason == "not predicted: what flex_attention allocates under torch.compile is not predicted"
 
 
 def test_a_split_model_is_not_predicted() -> None:

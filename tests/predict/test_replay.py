@@ -244,7 +244,6 @@ def test_tensors_beyond_64_bits_fit_nowhere() -> None:
     assert predict_memory(case_of("naive", query_len=10**12, kv_len=10**12), memory_limit=2**60).record.status == "oom"
 
 
-@pytest.mark.extension
 def test_operators_of_templates_are_not_predicted() -> None:
     prediction = predict_memory(case_of("flex"), "T4")
     assert (prediction.record.status, prediction.exact, prediction.terms) == ("skipped", False, {})
