@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -72,6 +73,7 @@ class Child:
     """The process of a device."""
 
     def __init__(self, device: Device) -> None:
+        self.device = device
         ours, theirs = os.pipe(), os.pipe()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         code = f"import memcheck_console; memcheck_console.predict_in_this_process({theirs[0]}, {ours[1]})"
@@ -93,6 +95,7 @@ class Child:
             raise UnsupportedError(f"{words}: {in_one_line(refused)}") from refused
         try:
             self.requests.send_bytes(call)
+            self._wait()
             returned, error = unpacked(self.answers.recv_bytes())
         except (EOFError, OSError):
             self.errors.seek(0)
@@ -103,6 +106,18 @@ class Child:
         if error is not None:
             raise error
         return returned
+
+    def _wait(self) -> None:
+        """Waits for the answer. A terminal shows for how long."""
+        start, terminal = time.monotonic(), sys.stderr is not None and sys.stderr.isatty()
+        while not self.answers.poll(1.0):
+            if terminal:
+                line = (
+                    f"memcheck: torch.compile generates code for {self.device.name}: {time.monotonic() - start:.0f} s"
+                )
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         self.process.terminate()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,6 +304,16 @@ def test_without_its_packages_the_model_is_skipped(monkeypatch: pytest.MonkeyPat
     assert (record.reason or "").endswith(words)
     with pytest.raises(UnsupportedError, match="needs no_such_package"):
         memcheck.predict_memory(wave, of_shape(2, 4), compile=True, device="cpu")
+
+
+def test_a_terminal_shows_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    process.end_all()  # To start one takes seconds.
+    memcheck.predict_memory(wave, of_shape(2, 4), compile=True, device="cpu")
+    line = r"(\rmemcheck: torch.compile generates code for cpu: \d+ s)+\r\x1b\[K"
+    assert re.fullmatch(line, terminal.getvalue())
 
 
 def test_errors_are_raised_here_in_a_line() -> None:
