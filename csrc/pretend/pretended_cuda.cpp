@@ -1,5 +1,6 @@
-// Lets a process that has no GPU, or must not touch one, trace programs for CUDA: torch then finds one device, "cuda:0",
-// on which nothing can be allocated or run. memcheck/predict/pretended_gpu.py loads this library and calls it.
+// Lets a process that has no GPU, or must not touch one, trace programs for CUDA: torch then finds one device,
+// "cuda:0", on which nothing can be allocated or run. memcheck/predict/pretended_gpu.py loads this library and calls
+// it.
 //
 // It is no part of memcheck._C: torch chooses its hooks while it is imported, so they are registered before that.
 // Without them autograd ends the process when it meets fake tensors on "cuda".
@@ -23,9 +24,13 @@ struct PretendedHooks : at::CUDAHooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
 };
 
-c10::Device device() { return {c10::DeviceType::CUDA, 0}; }
+c10::Device device() {
+  return {c10::DeviceType::CUDA, 0};
+}
 
-c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, device()); }
+c10::Stream stream() {
+  return c10::Stream(c10::Stream::DEFAULT, device());
+}
 
 struct PretendedGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   c10::Device exchangeDevice(c10::Device) const override { return device(); }
@@ -36,16 +41,15 @@ struct PretendedGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 
 int64_t attention = 0;  // One of at::SDPBackend, which F.scaled_dot_product_attention runs.
 
-int64_t choose_attention(
-    const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
-    std::optional<double>, bool) {
+int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                         double, bool, std::optional<double>, bool) {
   return attention;
 }
 
 void register_guard() {
   new c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new PretendedGuard());
-  new at::native::RegisterCUDADispatch<decltype(at::native::_fused_sdp_choice_stub)>(
-      at::native::_fused_sdp_choice_stub, choose_attention);
+  new at::native::RegisterCUDADispatch<decltype(at::native::_fused_sdp_choice_stub)>(at::native::_fused_sdp_choice_stub,
+                                                                                     choose_attention);
 }
 
 }  // namespace
@@ -65,6 +69,10 @@ MEMCHECK_EXPORT int memcheck_pretend_cuda() {
 }
 
 // After torch is imported: a CUDA build has registered the real ones meanwhile.
-MEMCHECK_EXPORT void memcheck_pretend_again() { memcheck::register_guard(); }
+MEMCHECK_EXPORT void memcheck_pretend_again() {
+  memcheck::register_guard();
+}
 
-MEMCHECK_EXPORT void memcheck_choose_attention(int64_t backend) { memcheck::attention = backend; }
+MEMCHECK_EXPORT void memcheck_choose_attention(int64_t backend) {
+  memcheck::attention = backend;
+}
