@@ -39,11 +39,24 @@ struct PretendedGuard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
 };
 
-int64_t attention = 0;  // One of at::SDPBackend, which F.scaled_dot_product_attention runs.
+// Returns one of at::SDPBackend for a call of F.scaled_dot_product_attention, of which it gets: the sizes and strides
+// of q, k and v; the ScalarType; whether there is a mask, causality, groups of heads, and a gradient.
+using Choice = int64_t (*)(const int64_t*);
+Choice choice = nullptr;
 
-int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                         double, bool, std::optional<double>, bool) {
-  return attention;
+int64_t choose_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         const std::optional<at::Tensor>& mask, double, bool causal, std::optional<double>,
+                         bool grouped) {
+  if (choice == nullptr || q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return 0;  // The math backend.
+  std::vector<int64_t> numbers;
+  bool trains = false;
+  for (const at::Tensor* x : {&q, &k, &v}) {
+    numbers.insert(numbers.end(), x->sizes().begin(), x->sizes().end());
+    numbers.insert(numbers.end(), x->strides().begin(), x->strides().end());
+    trains |= x->requires_grad();
+  }
+  numbers.insert(numbers.end(), {static_cast<int64_t>(q.scalar_type()), mask.has_value(), causal, grouped, trains});
+  return choice(numbers.data());
 }
 
 void register_guard() {
@@ -73,6 +86,6 @@ MEMCHECK_EXPORT void memcheck_pretend_again() {
   memcheck::register_guard();
 }
 
-MEMCHECK_EXPORT void memcheck_choose_attention(int64_t backend) {
-  memcheck::attention = backend;
+MEMCHECK_EXPORT void memcheck_choose_attention_by(memcheck::Choice choice) {
+  memcheck::choice = choice;
 }

@@ -13,10 +13,12 @@ For a process of its own: it replaces functions of torch for good. On a GPU that
 from __future__ import annotations
 
 import copyreg
+import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,12 +28,16 @@ from torch.utils._pytree import tree_flatten
 from memcheck.core.devices import Device, running, speeds
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import Certainty, Doubt
+from memcheck.core.step import Place
 from memcheck.core.tensors import gradients_for
 from memcheck.core.units import format_bytes
 from memcheck.core.workload import Left, Workload
+from memcheck.predict import sdpa
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import key_for, run_backward
 from memcheck.predict.model import highest_bytes
+from memcheck.predict.pretended_gpu import LIBRARY
+from memcheck.predict.replay import target_at
 
 # Products of which a GPU would time a padded and a plain one (torch/_inductor/fx_passes/pad_mm.py), since it was
 # cleared, and whether these are padded here.
@@ -85,6 +91,7 @@ def prepare(device: Device) -> None:
     else:
         fold_on_cpu()
         decide_padding(device)
+        choose_attention_for(device)
     follow_random_states(kind)
     lie_on(torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu"))
     torch._inductor.config.compile_threads = 1
@@ -118,6 +125,46 @@ def follow_random_states(kind: str) -> None:
         operator.fallthrough(key_for(kind))
 
 
+class Laid(NamedTuple):
+    """What the choice of an attention asks of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype | None
+    requires_grad: bool
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def stride(self, dim: int) -> int:
+        return self.strides[dim]
+
+
+# at::SDPBackend (aten/src/ATen/SDPBackend.h) and c10::ScalarType (c10/core/ScalarType.h).
+SDP_BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
+SCALAR_TYPES = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}
+
+
+def choose_attention_for(device: Device) -> None:
+    """torch's F.scaled_dot_product_attention takes the backend that the GPU would take, by the rules of sdpa.py."""
+    target = target_at(Place(device))
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
+    def choice(numbers: Any) -> int:
+        given = numbers[:29]
+        dtype, (has_mask, causal, grouped, trains) = SCALAR_TYPES.get(given[24]), map(bool, given[25:])
+        q, k, v = (Laid(tuple(given[at : at + 4]), tuple(given[at + 4 : at + 8]), dtype, trains) for at in (0, 8, 16))
+        mask: Any = q if has_mask else None
+        call = sdpa.Attention(cast(Any, q), cast(Any, k), cast(Any, v), mask, causal, 0.0, None, grouped=grouped)
+        return next((SDP_BACKENDS[name] for name in sdpa.cuda_order(target) if sdpa.takes(name, call, target)), -1)
+
+    LIBRARIES.append(choice)
+    LIBRARY[0].memcheck_choose_attention_by(choice)
+
+
 def lie_on(device: torch.device) -> None:
     """Fake tensors of meta tensors, which the compiler works with, lie on the device."""
     from torch._subclasses.fake_tensor import FakeTensor
@@ -148,7 +195,7 @@ def fold_on_cpu() -> None:
     library.impl("empty_strided", empty_strided)
 
 
-LIBRARIES: list[torch.library.Library] = []  # An implementation lives as long as its library.
+LIBRARIES: list[Any] = []  # An implementation lives as long as its library, and torch's C++ calls the choice.
 
 
 def decide_padding(device: Device) -> None:

@@ -19,8 +19,6 @@ from memcheck.core.errors import ExtensionError
 if TYPE_CHECKING:
     from memcheck.core.devices import Device
 
-# Of an SDPA in compiled code: at::SDPBackend (aten/src/ATen/SDPBackend.h).
-FLASH = 1
 # Compute capability -> bytes of shared memory that a block may ask for, and threads of a multiprocessor: CUDA C++
 # Programming Guide, technical specifications per compute capability.
 LIMITS = {
@@ -100,7 +98,6 @@ def answer_as(device: Device) -> None:
     import torch._dynamo.device_interface
 
     LIBRARY[0].memcheck_pretend_again()
-    LIBRARY[0].memcheck_choose_attention(ctypes.c_int64(FLASH))
     found = properties(device)
     capability = (found.major, found.minor)
     device_usable = device.usable_bytes or device.total_bytes

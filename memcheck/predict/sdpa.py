@@ -110,8 +110,12 @@ def causal_bias(mask: Tensor | None) -> CausalBias | None:
 
 def first_taking(call: Attention, target: Target, names: tuple[str, ...]) -> Backend | None:
     """The first enabled backend of these that accepts the call."""
-    backends = [BACKENDS[name] for name in names]
-    return next((one for one in backends if one.is_enabled() and one.takes(call, target)), None)
+    return next((BACKENDS[name] for name in names if takes(name, call, target)), None)
+
+
+def takes(name: str, call: Attention, target: Target) -> bool:
+    """Whether the backend is enabled and accepts the call."""
+    return BACKENDS[name].is_enabled() and BACKENDS[name].takes(call, target)
 
 
 def cuda_order(target: Target) -> tuple[str, ...]:

@@ -233,6 +233,22 @@ def test_the_model_sees_the_gpu_that_is_predicted() -> None:
     assert not torch.cuda.is_available()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["T4", "A100-40GB", "H100-80GB"])
+def test_compiled_attention_takes_the_backend_of_eager_attention(device: str, dtype: torch.dtype) -> None:
+    def attends(q: Tensor) -> Any:
+        return functional.scaled_dot_product_attention(q, q, q, is_causal=True).sin()
+
+    q = torch.empty(2, 4, 64, 32, dtype=dtype, device="meta", requires_grad=True)
+    found = []
+    for how in ({}, ALL):
+        trace = memcheck.predict_memory(attends, q, device=device, **how).trace
+        assert trace is not None
+        found.append([name for name in trace.operators if "_attention" in name])
+    assert found[0] == found[1]
+    assert bool(found[0]) == ((device, dtype) != ("T4", torch.bfloat16))
+
+
 def test_products_that_a_gpu_may_pad_are_a_doubt_and_the_higher_peak_counts() -> None:
     head = nn.Linear(768, 50257, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(4096, 768, device="meta", dtype=torch.bfloat16)
