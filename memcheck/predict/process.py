@@ -45,8 +45,8 @@ LOCK = threading.Lock()
 
 def missing(kind: str) -> str | None:
     """Why compiled programs are not predicted for a kind of device; None if they are."""
-    if lacking := " and ".join(name for name in NEEDED[kind] if importlib.util.find_spec(name) is None):
-        return f"predicting compiled code needs {lacking}: pip install 'memcheck[compiled]'"
+    if lacking := [name for name in NEEDED[kind] if importlib.util.find_spec(name) is None]:
+        return f"predicting compiled code needs {' and '.join(lacking)}: pip install {' '.join(lacking)}"
     from memcheck.predict.pretended_gpu import library
 
     if kind == "cuda" and library() is None:
