@@ -211,7 +211,7 @@ class Step:
     )
     compile: bool = option(
         False,
-        "the model under torch.compile, which compiles before what is measured; a prediction needs cloudpickle and triton",
+        "the model under torch.compile, which compiles before the measurement; predictions need cloudpickle and triton",
         converters.switch,
     )
     training: bool | None = option(
