@@ -22,13 +22,14 @@ from memcheck.core.prediction import Capacity, Prediction
 from memcheck.core.step import Place, as_place
 from memcheck.core.tensors import tensors_in
 from memcheck.core.workload import Case, Workload
-from memcheck.predict.api import Search
+from memcheck.predict.api import Search, fits_by_interpolation
 
 AXES = ("seq_len", "bsz", "dim")
 # Upper end of a search that finds no limit.
 MOST = 2**30
 MOST_SEQUENCES = 2**16
 FIRST = 256
+COMPILED_STEP = 64
 
 Predict = Callable[[Case], Prediction]
 
@@ -38,7 +39,7 @@ def find_capacity(
     find: str,
     place: Place | Device | str,
     *,
-    step: int = 1,
+    step: int | None = None,
     up_to: int = MOST,
     start: int | None = None,
     predict: Predict | None = None,
@@ -49,7 +50,8 @@ def find_capacity(
         padded batches, "seq_len" is the length of the longest sequence, to which the others keep their proportion, and
         "bsz" the number of sequences, which repeat the case's lengths.
     place: the device, or a Place with a limit below its memory.
-    step: only its multiples are sizes; a dimension is also a multiple of the heads, and a number of sequences one of
+    step: only its multiples are sizes; default: 1, and 64 for a length under torch.compile, which takes seconds for
+        each size, and other bytes where sizes are no multiples of 8. A dimension is also a multiple of the heads, and a number of sequences one of
         the number of the case's lengths.
     up_to: the largest size of the search.
     start: the size to begin with, ideally near the result.
@@ -59,6 +61,8 @@ def find_capacity(
     """
     place = as_place(place).resolved()
     device = place.for_device
+    if step is None:
+        step = COMPILED_STEP if case.compiled and find == "seq_len" else 1
     step, most, start = argument("step", step, count), argument("up_to", up_to, count), argument("start", start, count)
     if find not in AXES:
         raise unknown_name(named("find"), find.replace("_", "-"), known_axes())
@@ -70,9 +74,10 @@ def find_capacity(
     if most < step:
         raise UsageError(f"{named('up_to')} must be at least the step of {step}, got {most}")
     predict = predict or (lambda case: predicted_or_skipped(case, place))
-    search = Search(lambda size: predict(check_case(resized(case, find, size))), step, most)
-    found = search.largest(start or FIRST)
-    if found.size > step:
+    guess = fits_by_interpolation if case.compiled else None  # The compiler takes seconds for each size.
+    search = Search(lambda size: predict(check_case(resized(case, find, size))), step, most, guess)
+    found = (search.nearest if case.compiled else search.largest)(start or FIRST)
+    if found.size > step and not case.compiled:
         search.fits(found.size - step)  # Sizes that barely fit may leave a gap below them.
     gaps = tuple(size for size in sorted(search.found) if size < found.size and not search.fits(size))
     fields = {**vars(found), "tried": len(search.found)}
@@ -121,7 +126,7 @@ def capacity_curve(
     sizes: Sequence[int],
     place: Place | Device | str,
     *,
-    step: int = 1,
+    step: int | None = None,
     up_to: int = MOST,
     predict: Predict | None = None,
 ) -> list[tuple[int, Capacity]]:

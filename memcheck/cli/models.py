@@ -11,8 +11,8 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 from memcheck.bench.operators import import_file
 from memcheck.cli.options import ModelStep
 from memcheck.cli.output import make_room, progress_bar
-from memcheck.core.devices import Version, version_name
+from memcheck.core.devices import Device, Version, version_name
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failure
 from memcheck.core.options import named, options_of
 from memcheck.core.prediction import Prediction
@@ -33,7 +33,10 @@ from memcheck.core.step import Place, Step
 from memcheck.core.workload import module_called
 from memcheck.predict.api import predict_memory
 from memcheck.predict.model import is_for_lack_of_data
+from memcheck.predict.pretended_gpu import answers_to_users
 from memcheck.predict.probe import probe_for
+from memcheck.predict.process import missing
+from memcheck.predict.python_functions import answered
 
 SIZES = ("bsz", "seq_len")
 # The lighter of two optimizers, in the sense of their state.
@@ -59,9 +62,10 @@ class Setting:
         """The setting of a request. sizes: the batch and the length."""
         options = {name: getattr(request, name) for name in options_of(Step) if hasattr(request, name)}
         options["backward"] = request.mode == "train"
-        options["loss"] = load_function("loss", request.loss) if request.loss else None
+        device = request.place().for_device
+        options["loss"] = load_function("loss", request.loss, device) if request.loss else None
         optimizer = (request.optimizer or "adamw") if options["backward"] else "none"
-        options["optimizer"] = load_function("optimizer", optimizer) if ":" in optimizer else optimizer
+        options["optimizer"] = load_function("optimizer", optimizer, device) if ":" in optimizer else optimizer
         return cls(Step(unbuilt, **options), **sizes, dtype=request.dtype, attention=request.attention)
 
     def but(self, **fields: Any) -> Setting:
@@ -122,6 +126,44 @@ class FloatsOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class StaysHere(TorchFunctionMode):
+    """Makes tensors where they would be without a GPU, and leaves there what is moved to a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: part for name, part in (kwargs or {}).items() if name != "device" or not is_gpu(part)}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is not torch.Tensor.to:
+            return func(*args, **kwargs)
+        tensor, *rest = (part for part in args if part is not None and not isinstance(part, bool) and not is_gpu(part))
+        changed = rest or any(kwargs.get(name) is not None for name in ("dtype", "memory_format", "device", "other"))
+        return func(tensor, *rest, **kwargs) if changed else tensor
+
+
+def is_gpu(part: Any) -> bool:
+    """Whether it names a GPU: "cuda", torch.device("cuda", 0) or its number."""
+    if isinstance(part, str):
+        return part.partition(":")[0] == "cuda"
+    return part.type == "cuda" if isinstance(part, torch.device) else type(part) is int
+
+
+@contextmanager
+def finding(device: Device, on_meta: bool = False) -> Iterator[None]:
+    """Inside, code of the user's runs as on a machine with the device; what it prints is no part of the answer.
+
+    On the way to a GPU torch.cuda says of it what the target has, and tensors on it are tensors of this machine.
+    on_meta: floating-point tensors are made on meta.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))
+        if on_meta:
+            stack.enter_context(FloatsOnMeta())
+        if device.kind == "cuda":
+            stack.enter_context(answered(answers_to_users(device)))
+            stack.enter_context(StaysHere())
+        yield
+
+
 # Functions whose tensors are small, and may steer a model; and those that make integers.
 SMALL = (torch.tensor, torch.as_tensor, torch.linspace, torch.scalar_tensor)
 INTEGERS = (torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices)
@@ -145,11 +187,12 @@ def makes_floats(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 class Factory:
     """A function that returns a model and its inputs. Its parameters "bsz" and "seq_len" get the flags' values.
 
-    on_meta: floating-point tensors are made on meta.
+    device: for which it builds. on_meta: floating-point tensors are made on meta.
     """
 
     name: str
     function: Callable[..., Any]
+    device: Device
     on_meta: bool = True
     attentions: tuple[str, ...] = ()
 
@@ -177,7 +220,7 @@ class Factory:
     def build(self, setting: Setting) -> Built:
         sizes = {name: getattr(setting, name) for name in SIZES if name in self.parameters}
         try:
-            with redirect_stdout(sys.stderr), FloatsOnMeta() if self.on_meta else nullcontext():
+            with finding(self.device, self.on_meta):
                 made = self.function(**sizes)
         except Exception as error:
             lacking = self.on_meta and is_for_lack_of_data(error)
@@ -201,8 +244,10 @@ def in_dtype(part: Any, dtype: torch.dtype) -> Any:
     return part.detach().to(dtype).requires_grad_(part.requires_grad)
 
 
-def load_function(flag: str, reference: str) -> Callable[..., Any]:
+def load_function(flag: str, reference: str, device: Device) -> Callable[..., Any]:
     """The function of "package.module:function" or "FILE.py:function". Modules of the current folder can be imported.
+
+    device: that the code finds while it is imported.
 
     UsageError: there is no such thing, or its code fails.
     """
@@ -212,7 +257,7 @@ def load_function(flag: str, reference: str) -> Callable[..., Any]:
         if path not in sys.path:
             sys.path.insert(0, path)
     try:
-        with redirect_stdout(sys.stderr):
+        with finding(device):
             module = import_file(Path(place)) if is_file else importlib.import_module(place)
     except UsageError as error:
         raise UsageError(f"{named(flag)} {reference}: {error}") from error
@@ -235,7 +280,8 @@ def load_function(flag: str, reference: str) -> Callable[..., Any]:
 def source_of(request: ModelStep) -> Source:
     """The source that --model or --hf-config names."""
     if request.model is not None:
-        return Factory(request.model, load_function("model", request.model), request.build_on != "cpu")
+        device = request.place().for_device
+        return Factory(request.model, load_function("model", request.model, device), device, request.build_on != "cpu")
     from memcheck.cli.hugging_face import Configuration
 
     assert request.hf_config is not None
@@ -305,6 +351,9 @@ class ModelPredictor:
         halved = [name for name in SIZES if name != besides and (getattr(setting, name) or 1) > 1][:1]
         is_wide = base.record.dtype in ("float32", "float64") and step.autocast is None
         lighter = LIGHTER.get(step.optimizer) if isinstance(step.optimizer, str) else None
+        # It takes the compiler's seconds, so only where it may decide what fits. In a search it takes them often.
+        compiles = base.fits is False and besides is None and not step.compile and self.place.ranks is None
+        compiles = compiles and missing(base.place.for_device.kind) is None
         fewer_scores = setting.attention == "eager" and "sdpa" in self.source.attentions
         table: list[tuple[bool, str, dict[str, Any]]] = [
             (step.backward and not step.checkpointing, "--checkpointing", {"checkpointing": True}),
@@ -316,6 +365,7 @@ class ModelPredictor:
             (is_wide and step.backward, "--autocast bf16", {"autocast": "bfloat16"}),
             (is_wide and not step.backward, "--dtype bf16", {"dtype": "bfloat16"}),
             (lighter is not None, f"--optimizer {lighter}", {"optimizer": lighter}),
+            (compiles, "--compile", {"compile": True}),
         ]
         return {flag: change for is_possible, flag, change in table if is_possible}
 

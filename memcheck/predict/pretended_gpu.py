@@ -10,6 +10,8 @@ import ctypes
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -81,6 +83,34 @@ def properties(device: Device) -> SimpleNamespace:
     )
 
 
+def answers_of(device: Device) -> dict[str, Callable[..., Any]]:
+    """What functions of torch.cuda say of the device."""
+    found = properties(device)
+    capability, usable = (found.major, found.minor), device.usable_bytes or device.total_bytes
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_device_properties": lambda device=None: found,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: found.name,
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "mem_get_info": lambda device=None: (usable, found.total_memory),
+    }
+
+
+def answers_to_users(device: Device) -> dict[str, Callable[..., Any]]:
+    """The same, for `answered`: only to code that is neither torch's nor memcheck's, which would take the GPU for real."""
+    from memcheck.predict.python_functions import original
+
+    def to_users(name: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(2).f_globals.get("__name__", "").partition(".")[0]
+        return (original(name) if caller in ("torch", "memcheck") else answer)(*args, **kwargs)
+
+    answers = {f"torch.cuda.{name}": answer for name, answer in answers_of(device).items()}
+    answers |= {f"torch.accelerator.{name}": answers_of(device)[name] for name in ("is_available", "device_count")}
+    return {name: partial(to_users, name, answer) for name, answer in answers.items()}
+
+
 class Nothing:
     """A context manager, such as torch.cuda.device, that does nothing."""
 
@@ -99,24 +129,16 @@ def answer_as(device: Device) -> None:
 
     LIBRARY[0].memcheck_pretend_again()
     found = properties(device)
-    capability = (found.major, found.minor)
-    device_usable = device.usable_bytes or device.total_bytes
     stream = SimpleNamespace(cuda_stream=0, stream_id=0, device_index=0, device_type=1)
     answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
+        **answers_of(device),
         "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: found,
-        "get_device_capability": lambda device=None: capability,
-        "get_device_name": lambda device=None: found.name,
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
-        "is_tf32_supported": lambda: capability >= (8, 0),
+        "is_tf32_supported": lambda: found.major >= 8,
         "is_initialized": lambda: False,
         "synchronize": lambda device=None: None,
         "set_device": lambda device: None,
         "current_stream": lambda device=None: stream,
         "memory_allocated": lambda device=None: 0,
-        "mem_get_info": lambda device=None: (device_usable, found.total_memory),
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None,
         "_lazy_init": lambda: None,

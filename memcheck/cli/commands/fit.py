@@ -57,7 +57,7 @@ def run(request: Fit) -> int:
         check_picture("plot", request.plot)
         along = drawn_against(request, axis)
         make_room("plot", request.plot)
-    search: dict[str, Any] = {"step": request.step or 1, "up_to": request.up_to}
+    search: dict[str, Any] = {"step": request.step, "up_to": request.up_to}
     capacities: list[Capacity] = []
     curves: dict[str, list[tuple[int, Capacity]]] = {}
     with progress_bar(len(cases), "fit") as bar:
