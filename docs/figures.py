@@ -364,7 +364,7 @@ def what_models_learned() -> str:
     return table(" | ".join(learned.HEADINGS), learned.rows(), right=True)
 
 
-# ---- docs/predict.md
+# ---- docs/how-predictions-are-known.md
 
 
 def zoo_rows() -> list[dict[str, Any]]:
