@@ -112,7 +112,8 @@ def record_page() -> str:
 def links_within_the_site(app: Any, page: str, source: list[str]) -> None:
     """On GitHub links lead to files of the repository. The site has the notebooks itself, and other pages as files."""
     text = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)", r"](generated/\1", source[0])
-    source[0] = re.sub(r"\]\((\.\./[\w./]+/README\.md)", r"](path:\1", text)
+    beside_code = r"\]\(((?:\.\./)+(?:benchmarks|csrc|memcheck|tests)/[\w./]+\.md)(?:#[\w-]+)?"
+    source[0] = re.sub(beside_code, r"](path:\1", text)
 
 
 def without_links_back(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:

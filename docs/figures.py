@@ -55,7 +55,7 @@ def percent(ratio: float) -> str:
     return f"+{100 * (ratio - 1):.0f} %"
 
 
-# ---- docs/speed.md
+# ---- docs/speed.md and pages of docs/operators
 
 
 def speed_softplus() -> str:
@@ -364,7 +364,7 @@ def what_models_learned() -> str:
     return table(" | ".join(learned.HEADINGS), learned.rows(), right=True)
 
 
-# ---- docs/predict.md
+# ---- docs/how-predictions-are-known.md
 
 
 def zoo_rows() -> list[dict[str, Any]]:
@@ -411,7 +411,7 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 def pages() -> Iterator[Path]:
     yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
 
 
 def written(text: str, names: Iterable[str] = ()) -> str:

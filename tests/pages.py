@@ -1,4 +1,4 @@
-"""The documentation as text: the README and the pages of docs/, in reading order."""
+"""The documentation as text: the README, the pages of docs/ in reading order, and those beside the kernels."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = ("measure", "sweep", "predict", "capacity", "report", "models")
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ORDER)]
 PAGES += [path for path in sorted((ROOT / "docs").glob("*.md")) if path not in PAGES]
+PAGES += [*sorted((ROOT / "docs/operators").glob("*.md")), *sorted((ROOT / "csrc").rglob("*.md"))]
 
 
 def documentation() -> str:

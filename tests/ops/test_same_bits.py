@@ -70,7 +70,7 @@ def test_the_bits_of_y_do_not_depend_on_grad_mode(it: Operator) -> None:
         assert same_bits([it.function(*leaves).detach()], [expected])
 
 
-# ---- how far a NaN reaches: the table of docs/operators.md
+# ---- how far a NaN reaches: the tables of docs/operators/same-bits.md
 
 AT = 80  # the position, of 100
 POISON = pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])

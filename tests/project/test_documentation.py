@@ -236,6 +236,25 @@ def test_every_file_a_page_names_is_there(page):
     assert [path for path in sorted(linked | named) if not path.exists()] == []
 
 
+def headings_of(page):
+    """The anchors of a page, as GitHub and the site make them of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_heading_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\(([^)#:]*\.md|)#([\w-]+)\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if link[1] not in headings_of(page.parent / link[0] if link[0] else page)] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.is_relative_to(ROOT / "docs")], ids=lambda it: it.stem)
+def test_a_page_is_no_longer_than_a_reader_reads(page):
+    words = len(page.read_text(encoding="utf-8").split())
+    assert words <= 2200
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_table_has_its_header(page):
     """An empty line inside of a table makes text of the rows after it."""

@@ -372,7 +372,7 @@ def test_what_an_h200_measured_stands_in_the_documentation(benchmark: Callable[[
     factors = (measured["measured ms"] / derived)[~copies]
     figures = (round(factors.min(), 1), round(factors.max()), len(factors), round(factors.median(), 1))
     assert figures == (1.6, 14, 38, 3.1)
-    text = " ".join((ROOT / "docs/cuda.md").read_text().split())
+    text = " ".join((ROOT / "csrc/cuda.md").read_text().split())
     assert "kernels took 1.6 to 14 times as long" in text
     assert "the median of 38 passes is 3.1" in text
     assert f"{copies.sum()} of {len(measured)} rows are no times of kernels" in text
