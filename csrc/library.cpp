@@ -68,6 +68,12 @@ static py::tuple site_tuple(const memcheck::Site& site) {
   return py::make_tuple(site.path, site.line, site.module, static_cast<int>(site.phase), static_cast<int>(site.kind));
 }
 
+static py::list site_list(const std::vector<memcheck::Site>& sites) {
+  py::list rows;
+  for (const auto& site : sites) rows.append(site_tuple(site));
+  return rows;
+}
+
 static memcheck::Site site_of(int path, int line, int module, int phase, int kind) {
   return {path, line, module, static_cast<memcheck::Phase>(phase), static_cast<memcheck::Kind>(kind)};
 }
@@ -131,13 +137,7 @@ static void bind_ledger(py::module_& m) {
           "counts", [](const PeakLedger& ledger) { return packed(ledger.counts()); },
           "bytes and blocks alive now at each site, as packed int64")
       .def(
-          "sites",
-          [](const PeakLedger& ledger) {
-            py::list sites;
-            for (const auto& site : ledger.sites()) sites.append(site_tuple(site));
-            return sites;
-          },
-          "the sites of counts()")
+          "sites", [](const PeakLedger& ledger) { return site_list(ledger.sites()); }, "the sites of counts()")
       .def_property_readonly("refusals", &PeakLedger::refusals)
       .def(
           "last_refusal",
@@ -173,6 +173,8 @@ static void bind_timeline(py::module_& m) {
            "are negative")
       .def(
           "counts", [](const AllocationTimeline& timeline) { return packed(timeline.counts()); }, "of its ledger, now")
+      .def(
+          "sites", [](const AllocationTimeline& timeline) { return site_list(timeline.sites()); }, "of counts()")
       .def("paths", &paths, "(the path around it, its innermost operator) of each; path 0 is outside of all operators");
 }
 

@@ -354,6 +354,12 @@ std::vector<PeakLedger::Count> AllocationTimeline::counts() const {
   return recording_->ledger->counts();
 }
 
+std::vector<Site> AllocationTimeline::sites() const {
+  const TimelineGuard guard;
+  if (!guard.is_open() || recording_->ledger == nullptr) return {};
+  return recording_->ledger->sites();
+}
+
 bool AllocationTimeline::is_held_by(const TimelineGuard& guard) const {
   return guard.is_open() && &guard.recording() == recording_.get();
 }

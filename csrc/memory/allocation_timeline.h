@@ -49,6 +49,7 @@ class AllocationTimeline {
   std::vector<AllocationEvent> events() const;
   std::vector<OperatorPath> paths() const;
   std::vector<PeakLedger::Count> counts() const;  // of its ledger; none once the recording is closed
+  std::vector<Site> sites() const;                // of counts()
 
   // What the calling thread is in. Without effect once this timeline is closed, as are the others.
   int set_module(int module);  // returns the one before

@@ -58,20 +58,20 @@ class StepSamples:
         """warm_up: the number of first steps that have no sample."""
         self.samples: list[Sample] = []
         self._recorder, self._cpu_bytes, self._warm_up = recorder, cpu_bytes, warm_up
-        self._steps, self._every = 0, 1
+        self.steps, self._every = 0, 1
 
     @property
     def are_enough(self) -> bool:
         return len(self.samples) >= LEAST_SAMPLES
 
     def end_step(self) -> None:
-        self._steps += 1
+        self.steps += 1
         if len(self.samples) == self.MOST:
             self._every *= 2
             self.samples = [sample for sample in self.samples if sample.step % self._every == 0]
-        if self._steps > self._warm_up and self._steps % self._every == 0:
+        if self.steps > self._warm_up and self.steps % self._every == 0:
             counts = self._recorder.counts()
-            self.samples.append(Sample(self._steps, resident_bytes(), self._cpu_bytes(), counts))
+            self.samples.append(Sample(self.steps, resident_bytes(), self._cpu_bytes(), counts))
 
     def growing(self, peak_bytes: int, places: Sequence[Origin]) -> list[Growth]:
         """The lines and modules whose bytes grow, largest first. places: of the recorder's sites."""

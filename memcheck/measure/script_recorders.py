@@ -53,6 +53,9 @@ class Recorder(Protocol):
     def stacks(self) -> Sequence[tuple[str, ...]]: ...  # Operators of each path.
     def lines(self) -> Sequence[Line | None]: ...
     def counts(self) -> bytes: ...  # See PeakLedger.counts().
+    # The same and its sites, of any thread; on CUDA as of the last step.
+    def counts_so_far(self) -> bytes: ...
+    def sites_so_far(self) -> list[tuple[int, ...]]: ...
     def close(self) -> None: ...
 
 
@@ -70,7 +73,11 @@ class CpuRecorder:
         self.set_module = self._timeline.set_module
         self.begin_step = self._timeline.begin_step
         self.end_step = self._timeline.end_step
-        self.counts = self._timeline.counts
+        self.counts = self.counts_so_far = self._timeline.counts
+
+    def sites_so_far(self) -> list[tuple[int, ...]]:
+        sites: list[tuple[int, ...]] = self._timeline.sites()
+        return sites
 
     def mark(self, marks: Iterable[Mark]) -> None:
         for mark in marks:
@@ -187,8 +194,15 @@ class CudaRecorder:
 
     def counts(self) -> bytes:
         self.fold()
+        return self.counts_so_far()
+
+    def counts_so_far(self) -> bytes:
         counts: bytes = self.ledger.counts()
         return counts
+
+    def sites_so_far(self) -> list[tuple[int, ...]]:
+        sites: list[tuple[int, ...]] = self.ledger.sites()
+        return sites
 
     def close(self) -> None:
         cuda_refusal_listeners.remove(self._note_refusal)

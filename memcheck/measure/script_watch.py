@@ -38,10 +38,9 @@ from memcheck.core.script_record import (
 )
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
-from memcheck.measure.allocation_events import (
-    allocated_by,
-)
+from memcheck.measure.allocation_events import allocated_by
 from memcheck.measure.script_growth import StepSamples, resident_bytes
+from memcheck.measure.script_now import LargestLine, Now
 from memcheck.measure.script_recorders import (
     BUFFER,
     LEAST_BYTES,
@@ -182,7 +181,6 @@ class ModuleWatch:
                 for tensor in tensors_in(state)
                 for address in self._addresses(tensor)
             )
-
         self._count_step(optimizer)
 
     @property
@@ -191,6 +189,12 @@ class ModuleWatch:
         if self._steps.are_enough or not self._name_of_called:
             return self._steps, "step"
         return self._calls, f"call of {self._name_of_called}"
+
+    @property
+    def progress(self) -> tuple[str, int]:
+        """What a step is, and the number of them so far."""
+        is_called = self._name_of_called and not self._steps.steps
+        return (f"call of {self._name_of_called}", self._calls.steps) if is_called else ("step", self._steps.steps)
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
         counted = self._stepping()
@@ -264,9 +268,9 @@ class ScriptWatch:
         self._keep_history = keep_history
         self.tracker = MemoryTracker(device=device, memory_limit=limit_bytes, saved=False)
         self._limit_bytes = limit_bytes
+        self._largest_line: LargestLine | None = None
         self._other_peaks: dict[str, int] = {}
-        self._left_bytes = 0
-        self._seconds = 0.0
+        self._left_bytes, self._seconds = 0, 0.0
 
     def __enter__(self) -> ScriptWatch:
         self.tracker.__enter__()
@@ -278,11 +282,13 @@ class ScriptWatch:
         self._modules = ModuleWatch(self._recorder, self.device, lambda: self.tracker.by_device["cpu"].current_bytes)
         self._modules.open()
         self._process_bytes = resident_bytes()
+        self._largest_line = LargestLine(self._recorder)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._largest_line = None
         self._modules.close()
         samples = self._modules.samples[0]
         highest, end = resident_bytes("VmHWM"), resident_bytes()
@@ -295,6 +301,12 @@ class ScriptWatch:
         peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
         self._other_peaks = {name: peak for name, peak in peaks.items() if peak and name != str(self.device)}
         self.tracker.__exit__(kind, error, traceback)
+
+    def now(self) -> Now | None:
+        """What is alive now, of any thread; None outside of the block."""
+        if (largest_line := self._largest_line) is None:
+            return None
+        return Now(*self._modules.progress, self.tracker.current_bytes, self.tracker.peak_bytes, *largest_line())
 
     @property
     def snapshot(self) -> dict[str, Any] | None:

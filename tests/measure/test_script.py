@@ -382,3 +382,37 @@ def test_the_picture_shows_what_blocks_hold():
         "from elsewhere": 4,  # The loss.
     }
     del kept
+
+
+def test_what_is_alive_now_can_be_asked_by_any_thread():
+    asked = []
+    with ScriptWatch(CPU) as watch:
+        assert watch.now()[:3] == ("step", 0, 0)
+        train(steps=3)
+        kept = torch.ones(200_000)  # the largest
+        few = [torch.ones(5000) for _ in range(3)]
+        thread = threading.Thread(target=lambda: asked.append(watch.now()))
+        thread.start()
+        thread.join()
+        now = asked[0]
+        assert (now.step_name, now.steps, now.line.number, now.line_bytes) == (
+            "step",
+            3,
+            line_of("the largest"),
+            800_000,
+        )
+        assert now.bytes == 800_000 + 3 * 20_000
+        assert now.peak_bytes == watch.tracker.peak_bytes
+        del kept
+        assert watch.now().line_bytes < 800_000
+        Net()(torch.ones(1, 64))
+    assert watch.now() is None
+    assert len(few) == 3
+
+
+def test_what_is_alive_now_counts_calls_in_a_script_without_steps():
+    with ScriptWatch(CPU) as watch:
+        net = Net()
+        for _ in range(3):
+            net(torch.ones(1, 64))
+        assert watch.now()[:2] == ("call of Net", 3)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memcheck.cli.flags import patient_streams
+from memcheck.cli.live_line import live_line
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.core.errors import UsageError
@@ -49,7 +50,8 @@ def run(request: Run) -> int:
         make_room("snapshot", there)
     interrupt = signal.getsignal(signal.SIGINT)
     watch = ScriptWatch(device, request.memory_limit, keep_history=request.snapshot is not None)
-    record = run_script(call, command, watch)
+    with live_line(watch.now):
+        record = run_script(call, command, watch)
     written, failure = list[str](), None
     if record.peak.bytes or record.refusal or record.other_peaks:
         if watch.snapshot is not None and (request.snapshot is not None or record.ran_out):
