@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from memcheck.cli.flags import READER_LEFT, parse, patient_streams, split_help, whole_parser
 from memcheck.cli.requests import COMMANDS, TASKS
-from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
+from memcheck.core.errors import MemcheckError, UsageError, unknown
 from memcheck.core.options import spoken_as_flags
 from memcheck.core.version import __version__
 
@@ -64,14 +64,16 @@ def words_before_script(words: Sequence[str]) -> int:
 
 
 def show_help() -> None:
-    """Prints the commands by task, each with the first of its examples."""
-    print("usage: memcheck COMMAND [OPTIONS]   (memcheck COMMAND --help lists the options)")
+    """Prints the commands by task, each with what it does and the first of its examples."""
+    print("usage: memcheck COMMAND [options]    (memcheck COMMAND --help lists the options)")
     for task, commands in TASKS.items():
-        print(f"\n{task}:")
+        print(f"\n{task}")
         for name, request in commands.items():
             description, (example, *_) = split_help(request)
-            print(f"  {name}\n    {description}\n    $ {example}")
-    print("\nmemcheck --version; memcheck --print-completion bash|zsh|fish prints a script that completes commands.")
+            summary = re.split("[:;] |[.]$", description)[0]
+            print(f"  {name:<19}{summary}\n{'':<21}$ {example}")
+    print("\nmemcheck --version shows the version; memcheck --print-completion bash|zsh|fish")
+    print("prints a script that completes commands.")
 
 
 def load_package() -> None:
@@ -104,10 +106,7 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     if command not in COMMANDS:
         known = [*COMMANDS, "--help", "--version", "--print-completion"]
-        raise UsageError(
-            f"there is no command '{command}', only {', '.join(COMMANDS)}{did_you_mean(command, known)} "
-            "(see memcheck --help)"
-        )
+        raise UsageError(f"the command {command!r} is {unknown(command, known)} (see memcheck --help)")
     try:
         # A command that runs a script leaves the script's words as they are.
         end = 1 + words_before_script(argv[1:]) if command == "run" else len(argv)

@@ -6,7 +6,10 @@ import argparse
 import inspect
 import io
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
@@ -16,7 +19,7 @@ from memcheck.cli.options import Request
 from memcheck.cli.requests import COMMANDS
 from memcheck.core import converters
 from memcheck.core.devices import DEVICES
-from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.errors import UsageError, did_you_mean, unknown
 from memcheck.core.options import Option, RuleError, spoken_as_flags
 
 METAVARS: dict[Any, str] = {
@@ -42,19 +45,26 @@ METAVARS: dict[Any, str] = {
 class Parser(argparse.ArgumentParser):
     """Ends in a UsageError of one line, which names what was probably meant."""
 
+    of_strangers = ""  # What to say of an option that the command does not have.
+
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         if message.startswith("unrecognized arguments: "):
             flag = message.split()[2].partition("=")[0]
-            message += did_you_mean(flag, self._option_string_actions)
+            message += did_you_mean(flag, self._option_string_actions) or self.of_strangers.format(flag)
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            similar = did_you_mean(str(value), map(str, action.choices or ()))
-            raise argparse.ArgumentError(action, error.message + similar) from None
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} is {unknown(str(value), map(str, action.choices))}")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows what a script's words are called, in place of "..."."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        words = action.nargs == argparse.REMAINDER and isinstance(action.metavar, str)
+        return str(action.metavar) if words else super()._format_args(action, default_metavar)
 
 
 def split_help(request: type[Request]) -> tuple[str, list[str]]:
@@ -64,39 +74,66 @@ def split_help(request: type[Request]) -> tuple[str, list[str]]:
 
 
 def parser_of(name: str, request: type[Request]) -> Parser:
-    """The parser of a command. Its help ends in the examples."""
-    parser = Parser(prog=f"memcheck {name}", **how_of(request))
+    """The parser of a command. Its help begins with usage and examples."""
+    parser = Parser(prog=f"memcheck {name}", **how_of(name, request))
+    parser.of_strangers = request.of_strangers
     add_flags(parser, request)
     return parser
 
 
-def how_of(request: type[Request]) -> dict[str, Any]:
+def how_of(name: str, request: type[Request]) -> dict[str, Any]:
     """The settings of the parser of a command."""
     description, examples = split_help(request)
+    width = shutil.get_terminal_size().columns - 1
+    shown = [description, "examples:", *("  " + folded(example, width - 2) for example in examples)]
     return {
-        "description": description,
-        "epilog": "examples:\n" + "\n".join(f"  {example}" for example in examples),
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "usage": "\n       ".join(f"memcheck {name} {form}" for form in request.forms),
+        "description": "\n".join([textwrap.fill(shown[0], width), "", *shown[1:]]),
+        "formatter_class": HelpFormatter,
         "allow_abbrev": False,
+        "add_help": False,
     }
 
 
+def folded(command: str, width: int) -> str:
+    """The command in lines that a shell joins again."""
+    words = re.sub(r" (?!-)", "\xa0", command)  # A value stays on the line of its option.
+    lines = textwrap.wrap(words, width - 2, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return " \\\n  ".join(lines).replace("\xa0", " ")
+
+
 def add_flags(parser: argparse.ArgumentParser, request: type[Request]) -> None:
-    """Adds a flag for each option. A flag that is not given is None."""
-    groups: dict[str, argparse._ActionsContainer] = {}
-    exclusive: dict[str, argparse._ActionsContainer] = {}
+    """Adds a flag for each option, in its group. A flag that is not given is None."""
+    width = shutil.get_terminal_size().columns - 3
+    where: argparse._ActionsContainer = parser
+    for group, members in help_groups(request).items():
+        title, _, description = group.partition(": ")
+        where = parser.add_argument_group(title, textwrap.fill(description, width) or None)
+        exclusive: dict[str, argparse._ActionsContainer] = {}
+        for name, option in members.items():
+            inner: argparse._ActionsContainer = where
+            if option.exclusive is not None:
+                if option.exclusive not in exclusive:
+                    exclusive[option.exclusive] = where.add_mutually_exclusive_group()
+                inner = exclusive[option.exclusive]
+            add_flag(inner, name, option, single=name in request.ones)
+    where.add_argument("-h", "--help", action="help", help="show this help and exit")
+
+
+def help_groups(request: type[Request]) -> dict[str, dict[str, Option]]:
+    """The options by group: those that come first, those of groups, and all others."""
+    first = {name: request.options[name] for name in request.first}
+    groups: dict[str, dict[str, Option]] = {"options": first, options.MODELS: {}}
+    others: dict[str, Option] = {}
     for name, option in request.options.items():
-        where: argparse._ActionsContainer = parser
-        if option.group is not None:
-            title, _, description = option.group.partition(": ")
-            if title not in groups:
-                groups[title] = parser.add_argument_group(title, description or None)
-            where = groups[title]
-        if option.exclusive is not None:
-            if option.exclusive not in exclusive:
-                exclusive[option.exclusive] = where.add_mutually_exclusive_group()
-            where = exclusive[option.exclusive]
-        add_flag(where, name, option, single=name in request.ones)
+        if name not in first:
+            where = others if option.group is None else groups.setdefault(option.group, {})
+            where[name] = option
+    if first:
+        groups["other options"] = others
+    else:
+        groups["options"] = others
+    return {group: members for group, members in groups.items() if members}
 
 
 def add_flag(where: argparse._ActionsContainer, name: str, option: Option, single: bool) -> None:
@@ -162,7 +199,7 @@ def whole_parser() -> Parser:
     shtab.add_argument_to(parser, "--print-completion")
     commands = parser.add_subparsers(parser_class=Parser)
     for name, request in COMMANDS.items():
-        command = commands.add_parser(name, help=split_help(request)[0], **how_of(request))
+        command = commands.add_parser(name, help=split_help(request)[0], **how_of(name, request))
         add_flags(command, request)
         for action in command._actions:
             if (path := paths.get(str(action.metavar))) is not None:

@@ -37,7 +37,7 @@ LAYOUTS = ("padded", "packed")
 
 # Groups of flags in help. Models do not take the options of operators, nor operators those of models.
 OPERATORS = "operators: of sizes with several values every combination is a case; N: 8 or 16,32 or 256:16384:x2"
-MODELS = "models: any model, in place of an operator of --attention-type"
+MODELS = "models: of --model and --hf-config"
 MEASURING, PREDICTING, RUNNING = "measuring", "predicting", "running"
 
 
@@ -49,13 +49,17 @@ class Request:
     """What a command or a function is asked for. A subclass has its options as attributes, and inherits those of bases.
 
     include: options of a dataclass that a class takes over, see flags_of. group: that of a class's own options, unless
-    these name one. ones: lists that may have one value only.
+    these name one. ones: lists that may have one value only. Of the help: forms of the usage, the options that it lists
+    first, and what to say of_strangers, options that the command does not have.
     """
 
     options: ClassVar[dict[str, Option]] = {}
     include: ClassVar[dict[str, Option]] = {}
     group: ClassVar[str | None] = None
     ones: ClassVar[Sequence[str]] = ()
+    forms: ClassVar[Sequence[str]] = ("[options]",)
+    first: ClassVar[Sequence[str]] = ()
+    of_strangers: ClassVar[str] = ""
     words: list[str] | None = None  # The command as it was typed.
     _own: ClassVar[dict[str, Option]] = {}
     if TYPE_CHECKING:
@@ -322,6 +326,15 @@ class ModelStep(Request):
 class PredictedModel(ModelStep, Predicting, Printed, Detailed):
     """A request for a prediction that may be of a model."""
 
+    forms = (
+        "--model FILE.py:FUNCTION [options]",
+        "--hf-config FILE [options]",
+        "--attention-type NAME [options]",
+    )
+    first: ClassVar[Sequence[str]] = (
+        *("model", "hf_config", "attention_type", "device", "bsz", "seq_len", "mode", "dtype", "optimizer"),
+        *("memory_limit", "fail_on_oom"),
+    )
     include = flags_of(Place) | flags_of(Step, "compile")
 
     probes: Path | None = option(

@@ -32,12 +32,14 @@ RESULTS = "a folder of results, with records.jsonl"
 
 
 class Compare(Tables):
-    """Compares two folders of results, case by case: memory to the byte, times beyond noise. Or two runs of a script.
+    """Compares two runs of a script, or two folders of results: memory to the byte, times beyond noise.
 
     memcheck compare before/ after/
     memcheck compare before/ after/ --fail-on-growth 5%
     memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
     """
+
+    forms = ("[options] BEFORE AFTER",)
 
     before: Path = option(
         None, f"{RESULTS}; or what memcheck run wrote", converters.folder, positional=True, metavar="BEFORE"
@@ -61,19 +63,21 @@ class Compare(Tables):
 
 
 class Fit(PredictedModel, Operators):
-    """Predicts the largest length, batch or dimension that fits a device, of operators or any model; runs nothing.
+    """Predicts the largest batch, length or dimension that fits; of any model or operator, and runs nothing.
 
-    memcheck fit --device H100-80GB --bsz 8 --dim 512 --heads 8
-    memcheck fit --hf-config config.json --find bsz --seq-len 4096 --device A100-40GB
+    memcheck fit --model train.py:make --find bsz --device L4
     memcheck fit --hf-config config.json --find seq-len --bsz 1 --fsdp 8 --device H100-80GB
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
     """
 
+    first = (*PredictedModel.first[:4], "find", *PredictedModel.first[4:])
     alone = ("no_changes", "doubts")
     ones = ("heads", "core_dim", "factor", "window")
 
     find: str = option("seq-len", "the size to maximise", choices=("seq-len", "bsz", "dim"))
-    step: int | None = option(None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count)
+    step: int | None = option(
+        None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count
+    )
     up_to: int = option(2**30, "end of the search; default: 2^30", count)
     plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file, group=OPERATORS)
 
@@ -90,7 +94,7 @@ class Fit(PredictedModel, Operators):
 
 
 class Gradcheck(Here, Printed):
-    """Compares the gradients of the operators with central differences, in float64.
+    """Checks the operators' gradients; compares them with central differences, in float64.
 
     memcheck gradcheck
     memcheck gradcheck --operator softplus_attention --device cpu
@@ -107,7 +111,7 @@ class Gradcheck(Here, Printed):
 
 
 class Info(Request):
-    """Shows versions, the build, kernels, and the devices of this machine.
+    """Shows this machine's versions, build, kernels and devices.
 
     memcheck info
     memcheck info --format json
@@ -117,14 +121,14 @@ class Info(Request):
 
 
 class Predict(PredictedModel, OfTwoLengths):
-    """Predicts the memory of an operator or of any model on any device; runs nothing.
+    """Predicts the memory of any model or operator on any device; runs nothing.
 
-    memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
-    memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
-    memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
+    memcheck predict --model train.py:make --device RTX-4090
     memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
+    memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
     """
 
+    first = (*PredictedModel.first, "explain")
     ones = ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window")
     include = flags_of(Step, "dense_grad")
     DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
@@ -151,13 +155,14 @@ class Predict(PredictedModel, OfTwoLengths):
 
 
 class Report(Tables, Detailed):
-    """Prints tables, scaling and accounting of result folders, and writes a page for a browser.
+    """Prints the tables of results: scaling, accounting, pictures, and a page for a browser.
 
-    memcheck report results/
     memcheck report results/ --html page.html
     memcheck report results/ --pivot forward_ms,saved_bytes --format markdown
     memcheck report results/ --plot memory,savings --output figures/
     """
+
+    forms = ("[options] DIR...",)
 
     folders: list[Path] = option(
         None,
@@ -208,8 +213,11 @@ class Run(OnThisMachine):
     memcheck run train.py --epochs 1
     memcheck run --memory-limit 8GiB --output results/train train.py
     memcheck run -m package.train
-    memcheck run --snapshot train.pickle train.py
     """
+
+    forms = ("[options] SCRIPT [its own options]", "[options] -m MODULE [its own options]")
+    first = ("script", "module", "device", "memory_limit", "output", "snapshot")
+    of_strangers = "; the script's options stand after its name: memcheck run SCRIPT {} ..."
 
     script: list[str] | None = option(None, "as for python", positional=True, nargs="...", metavar="SCRIPT ARGS")
     module: list[str] | None = option(
@@ -230,8 +238,9 @@ class Snapshot(Tables):
     memcheck snapshot snapshot.pickle
     memcheck snapshot snapshot.pickle --settings expandable_segments:True,max_split_size_mb:256
     memcheck snapshot snapshot.pickle --device L40S --html snapshot.html
-    memcheck snapshot before.pickle after.pickle
     """
+
+    forms = ("[options] FILE...",)
 
     files: list[Path] = option(
         None,
@@ -259,25 +268,15 @@ class Snapshot(Tables):
 
 # The commands by what they are for, in the order of memcheck --help.
 TASKS: dict[str, dict[str, type[Request]]] = {
-    "measure": {
+    "Look at a script": {"run": Run, "snapshot": Snapshot},
+    "Will it fit?": {"predict": Predict, "fit": Fit},
+    "Compare attentions": {
         "profile-attention": ProfileAttention,
         "profile-combinator": ProfileCombinator,
         "profile-model": ProfileModel,
         "sweep": Sweep,
-        "run": Run,
     },
-    "predict": {
-        "predict": Predict,
-        "fit": Fit,
-    },
-    "look": {
-        "report": Report,
-        "compare": Compare,
-        "snapshot": Snapshot,
-    },
-    "check": {
-        "gradcheck": Gradcheck,
-        "info": Info,
-    },
+    "Check your own results": {"compare": Compare, "report": Report},
+    "Machine": {"info": Info, "gradcheck": Gradcheck},
 }
 COMMANDS = {name: request for commands in TASKS.values() for name, request in commands.items()}

@@ -73,9 +73,9 @@ class ProfileAttention(Cases, options.OfTwoLengths):
     memcheck profile-attention
     memcheck profile-attention --attention-type naive,softplus --seq-len 1024,2048 --dtype bf16 --memory-limit 100MiB
     memcheck profile-attention --attention-type naive --seq-len 1024 --explain --predict
-    memcheck profile-attention --attention-type softmax,softplus --lengths 4096,1000,300
     """
 
+    first = ("attention_type", "device", "bsz", "seq_len", "dim", "heads", "mode", "dtype", "output")
     ones = (*options.DEFAULT_SIZES, "core_dim", "factor", "window")
 
     preset: str = option("quick", "values of flags not given", choices=PRESETS[:1])
@@ -84,7 +84,7 @@ class ProfileAttention(Cases, options.OfTwoLengths):
 class ProfileCombinator(Cases):
     """Measures memory and time of the combinator: a table, records and a plot.
 
-    memcheck profile-combinator --bsz 64 --query-len 512 --dim 128
+    memcheck profile-combinator --query-len 512 --dim 128
     memcheck profile-combinator --combinator-type combinator,combinator-low-memory --no-time
     """
 
@@ -108,11 +108,12 @@ class ProfileCombinator(Cases):
 class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detailed):
     """Measures and predicts memory and time of a whole decoder: parameters, gradients, AdamW and activations.
 
-    memcheck profile-model --size small --attention-type naive,softplus
+    memcheck profile-model --size small
     memcheck profile-model --size xl --context 1024 --bsz 4 --checkpointing --predict --device A100-80GB
     memcheck profile-model --autocast bf16 --components --output results/model
     """
 
+    first = ("size", "attention_type", "context", "bsz", "mode", "dtype", "device", "predict", "output")
     include = flags_of(Step, "autocast", "checkpointing") | flags_of(Place, "torch_version")
 
     size: list[str] = option(("tiny",), "tiny, mini, small, medium, large, xl, 2.7B, all", names)
@@ -139,14 +140,14 @@ class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detaile
 
 
 class Sweep(options.OfTwoLengths, RunsCases, options.Predicting, Kept):
-    """Runs a grid of cases, with tables and plots. The same command again continues where the last one stopped.
+    """Runs a grid of cases, with tables and plots; the same command again continues where the last one stopped.
 
     memcheck sweep
     memcheck sweep --preset memcheck-pyt --memory-limit 40GiB --output results/memcheck-pyt
     memcheck sweep --attention-type naive,softplus --bsz 8 --seq-len 256:16384:x2 --dim 16,32,64,128 --dry-run
-    memcheck sweep --attention-type softmax,softplus --lengths 2048,2048 --lengths 2048,512,512 --dim 128,256
     """
 
+    first = ("attention_type", "preset", "device", "bsz", "seq_len", "dim", "mode", "dtype", "output", "dry_run")
     group = options.RUNNING
     include = flags_of(Place, "device")
 

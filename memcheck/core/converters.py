@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from memcheck.core.errors import did_you_mean
+from memcheck.core.errors import did_you_mean, unknown
 from memcheck.core.units import Growth, parse_bytes, parse_growth, parse_sizes
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def count_or_ten(value: Any) -> int:
 
 def counts(value: Any) -> list[int]:
     """Whole numbers: "1,2", [1, 2] or 1."""
-    return [count(part) for part in parts_of_list(value)]
+    found = [count(part) for part in parts_of_list(value)]
+    if not found:
+        raise ValueError("must be at least one number, got an empty list")
+    return found
 
 
 def sizes(value: Any) -> list[int]:
@@ -147,7 +150,10 @@ def parts_of_list(value: Any) -> Iterable[Any]:
 def names(value: Any) -> list[str]:
     """Names: "a,b", ["a", "b,c"]; torch.float16 is "float16"."""
     texts = [value] if isinstance(value, str) or not isinstance(value, Iterable) else value
-    return [part.strip() for text in texts for part in str(text).removeprefix("torch.").split(",")]
+    found = [part.strip() for text in texts for part in str(text).removeprefix("torch.").split(",")]
+    if not found:
+        raise ValueError("must be at least one name, got an empty list; leave it out for the default")
+    return found
 
 
 def text(value: Any) -> str:
@@ -161,7 +167,7 @@ def dtype_name(value: Any) -> str:
     found = SHORT_DTYPES.get(given, given)
     if found not in DTYPES:
         known = (*SHORT_DTYPES, *DTYPES)
-        raise ValueError(f"{given} is unknown; known: {', '.join(known)}{did_you_mean(given, known)}")
+        raise ValueError(f"{given} is {unknown(given, known)}")
     return found
 
 
@@ -192,7 +198,7 @@ def optimizer(value: Any) -> str | Callable[..., Any]:
     """What makes an optimizer of parameters: a name, a class or a function."""
     if isinstance(value, str):
         if value not in OPTIMIZERS:
-            raise ValueError(f"{value!r} is unknown; known: {', '.join(OPTIMIZERS)}{did_you_mean(value, OPTIMIZERS)}")
+            raise ValueError(f"{value!r} is {unknown(value, OPTIMIZERS)}")
     elif not callable(value):
         rule = "must be a function that makes one of parameters, such as torch.optim.AdamW, or a name"
         raise ValueError(f"{rule}, got {value!r}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.errors import UsageError, unknown
 from memcheck.core.options import named
 from memcheck.core.units import format_bytes, parse_bytes
 
@@ -153,8 +153,7 @@ def objection_to(text: str, matches: list[str]) -> str:
         return f"one of several: {', '.join(matches)}"
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return f"no GPU, and a size needs a unit: {text} what? write {text}GiB; known: cpu, and {', '.join(DEVICES)}"
-    similar = did_you_mean(text.upper(), DEVICES)
-    return f"unknown; known: cpu, a size such as 40GiB, and {', '.join(DEVICES)}{similar}"
+    return unknown(text.upper(), DEVICES, "cpu, a size such as 40GiB, and ")
 
 
 def matching(name: str) -> list[str]:

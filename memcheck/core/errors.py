@@ -34,8 +34,14 @@ class UnsupportedError(NotImplementedError):
 
 def unknown_name(flag: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a flag's value that is none of the known names."""
-    known = list(known)
-    return UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}{did_you_mean(name, known)}")
+    return UsageError(f"{flag} {name} is {unknown(name, known)}")
+
+
+def unknown(name: str, known: Iterable[str], others: str = "") -> str:
+    """ "unknown; did you mean softmax? Known: naive, softmax" for softmx. others: what is known besides, first."""
+    names = list(known)
+    similar = did_you_mean(name, names)
+    return f"unknown{similar}{' K' if similar else '; k'}nown: {others}{', '.join(names)}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -152,8 +152,9 @@ class Step:
         None,
         f"makes the optimizer of the module's parameters, whose step follows the backward: {', '.join(OPTIMIZERS)}, a "
         "class, or a function; a function whose first parameter is named model, or annotated as a Module, gets the "
-        "module in their place; it may return another object with a step(), such as one that steps by a GradScaler; "
-        "default: none in Python, adamw in commands",
+        "module in their place: `def make(model): return model.configure_optimizers()`, in commands train.py:make; it "
+        "may return another object with a step(), such as one that steps by a GradScaler; default: none in Python, "
+        "adamw in commands",
         converters.optimizer,
         needs="backward",
         from_text=converters.optimizer_name,

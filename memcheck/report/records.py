@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import unknown_name
 from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.report.accounting import doubt_lines, scaling_table
@@ -232,7 +232,7 @@ def cs336_tables(records: Sequence[Record]) -> list[Table]:
 
 def check_pivot(field: str) -> str:
     if field not in PIVOT_FIELDS:
-        raise UsageError(f"{named('pivot')} {field} is unknown; known: {', '.join(PIVOT_FIELDS)}")
+        raise unknown_name(named("pivot"), field, PIVOT_FIELDS)
     return field
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import shlex
 import struct
 import subprocess
@@ -27,7 +28,7 @@ from memcheck.bench.sweep.grid import PRESETS
 from memcheck.cli import options, run_requests
 from memcheck.cli.commands import info
 from memcheck.cli.flags import parser_of, split_help
-from memcheck.cli.requests import COMMANDS
+from memcheck.cli.requests import COMMANDS, TASKS
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import MemcheckError, unknown_name
 from memcheck.core.options import options_of
@@ -62,8 +63,11 @@ def test_underscores_in_names_but_not_in_values() -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for name in COMMANDS:
-        assert f"\n  {name}\n" in printed
+    for name, request in COMMANDS.items():
+        example = split_help(request)[1][0]
+        assert re.search(rf"^  {name} +[A-Z].*\n +\$ {re.escape(example)}$", printed, re.MULTILINE)
+    assert max(map(len, printed.splitlines())) <= 80
+    assert [title for title in TASKS if f"\n\n{title}\n" in printed] == [*TASKS]
 
 
 def test_a_name_like_no_other_has_no_suggestion() -> None:
@@ -79,17 +83,33 @@ def test_options_of_steps_and_places_are_flags(kind: type) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_ends_in_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_begins_with_usage_and_examples_that_parse(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main([name, "--help"]) == 0
     printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
     description, examples = split_help(COMMANDS[name])
-    assert description in printed
-    assert 2 <= len(examples) <= 4
-    assert printed.rstrip().splitlines()[-len(examples) :] == [f"  {example}" for example in examples]
+    usage, shown, commands, *_ = printed.split("\n\n")
+    assert (" ".join(shown.split()), usage.count("\n") < 3) == (description, True)
+    assert 2 <= len(examples) <= 3
+    joined = re.sub(r" \\\n +", " ", commands)
+    assert joined.splitlines() == ["examples:", *(f"  {example}" for example in examples)]
     for example in examples:
         command, *words = shlex.split(example.partition(" >")[0])[1:]
         assert (example.split()[0], command) == ("memcheck", name)
         parser_of(name, COMMANDS[name]).parse_args(words)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_every_option_once(name: str) -> None:
+    parser = parser_of(name, COMMANDS[name])
+    listed = [action.dest for group in parser._action_groups for action in group._group_actions]
+    assert set(COMMANDS[name].first) <= set(COMMANDS[name].options)
+    assert {*COMMANDS[name].options, "help"} == set(listed)
+    if "model" in COMMANDS[name].options:
+        assert parser.format_help().partition("\noptions:\n")[2].startswith("  --model FILE.py:NAME ")
 
 
 def test_help_lists_the_names_that_there_are() -> None:

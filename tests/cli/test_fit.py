@@ -352,7 +352,7 @@ def test_modes_and_dtypes(fit) -> None:
         ),
         ("--device T4 --find bsz --bsz 4", "--find bsz searches for this size: leave out --bsz"),
         ("--device T4 --find heads", "--find"),
-        ("--device T4 --attention-type soft", "--attention-type soft is unknown; known: naive"),
+        ("--device T4 --attention-type soft", "--attention-type soft is unknown; did you mean softmax? Known: naive"),
         ("--device T4 --dtype int8", "--dtype int8 is unknown"),
         ("--device T4 --dim 10", "--dim must be divisible by --heads for naive, got --dim 10 --heads 4"),
         ("--device T4 --bsz 0", "--bsz must be at least 1"),

@@ -192,7 +192,7 @@ def test_what_helps_sequences_that_do_not_fit(capsys: pytest.CaptureFixture[str]
         (["--mode", "decode", "--query-len", "2"], "--query-len must be 1 in --mode decode, got 2"),
         (["--memory-limit", "much"], "--memory-limit must look like 40GiB"),
         (["--dtype", "int8"], "--dtype int8 is unknown"),
-        (["--format", "yaml"], "invalid choice"),
+        (["--format", "yaml"], "is unknown; known: "),
         (["--packed"], "--packed needs --lengths, the positions of each sequence"),
         (["--lengths", "8,4", "--packed", "--padded"], "--padded: not allowed with argument --packed"),
         (["--lengths", "8,4", "--lengths", "8,2"], "--lengths: predict takes one; memcheck sweep"),

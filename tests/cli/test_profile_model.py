@@ -278,7 +278,7 @@ def test_predict_runs_nothing(
         (("--attention-type", "flash"), "--attention-type flash is unknown; known: naive, softmax, linear"),
         (("--mode", "infer"), "--mode infer is unknown; known: forward, backward, train"),
         (("--dtype", "int8"), "--dtype int8 is unknown"),
-        (("--feed-forward", "gelu"), "--feed-forward gelu is unknown; known: swiglu, combinator"),
+        (("--feed-forward", "gelu"), "--feed-forward gelu is unknown; did you mean swiglu? Known: swiglu, combinator"),
         (("--context", "0"), "--context must be at least 1, got 0"),
         (("--autocast", "fp32"), "--autocast must be bf16 or fp16, as a text"),
         (("--autocast", "--dtype", "bf16"), "--autocast needs parameters in float32, got --dtype bfloat16"),

@@ -144,7 +144,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("memory_limit", True, "memory_limit must be a positive number of bytes, got True"),
     ("memory_limit", "lots", "memory_limit must look like 40GiB, 512MiB, 40GB or 4096B, got 'lots'"),
     ("memory_limit", "16", "memory_limit 16: 16 what"),
-    ("optimizer", "adamq", "optimizer 'adamq' is unknown; known: none, sgd, .*; did you mean adam"),
+    ("optimizer", "adamq", "optimizer 'adamq' is unknown; did you mean adam"),
     ("optimizer", 3, "optimizer must be a function that makes one of parameters.*, got 3"),
     ("autocast", "int8", "autocast must be bf16 or fp16, as a text or a torch.dtype, got 'int8'"),
     ("autocast", True, "autocast must be .*, got True"),
@@ -221,7 +221,9 @@ def test_every_optimizer_by_its_name(name: str) -> None:
 
 
 def test_a_form_of_tables_that_is_none_is_named() -> None:
-    with pytest.raises(ValueError, match="form text is unknown; known: table, markdown, latex, csv, json"):
+    with pytest.raises(
+        ValueError, match="form text is unknown; did you mean latex\\? Known: table, markdown, latex, csv, json"
+    ):
         render([], "text")
 
 

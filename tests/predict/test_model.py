@@ -267,7 +267,7 @@ def test_the_largest_size_of_inputs_is_found_by_their_dimension() -> None:
     assert of_two.at.record.input_bytes == 4 * 2 * of_two.size * (3 + 1)
     with pytest.raises(UsageError, match="find seq_len needs an input with dimension 1, got none"):
         memcheck.largest(torch.exp, torch.zeros(3), "cpu", find="seq_len", **how)
-    with pytest.raises(UsageError, match="find bzs is unknown; known: bsz, seq_len; did you mean bsz"):
+    with pytest.raises(UsageError, match="find bzs is unknown; did you mean bsz\? Known: bsz, seq_len"):
         memcheck.largest(torch.exp, torch.zeros(3), "cpu", find="bzs", **how)
     with pytest.raises(TypeError, match="for a model and its inputs say find='bsz'"):
         memcheck.largest(nn.Linear(100, 100), torch.zeros(7, 100), "cpu", **how)

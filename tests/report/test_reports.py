@@ -492,11 +492,11 @@ def test_the_command_writes_what_it_printed(folder: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--pivot forward_sm", "--pivot forward_sm is unknown; known: input_bytes"),
+        ("--pivot forward_sm", "--pivot forward_sm is unknown; did you mean forward_ms? Known: input_bytes"),
         ("--case operator", "--case must look like operator=softplus,seq-len=512"),
         ("--case weight=3", "--case must look like"),
         ("--case operator=flex", "--case operator=flex fits none of the 9 rows"),
-        ("--format xml", "invalid choice: 'xml'"),
+        ("--format xml", "--format: 'xml' is unknown; known: table"),
     ],
 )
 def test_wrong_flags_end_in_one_line(folder: Path, capsys, flags: str, words: str) -> None:

@@ -7,21 +7,25 @@ import json
 import sys
 import textwrap
 
+from tqdm import tqdm
+
 from memcheck.bench.profile import find_device
+from memcheck.cli.output import watch
 from memcheck.cli.requests import Gradcheck
 from memcheck.ops.gradcheck import Outcome, check, configurations_of
 
-LINE = "{:<27} {:<92} {}"
+LINE = "{:<27}  {:<6}  {}"
 
 
 def run(request: Gradcheck) -> int:
     out = sys.stderr if request.format == "json" else sys.stdout
     configurations, device = configurations_of(request.operator or []), find_device(request.device)
-    print(LINE.format("operator", "configuration", f"on {device}"), file=out)
+    print(LINE.format("operator", "", f"configuration, on {device}"), file=out)
     outcomes = []
-    for configuration in configurations:
+    for configuration in watch(configurations, "gradcheck"):
         outcomes.append(check(configuration, device))
-        print(line(outcomes[-1]), file=out, flush=True)
+        tqdm.write(line(outcomes[-1]), file=out)
+        out.flush()
     print(f"\n{summary(outcomes)}", file=out)
     if request.format == "json":
         print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
@@ -29,7 +33,7 @@ def run(request: Gradcheck) -> int:
 
 
 def line(outcome: Outcome) -> str:
-    row = LINE.format(outcome.operator, outcome.configuration, "ok" if outcome.ok else "FAILED")
+    row = LINE.format(outcome.operator, "ok" if outcome.ok else "FAILED", outcome.configuration)
     return f"{row}\n    {textwrap.shorten(outcome.reason, 300)}" if outcome.reason else row
 
 

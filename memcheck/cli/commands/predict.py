@@ -20,7 +20,7 @@ from memcheck.cli.decoding import (
 )
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
 from memcheck.cli.options import DEFAULT_SIZES
-from memcheck.cli.output import DOES_NOT_FIT
+from memcheck.cli.output import DOES_NOT_FIT, progress_bar
 from memcheck.cli.requests import Predict
 from memcheck.core.prediction import Prediction
 from memcheck.core.verdict import certainty, verdict
@@ -54,7 +54,8 @@ def run(request: Predict) -> int:
 def predict_model(request: Predict) -> Prediction:
     setting = Setting.of(request, **{name: request.single(name, "for a model") for name in SIZES})
     predictor = ModelPredictor.of(request, setting)
-    prediction = predictor.predict()
+    with progress_bar(1, "predict"):
+        prediction = predictor.predict()
     changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
     if request.format == "json":
         print(json.dumps(model_object(prediction, changes)))

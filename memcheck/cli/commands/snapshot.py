@@ -52,13 +52,19 @@ def run(request: Request) -> int:
 
 
 def load(path: Path, **how: Any) -> Snapshot:
-    """Reads a snapshot beside a bar."""
+    """Reads a snapshot, and replays what it recorded, beside a bar."""
     try:
         size = path.stat().st_size
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     with progress_bar(size, path.name) as bar:
-        return Snapshot.load(path, progress=bar.update, **how)
+
+        def progress(read: int) -> None:
+            bar.update(read)
+            if bar.n >= size:
+                bar.set_description_str(f"{path.name}: read, replaying")
+
+        return Snapshot.load(path, progress=progress, **how)
 
 
 def show(snapshots: Sequence[Snapshot], form: str) -> None:
