@@ -73,7 +73,9 @@ class Fit(PredictedModel, Operators):
     ones = ("heads", "core_dim", "factor", "window")
 
     find: str = option("seq-len", "the size to maximise", choices=("seq-len", "bsz", "dim"))
-    step: int | None = option(None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count)
+    step: int | None = option(
+        None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count
+    )
     up_to: int = option(2**30, "end of the search; default: 2^30", count)
     plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file, group=OPERATORS)
 
