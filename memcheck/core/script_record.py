@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +101,38 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Point:
+    """The highest sum of some events in a row, coarser than a Level."""
+
+    event: int
+    seconds: float | None
+    changes: list[tuple[int, int]]  # Places whose bytes differ from those of the point before, and their bytes.
+
+
+@dataclass(frozen=True)
+class Course:
+    """What was alive over time, by place."""
+
+    places: list[Origin]
+    points: list[Point]
+
+    @classmethod
+    def of(cls, origins: Iterable[Origin], rows: Iterable[tuple[int, float | None, Sequence[int]]]) -> Course:
+        """The course of (event, seconds, bytes of each origin so far). Equal origins are one place."""
+        places: dict[Origin, int] = {}
+        numbers = [places.setdefault(origin, len(places)) for origin in origins]
+        before, points = [0] * len(places), list[Point]()
+        for event, seconds, sizes in rows:
+            now = [0] * len(places)
+            for number, size in zip(numbers, sizes, strict=False):
+                now[number] += size
+            changes = [(number, now[number]) for number in range(len(now)) if now[number] != before[number]]
+            points.append(Point(event, seconds, changes))
+            before = now
+        return cls(list(places), points)
+
+
+@dataclass(frozen=True)
 class Growth:
     """A line whose bytes grow from step to step."""
 
@@ -156,6 +189,7 @@ class ScriptRecord:
     process: Process = Process()
     step_name: str = "step"  # What growth is compared by: "step" of the optimizer, or "call of GPT".
     step_ends: list[StepEnd] = field(default_factory=list)  # Some of them, evenly spaced.
+    course: Course = field(default_factory=lambda: Course([], []))
 
     @classmethod
     def read(cls, path: Path) -> ScriptRecord:

@@ -16,10 +16,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -28,6 +30,7 @@ from memcheck.core.script_record import (
     KINDS,
     PHASES,
     Alive,
+    Course,
     Level,
     Line,
     Moment,
@@ -38,9 +41,7 @@ from memcheck.core.script_record import (
 )
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
-from memcheck.measure.allocation_events import (
-    allocated_by,
-)
+from memcheck.measure.allocation_events import allocated_by
 from memcheck.measure.script_growth import StepSamples, resident_bytes
 from memcheck.measure.script_recorders import (
     BUFFER,
@@ -325,6 +326,7 @@ class ScriptWatch:
             process=self._process,
             step_name=step_name,
             step_ends=samples.ends(),
+            course=naming.course(ledger),
             seconds=self._seconds,
             refusals=ledger.refusals,
             refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,
@@ -369,6 +371,16 @@ class _Naming:
             before = sums.get(place, (0, 0))
             sums[place] = before[0] + size, before[1] + blocks
         return sorted((Alive(place, *figures) for place, figures in sums.items()), key=lambda alive: -alive.bytes)
+
+    def course(self, ledger: Any) -> Course:
+        """What was alive over time, and where the last allocation failed."""
+        sites = ledger.sites()
+        rows = [(event, seconds, np.frombuffer(sizes, np.int64).tolist()) for event, seconds, sizes in ledger.shots()]
+        if ledger.refusals:
+            (_, event, seconds, *_), _, alive = ledger.last_refusal()
+            sizes = {site: size for site, size, _ in alive}
+            rows.append((event, seconds, [sizes.get(site, 0) for site in sites]))
+        return Course.of([self.place(*site) for site in sites], sorted(rows, key=itemgetter(0)))
 
     def refusal(self, moment: tuple[Any, ...], requested_bytes: int, alive: list[tuple[Any, ...]]) -> Refusal:
         return Refusal(requested_bytes, self.moment(moment), self.alive(alive))
