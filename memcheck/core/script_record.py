@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,11 @@ class Line:
     number: int
     function: str
     text: str | None = field(default=None, compare=False)  # Its source when the script ended.
+
+    def read(self) -> str | None:
+        """Its source as the file has it now."""
+        linecache.checkcache(self.file)
+        return linecache.getline(self.file, self.number).strip() or None
 
     def __str__(self) -> str:
         """ "train.py:12 (main)", with the path from the current folder, or the last three parts of any other."""
@@ -115,6 +121,7 @@ class Course:
 
     places: list[Origin]
     points: list[Point]
+    stacks: list[list[Line]] = field(default_factory=list)  # The calls of Python to each place, if they are known.
 
     @classmethod
     def of(cls, origins: Iterable[Origin], rows: Iterable[tuple[int, float | None, Sequence[int]]]) -> Course:

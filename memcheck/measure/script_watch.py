@@ -7,7 +7,6 @@ and at the peak, and keeps the level over time in at most 2048 points.
 from __future__ import annotations
 
 import dataclasses
-import linecache
 import os
 import signal
 import sys
@@ -32,7 +31,6 @@ from memcheck.core.script_record import (
     Alive,
     Course,
     Level,
-    Line,
     Moment,
     Origin,
     Process,
@@ -343,17 +341,12 @@ class ScriptWatch:
         )
 
 
-def source_of(line: Line) -> str | None:
-    linecache.checkcache(line.file)
-    return linecache.getline(line.file, line.number).strip() or None
-
-
 class _Naming:
     """Turns the ledger's numbers into names."""
 
     def __init__(self, recorder: Recorder, modules: Sequence[str | None]) -> None:
         self._operators = [allocated_by(stack) for stack in recorder.stacks()]
-        self._lines = [line and dataclasses.replace(line, text=source_of(line)) for line in recorder.lines()]
+        self._lines = [line and dataclasses.replace(line, text=line.read()) for line in recorder.lines()]
         self._modules = modules
 
     def place(self, path: int, line: int, module: int, phase: int, kind: int) -> Origin:

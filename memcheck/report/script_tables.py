@@ -10,15 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.core import units
-from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord
+from memcheck.core.script_record import (
+    KINDS,
+    LAYERS,
+    PHASES,
+    Alive,
+    Course,
+    Growth,
+    Line,
+    Moment,
+    Origin,
+    ScriptRecord,
+)
 from memcheck.core.units import counted, format_bytes
+from memcheck.report.memory import NO_LINE, OUTSIDE, MemoryPicture, sources_of
 from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size_cells, to_text, unit_of
 
 # Rows of a table in text and on the page; the rest is combined in one row.
 MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
-OUTSIDE = "outside of modules"
-NO_LINE = "no line of Python"
 FORMAT = ",.2f"
 # On a narrow screen the last of these columns are left out first.
 IMPORTANCE = (
@@ -52,19 +62,43 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
     return "\n".join([*lines, "", to_text(table, Screen())])
 
 
-def script_page(record: ScriptRecord, picture: str) -> str:
-    """The report as an HTML page. picture: an HTML element."""
-    title = script_title(record)
-    rest = record.events_per_level
-    points = f"; each point is the highest of {rest} allocations and frees in a row" if rest > 1 else ""
+def script_page(record: ScriptRecord) -> str:
+    """The report as an HTML page."""
+    places = [each.place for each in (*record.alive_then, *record.growing)]
     return render_page(
-        title=title,
+        title=script_title(record),
         paragraphs=paragraphs(record),
-        plots=[(f"{title}: what was alive, by what it holds{points}", picture)],
+        pictures=[script_picture(record)] if record.levels else [],
         tables=tables(record, MOST_ROWS_OF_PAGE),
         facts={"device": record.device, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
+        sources=sources_of(places),
     )
+
+
+def script_picture(record: ScriptRecord) -> MemoryPicture:
+    """Memory over time. A record of an earlier version has it by what the memory holds alone."""
+    views: dict[str, Callable[[Origin], str]] = {
+        "what it holds": attrgetter("layer"),
+        "line of Python": line_of,
+        "module": lambda place: place.module or OUTSIDE,
+    }
+    course = record.course
+    if not course.points:
+        kinds = [*((kind, "elsewhere") for kind in KINDS if kind), *((None, phase) for phase in PHASES)]
+        origins = [Origin("", phase, kind) for kind, phase in kinds]
+        course = Course.of(origins, ((level.event, level.seconds, level.layers) for level in record.levels))
+        views = {name: views[name] for name in ("what it holds",)}
+    marks = [(record.peak.event, f"peak {format_bytes(record.peak.bytes)}", "at the peak")]
+    if record.ran_out and record.refusal is not None:
+        asked = f"out of memory: {format_bytes(record.refusal.requested_bytes)} requested"
+        marks.insert(0, (record.refusal.moment.event, asked, "when memory ran out"))
+    # A limit so far above the peak that it would flatten the picture is left out.
+    limit = record.limit_bytes or 0
+    lines = {f"limit {format_bytes(limit)}": [limit] * len(course.points)} if 0 < limit < 3 * record.peak.bytes else {}
+    title = f"{script_title(record)} on {record.device}"
+    caption = "Each point is the highest sum of some allocations and frees in a row."
+    return MemoryPicture(title, caption, course, views, marks, "module, line and operator", lines)
 
 
 def script_title(record: ScriptRecord) -> str:
