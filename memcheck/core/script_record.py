@@ -121,22 +121,29 @@ class Course:
 
     places: list[Origin]
     points: list[Point]
-    stacks: list[list[Line]] = field(default_factory=list)  # The calls of Python to each place, if they are known.
+    stacks: list[tuple[Line, ...]] = field(default_factory=list)  # Calls of Python to each place; empty: not known.
+    reserved: list[int] = field(default_factory=list)  # By the allocator at each point; empty: not known.
 
     @classmethod
-    def of(cls, origins: Iterable[Origin], rows: Iterable[tuple[int, float | None, Sequence[int]]]) -> Course:
-        """The course of (event, seconds, bytes of each origin so far). Equal origins are one place."""
-        places: dict[Origin, int] = {}
-        numbers = [places.setdefault(origin, len(places)) for origin in origins]
+    def of(
+        cls,
+        origins: Sequence[Origin],
+        rows: Iterable[tuple[int, float | None, Sequence[int]]],
+        stacks: Sequence[tuple[Line, ...]] = (),
+    ) -> Course:
+        """The course of (event, seconds, bytes of each origin so far). Equal origins and stacks are one place."""
+        places: dict[tuple[Origin, tuple[Line, ...]], int] = {}
+        pairs = zip(origins, stacks or [()] * len(origins), strict=True)
+        numbers = [places.setdefault(pair, len(places)) for pair in pairs]
         before, points = [0] * len(places), list[Point]()
         for event, seconds, sizes in rows:
             now = [0] * len(places)
             for number, size in zip(numbers, sizes, strict=False):
                 now[number] += size
-            changes = [(number, now[number]) for number in range(len(now)) if now[number] != before[number]]
+            changes = [(number, size) for number, size in enumerate(now) if size != before[number]]
             points.append(Point(event, seconds, changes))
             before = now
-        return cls(list(places), points)
+        return cls([origin for origin, _ in places], points, [stack for _, stack in places] if stacks else [])
 
 
 @dataclass(frozen=True)

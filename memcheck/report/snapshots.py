@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
+from memcheck.report.memory import OUTSIDE, MemoryPicture, sources_of
 from memcheck.report.page import render_page
 from memcheck.report.script_tables import (
     FORMAT,
@@ -36,16 +37,37 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
     return "\n\n".join([sentences, *(to_text(table, screen) for table in snapshot_tables(record, MOST_ROWS))])
 
 
-def snapshot_page(records: Sequence[SnapshotRecord], pictures: Sequence[tuple[str, str]], command: str) -> str:
-    """The reports as an HTML page. pictures: (caption, <img>)."""
+def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
+    """The reports as an HTML page."""
+    places = [each.place for record in records for each in (*record.moment.alive, *record.growing)]
+    places += [case.failing_place for record in records for case in record.what_if if case.failing_place]
     return render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
         paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],
-        plots=pictures,
+        pictures=[snapshot_picture(record) for record in records],
         tables=[table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)],
         facts={name_of(record): record.settings or "default settings of the allocator" for record in records},
         sweeps=[{"command": command, "started": None, "facts": {}}],
+        sources=sources_of(places),
     )
+
+
+def snapshot_picture(record: SnapshotRecord) -> MemoryPicture:
+    views: dict[str, Callable[[Origin], str]] = {
+        "line of Python": attrgetter("where"),
+        "module": lambda place: place.module or OUTSIDE,
+        "what it holds": attrgetter("layer"),
+    }
+    if not any(place.module for place in record.course.places):
+        del views["module"]
+    marks = [(record.peak.event, f"peak {format_bytes(record.peak.allocated_bytes)}", "at the peak")]
+    if record.oom is not None:
+        asked = f"out of memory: {format_bytes(record.oom.requested_bytes)} requested"
+        marks.insert(0, (record.oom.moment.event, asked, "when memory ran out"))
+    caption = "Each point is the highest sum of some events in a row. Dashed: what the allocator had reserved."
+    lines = {"reserved": record.course.reserved}
+    graph = "calls of Python, outermost first, and operator"
+    return MemoryPicture(f"Memory of {name_of(record)}", caption, record.course, views, marks, graph, lines)
 
 
 def name_of(record: SnapshotRecord) -> str:
