@@ -48,8 +48,8 @@ class MemoryPicture:
         """points: event, seconds, and in turn each site that changed and its bytes. names: text, source, colour."""
         points, names = self.course.points, dict[str, int]()
         sites, site_of = self._sites(lambda text: names.setdefault(text, len(names)))
-        marks = [(last_at(points, event), *words) for event, *words in self.marks]
-        chosen = highest_points(points, most, {place for place, *_ in marks})
+        moments = [last_at(points, event) for event, _, _ in self.marks]
+        chosen = highest_points(points, most, moments)
         sources = sources_of(self.course.places, *self.course.stacks)
         return {
             "views": list(self.views),
@@ -57,7 +57,7 @@ class MemoryPicture:
             "names": [[text, sources.get(text), colour_of(text)] for text in names],
             "palette": [colour for colour in COLOURS if colour != "#000000"],
             "points": thinned(points, chosen, site_of),
-            "marks": [[chosen.index(place), *words] for place, *words in marks],
+            "marks": [[chosen.index(at), *mark[1:]] for at, mark in zip(moments, self.marks, strict=True)],
             "graph": self.graph,
             "lines": [[name, [sizes[place] for place in chosen]] for name, sizes in self.lines.items()],
         }

@@ -70,10 +70,9 @@ def render_page(
     folded: tables that are collapsed at first. sweeps: commands and where they ran. sources: the text of each line that
     a table names.
     """
-    parts = {"title": title, "paragraphs": paragraphs, "facts": facts, "sweeps": sweeps}
+    parts = {"title": title, "paragraphs": paragraphs, "plots": plots, "pictures": pictures, "facts": facts}
     shown = {"tables": [table_object(table, sources) for table in tables], "folded": [*map(table_object, folded)]}
-    shown |= {"plots": plots, "pictures": pictures}
-    return str(html.template(Path(__file__).with_name("page.html")).render(**parts, **shown))
+    return str(html.template(Path(__file__).with_name("page.html")).render(**parts, **shown, sweeps=sweeps))
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:

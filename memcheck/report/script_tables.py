@@ -64,7 +64,7 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
 
 def script_page(record: ScriptRecord) -> str:
     """The report as an HTML page."""
-    places = [each.place for each in (*record.alive_then, *record.growing)]
+    places = [*(each.place for each in record.alive_then), *(growth.place for growth in record.growing)]
     return render_page(
         title=script_title(record),
         paragraphs=paragraphs(record),

@@ -39,7 +39,8 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
 
 def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
     """The reports as an HTML page."""
-    places = [each.place for record in records for each in (*record.moment.alive, *record.growing)]
+    places = [each.place for record in records for each in record.moment.alive]
+    places += [growth.place for record in records for growth in record.growing]
     places += [case.failing_place for record in records for case in record.what_if if case.failing_place]
     return render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
