@@ -13,10 +13,12 @@ from memcheck.core.units import colour_of
 from memcheck.report.plots.style import COLOURS
 
 MOST_BYTES = 200_000  # Of a picture's JSON.
-MOST_POINTS, FEWEST_POINTS, MOST_PLACES = 500, 20, 400
+MOST_POINTS, FEWEST_POINTS, MOST_PLACES = 500, 20, 600
 MOST_LETTERS = 160  # Of a line of source.
 OUTSIDE = "outside of modules"
 NO_LINE = "no line of Python"
+HOLDS = "what it holds"  # A view with few names, which small places keep.
+SMALL = "small places"
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ class MemoryPicture:
         sites: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         site_of = []
         for place, origin in enumerate(places):
-            if place in large:
-                views = [name(origin) for name in self.views.values()]
-                path = path_of(origin, self.course.stacks[place] if self.course.stacks else ())
-            else:
-                views, path = ["small places"] * len(self.views), ["small places"]
+            views = [name(origin) for name in self.views.values()]
+            path = path_of(origin, self.course.stacks[place] if self.course.stacks else ())
+            if place not in large:
+                views = [name if view == HOLDS else SMALL for view, name in zip(self.views, views, strict=True)]
+                path = [SMALL]
             site = tuple(map(number, views)), tuple(map(number, path))
             site_of.append(sites.setdefault(site, len(sites)))
         return list(sites), site_of

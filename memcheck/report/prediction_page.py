@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.script_record import Course, Origin, Point
 from memcheck.core.units import format_bytes
-from memcheck.report.memory import OUTSIDE, MemoryPicture
+from memcheck.report.memory import HOLDS, OUTSIDE, MemoryPicture
 from memcheck.report.page import environment_facts, render_page
 from memcheck.report.predictions import kinds_of
 from memcheck.report.tables import Table
@@ -41,7 +41,7 @@ def prediction_picture(prediction: Prediction) -> MemoryPicture:
     if refused is not None:
         marks.append((refused.born, f"no room for {format_bytes(refused.bytes)}", "when memory runs out"))
     views: dict[str, Callable[[Origin], str]] = {
-        "what it holds": attrgetter("layer"),
+        HOLDS: attrgetter("layer"),
         "module": lambda place: place.module or OUTSIDE,
         "operator": attrgetter("operator"),
     }

@@ -23,7 +23,7 @@ from memcheck.core.script_record import (
     ScriptRecord,
 )
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.memory import NO_LINE, OUTSIDE, MemoryPicture, sources_of
+from memcheck.report.memory import HOLDS, NO_LINE, OUTSIDE, MemoryPicture, sources_of
 from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size_cells, to_text, unit_of
 
@@ -79,7 +79,7 @@ def script_page(record: ScriptRecord) -> str:
 def script_picture(record: ScriptRecord) -> MemoryPicture:
     """Memory over time. A record of an earlier version has it by what the memory holds alone."""
     views: dict[str, Callable[[Origin], str]] = {
-        "what it holds": attrgetter("layer"),
+        HOLDS: attrgetter("layer"),
         "line of Python": line_of,
         "module": lambda place: place.module or OUTSIDE,
     }
@@ -88,7 +88,7 @@ def script_picture(record: ScriptRecord) -> MemoryPicture:
         kinds = [*((kind, "elsewhere") for kind in KINDS if kind), *((None, phase) for phase in PHASES)]
         origins = [Origin("", phase, kind) for kind, phase in kinds]
         course = Course.of(origins, ((level.event, level.seconds, level.layers) for level in record.levels))
-        views = {name: views[name] for name in ("what it holds",)}
+        views = {name: views[name] for name in (HOLDS,)}
     marks = [(record.peak.event, f"peak {format_bytes(record.peak.bytes)}", "at the peak")]
     if record.ran_out and record.refusal is not None:
         asked = f"out of memory: {format_bytes(record.refusal.requested_bytes)} requested"

@@ -11,7 +11,7 @@ from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.memory import OUTSIDE, MemoryPicture, sources_of
+from memcheck.report.memory import HOLDS, OUTSIDE, MemoryPicture, sources_of
 from memcheck.report.page import render_page
 from memcheck.report.script_tables import (
     FORMAT,
@@ -57,7 +57,7 @@ def snapshot_picture(record: SnapshotRecord) -> MemoryPicture:
     views: dict[str, Callable[[Origin], str]] = {
         "line of Python": attrgetter("where"),
         "module": lambda place: place.module or OUTSIDE,
-        "what it holds": attrgetter("layer"),
+        HOLDS: attrgetter("layer"),
     }
     if not any(place.module for place in record.course.places):
         del views["module"]

@@ -82,7 +82,8 @@ def test_the_report_names_the_peak_and_its_line(run):
     assert re.search(r"script.py:3 \(<(listcomp|module)>\) +1,953.12 +100.0 +5", err)
     assert "Wrote out/run.json, out/run.html, out/run.png" in err
     page = Path("out/run.html").read_text()
-    assert "<img" in page
+    assert '<figure class="memory"' in page
+    assert "<code>kept = [torch.ones(1000, 100) for _ in range(5)]</code>" in page
     assert "memcheck run script.py" in page
     assert "http" not in re.sub(r'xmlns[:\w]*="[^"]*"|http://www.w3.org/\S*', "", page)
 
