@@ -157,7 +157,8 @@ static void bind_ledger(py::module_& m) {
           "(moment, requested bytes, what was alive)")
       .def("points", &point_list, "(event, seconds, bytes, bytes by layer) of the highest sum of each group of events")
       .def_property_readonly("events_per_point", &PeakLedger::events_per_point)
-      .def("shots", &shot_list, "(event, seconds, bytes at each of sites() as packed int64) of longer groups of events");
+      .def("shots", &shot_list,
+           "(event, seconds, bytes at each of sites() as packed int64) of longer groups of events");
   m.def("set_python_lines", [](std::vector<std::string> skipped_prefixes, const py::object& engine_code) {
     memcheck::set_python_lines(std::move(skipped_prefixes), engine_code.inc_ref().ptr());
   });

@@ -124,6 +124,15 @@ class Course:
     stacks: list[tuple[Line, ...]] = field(default_factory=list)  # Calls of Python to each place; empty: not known.
     reserved: list[int] = field(default_factory=list)  # By the allocator at each point; empty: not known.
 
+    def states(self) -> list[list[int]]:
+        """The bytes of each place at each point."""
+        sizes, states = [0] * len(self.places), []
+        for point in self.points:
+            for place, size in point.changes:
+                sizes[place] = size
+            states.append(sizes.copy())
+        return states
+
     @classmethod
     def of(
         cls,

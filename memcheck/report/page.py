@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from memcheck.report.models import parts_tables
 from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.tables import Table, is_number
 
+BEFORE_A_UNIT = re.compile(r"(?<=\d) (?=([KMGT]i)?B\b|bytes\b)")  # A number stays on the line of its unit.
 FACTS = {
     "device": "device",
     "device_name": "device name",
@@ -63,15 +65,15 @@ def render_page(
     folded: Sequence[Table] = (),
     facts: Mapping[str, str],
     sweeps: Sequence[Mapping[str, Any]] = (),
-    sources: Mapping[str, str] | None = None,
 ) -> str:
-    """A page of these parts.
-
-    folded: tables that are collapsed at first. sweeps: commands and where they ran. sources: the text of each line that
-    a table names.
-    """
+    """A page of these parts. folded: tables that are collapsed at first. sweeps: commands and where they ran."""
+    sources = {name: text for picture in pictures for name, text in picture.sources.items()}
+    paragraphs = [BEFORE_A_UNIT.sub("\N{NO-BREAK SPACE}", text) for text in paragraphs]
     parts = {"title": title, "paragraphs": paragraphs, "plots": plots, "pictures": pictures, "facts": facts}
-    shown = {"tables": [table_object(table, sources) for table in tables], "folded": [*map(table_object, folded)]}
+    shown = {
+        "tables": [table_object(table, sources) for table in tables],
+        "folded": [table_object(table, {}) for table in folded],
+    }
     return str(html.template(Path(__file__).with_name("page.html")).render(**parts, **shown, sweeps=sweeps))
 
 
@@ -86,7 +88,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     return main_tables(records) + scaling, [*growth[len(scaling) :], *map(accounting_table, largest.values()), *parts]
 
 
-def table_object(table: Table, sources: Mapping[str, str] | None = None) -> dict[str, Any]:
+def table_object(table: Table, sources: Mapping[str, str]) -> dict[str, Any]:
     """A table in the form the template needs: headings, and cells with text, sort keys and the source of a line."""
     table = table.to_people()
     headings, texts = table.texts()
@@ -95,7 +97,7 @@ def table_object(table: Table, sources: Mapping[str, str] | None = None) -> dict
     ]
     rows = [
         [
-            {"text": text, "number": cell if is_number(cell) else None, "source": (sources or {}).get(str(cell))}
+            {"text": text, "number": cell if is_number(cell) else None, "source": sources.get(str(cell))}
             for text, cell in zip(line, row, strict=True)
         ]
         for line, row in zip(texts, table.rows, strict=True)

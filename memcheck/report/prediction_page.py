@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from memcheck.core.script_record import Course, Origin, Point
+from memcheck.core.script_record import Course, Origin
 from memcheck.core.units import format_bytes
-from memcheck.report.memory import HOLDS, OUTSIDE, MemoryPicture
+from memcheck.report.memory import HELD, MODULES, MOST_POINTS, MemoryPicture, highest, marks_of
 from memcheck.report.page import environment_facts, render_page
 from memcheck.report.predictions import kinds_of
 from memcheck.report.tables import Table
 
 if TYPE_CHECKING:
-    from memcheck.core.prediction import Prediction, Trace
+    from memcheck.core.prediction import Prediction
 
 
 def prediction_page(prediction: Prediction, words: Sequence[str], tables: Sequence[Table], command: str) -> str:
@@ -33,32 +32,34 @@ def prediction_page(prediction: Prediction, words: Sequence[str], tables: Sequen
 
 def prediction_picture(prediction: Prediction) -> MemoryPicture:
     """What would be alive over the allocations and releases of a step."""
-    trace, sums = prediction.trace, [size for _, size in prediction.timeline]
+    sums, refused, room = (
+        [size for _, size in prediction.timeline],
+        prediction.refused,
+        prediction.place.room_bytes or 0,
+    )
+    peak = len(sums) - sums[::-1].index(max(sums))  # The event of prediction.peak.
+    marks = marks_of((peak, max(sums)), (refused.born, refused.bytes) if refused else None)
+    course = course_of(prediction, highest(sums, MOST_POINTS, [event - 1 for event, _, _ in marks]))
+    return MemoryPicture(
+        f"Memory on the {prediction.device.name}",
+        "Each point is the highest sum of some allocations and releases in a row, as they are predicted.",
+        course,
+        {**HELD, **MODULES, "operator": attrgetter("operator")},
+        marks,
+        "module and operator",
+        {f"room {format_bytes(room)}": [room] * len(course.points)} if 0 < room < 3 * max(sums) else {},
+    )
+
+
+def course_of(prediction: Prediction, chosen: Iterable[int]) -> Course:
+    """What is alive after the chosen events, by module, operator and what it holds."""
+    trace = prediction.trace
     assert trace is not None
-    event = len(sums) - sums[::-1].index(max(sums))  # That of prediction.peak.
-    marks = [(event, f"peak {format_bytes(max(sums))}", "at the peak")]
-    refused, room = prediction.refused, prediction.place.room_bytes or 0
-    if refused is not None:
-        marks.append((refused.born, f"no room for {format_bytes(refused.bytes)}", "when memory runs out"))
-    views: dict[str, Callable[[Origin], str]] = {
-        HOLDS: attrgetter("layer"),
-        "module": lambda place: place.module or OUTSIDE,
-        "operator": attrgetter("operator"),
-    }
-    lines = {f"room {format_bytes(room)}": [room] * len(sums)} if 0 < room < 3 * max(sums) else {}
-    caption = "Each point is the highest sum of some allocations and releases in a row, as they are predicted."
-    course, graph = course_of(trace), "module and operator"
-    return MemoryPicture(f"Memory on the {prediction.device.name}", caption, course, views, marks, graph, lines)
-
-
-def course_of(trace: Trace) -> Course:
-    """What is alive after each event of a trace, by module, operator and what it holds."""
     kinds = kinds_of(trace) | dict.fromkeys(trace.inputs, "inputs")
-    places: dict[Origin, int] = {}
-    sizes, points = Counter[int](), list[Point]()
-    for event, (piece, taken) in enumerate(trace.log.events, 1):
+    sizes, rows, wanted = dict[Origin, int](), [], set(chosen)
+    for event, (piece, taken) in enumerate(trace.log.events):
         origin = Origin(piece.name, trace.phase_of(piece.born), kinds.get(piece), piece.module or None)
-        place = places.setdefault(origin, len(places))
-        sizes[place] += piece.bytes if taken else -piece.bytes
-        points.append(Point(event, None, [(place, sizes[place])]))
-    return Course(list(places), points)
+        sizes[origin] = sizes.get(origin, 0) + (piece.bytes if taken else -piece.bytes)
+        if event in wanted:
+            rows.append((event + 1, None, list(sizes.values())))
+    return Course.of(list(sizes), rows)

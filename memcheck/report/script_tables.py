@@ -10,20 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.core import units
-from memcheck.core.script_record import (
-    KINDS,
-    LAYERS,
-    PHASES,
-    Alive,
-    Course,
-    Growth,
-    Line,
-    Moment,
-    Origin,
-    ScriptRecord,
-)
+from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.memory import HOLDS, NO_LINE, OUTSIDE, MemoryPicture, sources_of
+from memcheck.report.memory import HELD, MODULES, NO_LINE, OUTSIDE, MemoryPicture, marks_of
 from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size_cells, to_text, unit_of
 
@@ -63,42 +52,31 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
 
 
 def script_page(record: ScriptRecord) -> str:
-    """The report as an HTML page."""
-    places = [*(each.place for each in record.alive_then), *(growth.place for growth in record.growing)]
+    """The report as an HTML page. A record of an earlier version has no picture."""
     return render_page(
         title=script_title(record),
         paragraphs=paragraphs(record),
-        pictures=[script_picture(record)] if record.levels else [],
+        pictures=[script_picture(record)] if record.course.points else [],
         tables=tables(record, MOST_ROWS_OF_PAGE),
         facts={"device": record.device, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
-        sources=sources_of(places),
     )
 
 
 def script_picture(record: ScriptRecord) -> MemoryPicture:
-    """Memory over time. A record of an earlier version has it by what the memory holds alone."""
-    views: dict[str, Callable[[Origin], str]] = {
-        HOLDS: attrgetter("layer"),
-        "line of Python": line_of,
-        "module": lambda place: place.module or OUTSIDE,
-    }
-    course = record.course
-    if not course.points:
-        kinds = [*((kind, "elsewhere") for kind in KINDS if kind), *((None, phase) for phase in PHASES)]
-        origins = [Origin("", phase, kind) for kind, phase in kinds]
-        course = Course.of(origins, ((level.event, level.seconds, level.layers) for level in record.levels))
-        views = {name: views[name] for name in (HOLDS,)}
-    marks = [(record.peak.event, f"peak {format_bytes(record.peak.bytes)}", "at the peak")]
-    if record.ran_out and record.refusal is not None:
-        asked = f"out of memory: {format_bytes(record.refusal.requested_bytes)} requested"
-        marks.insert(0, (record.refusal.moment.event, asked, "when memory ran out"))
+    peak, last = record.peak, record.refusal if record.ran_out else None
     # A limit so far above the peak that it would flatten the picture is left out.
     limit = record.limit_bytes or 0
-    lines = {f"limit {format_bytes(limit)}": [limit] * len(course.points)} if 0 < limit < 3 * record.peak.bytes else {}
-    title = f"{script_title(record)} on {record.device}"
-    caption = "Each point is the highest sum of some allocations and frees in a row."
-    return MemoryPicture(title, caption, course, views, marks, "module, line and operator", lines)
+    lines = {f"limit {format_bytes(limit)}": [limit] * len(record.course.points)} if 0 < limit < 3 * peak.bytes else {}
+    return MemoryPicture(
+        f"{script_title(record)} on {record.device}",
+        "Each point is the highest sum of some allocations and frees in a row.",
+        record.course,
+        {**HELD, "line of Python": line_of, **MODULES},
+        marks_of((peak.event, peak.bytes), (last.moment.event, last.requested_bytes) if last else None),
+        "module, line and operator",
+        lines,
+    )
 
 
 def script_title(record: ScriptRecord) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.memory import HOLDS, OUTSIDE, MemoryPicture, sources_of
+from memcheck.report.memory import HELD, MODULES, MemoryPicture, marks_of
 from memcheck.report.page import render_page
 from memcheck.report.script_tables import (
     FORMAT,
@@ -39,9 +39,6 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
 
 def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
     """The reports as an HTML page."""
-    places = [each.place for record in records for each in record.moment.alive]
-    places += [growth.place for record in records for growth in record.growing]
-    places += [case.failing_place for record in records for case in record.what_if if case.failing_place]
     return render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
         paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],
@@ -49,26 +46,21 @@ def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
         tables=[table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)],
         facts={name_of(record): record.settings or "default settings of the allocator" for record in records},
         sweeps=[{"command": command, "started": None, "facts": {}}],
-        sources=sources_of(places),
     )
 
 
 def snapshot_picture(record: SnapshotRecord) -> MemoryPicture:
-    views: dict[str, Callable[[Origin], str]] = {
-        "line of Python": attrgetter("where"),
-        "module": lambda place: place.module or OUTSIDE,
-        HOLDS: attrgetter("layer"),
-    }
-    if not any(place.module for place in record.course.places):
-        del views["module"]
-    marks = [(record.peak.event, f"peak {format_bytes(record.peak.allocated_bytes)}", "at the peak")]
-    if record.oom is not None:
-        asked = f"out of memory: {format_bytes(record.oom.requested_bytes)} requested"
-        marks.insert(0, (record.oom.moment.event, asked, "when memory ran out"))
-    caption = "Each point is the highest sum of some events in a row. Dashed: what the allocator had reserved."
-    lines = {"reserved": record.course.reserved}
-    graph = "calls of Python, outermost first, and operator"
-    return MemoryPicture(f"Memory of {name_of(record)}", caption, record.course, views, marks, graph, lines)
+    course, peak, oom = record.course, record.peak, record.oom
+    modules = MODULES if any(place.module for place in course.places) else {}
+    return MemoryPicture(
+        f"Memory of {name_of(record)}",
+        "Each point is the highest sum of some events in a row. Dashed: what the allocator had reserved.",
+        course,
+        {"line of Python": attrgetter("where"), **modules, **HELD},
+        marks_of((peak.event, peak.allocated_bytes), (oom.moment.event, oom.requested_bytes) if oom else None),
+        "calls of Python, outermost first, and operator",
+        {"reserved": course.reserved},
+    )
 
 
 def name_of(record: SnapshotRecord) -> str:
