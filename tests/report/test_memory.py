@@ -65,6 +65,13 @@ def by(data: dict[str, Any], view: str, event: int) -> dict[str, int]:
     return {name: size for name, size in sums.items() if size}
 
 
+def data_in(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
 def test_the_bytes_are_those_of_the_record(record: ScriptRecord) -> None:
     data = script_picture(record).data()
     assert {event: sum(sizes.values()) for event, sizes in shown(data).items()} == {
@@ -112,10 +119,7 @@ def test_a_long_course_keeps_its_highest_points_and_its_whole() -> None:
 def test_a_snapshot_has_the_calls_of_python(tmp_path: Path) -> None:
     snapshot = Snapshot.load(next(path for path in HISTORIES if "snapshot-1" in path.name))
     assert main(["snapshot", str(snapshot.record.file), "--html", str(tmp_path / "page.html")]) == 0
-    text = (tmp_path / "page.html").read_text()
-    found = re.search(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
-    assert found
-    data, record = json.loads(found[1]), snapshot.record
+    data, record = data_in(tmp_path / "page.html"), snapshot.record
     states = shown(data)
     assert [mark[2] for mark in data["marks"]] == ["when memory ran out", "at the peak"]
     assert sum(states[record.peak.event].values()) == record.peak.allocated_bytes
@@ -132,6 +136,29 @@ def test_a_snapshot_has_the_calls_of_python(tmp_path: Path) -> None:
         "/home/me/model.py:41 (forward)",
         "aten::addmm",
     ]
+
+
+def test_a_prediction_has_what_its_peak_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "f.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)]\n"
+        "    return torch.nn.Sequential(*layers), (torch.zeros(128, 64),)\n"
+    )
+    model, page = f"{tmp_path / 'f.py'}:make", tmp_path / "page.html"
+    words = ["predict", "--model", model, "--device", "T4", "--memory-limit", "2MiB", "--no-changes"]
+    assert main([*words, "--html", str(page), "--format", "json"]) == 0
+    predicted, data = json.loads(capsys.readouterr().out), data_in(page)
+    (ran_out, _, _), (peak, *_) = data["marks"]
+    assert data["points"][ran_out][0] < data["points"][peak][0]
+    sums = by(data, "module", data["points"][peak][0])
+    assert sums == {
+        path or "outside of modules": sizes["peak"] for path, sizes in predicted["modules"].items() if sizes["peak"]
+    }
+    assert data["lines"] == [["room 2 MiB", [2 * MIB] * len(data["points"])]]
+    assert {"parameters", "optimizer state", "inputs"} < by(data, "what it holds", data["points"][peak][0]).keys()
+    assert main(["predict", "--seq-len", "64", "--html", str(page)]) == 2
+    assert "--html needs --model or --hf-config" in capsys.readouterr().err
 
 
 def test_nothing_of_the_program_is_html(record: ScriptRecord) -> None:
