@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from memcheck.core.html import to_json
 from memcheck.core.script_record import Course, Line, Origin
 from memcheck.core.units import colour_of, format_bytes
 from memcheck.report.plots.style import COLOURS
 
-MOST_BYTES = 200_000  # Of a picture's JSON.
-MOST_POINTS, FEWEST_POINTS, MOST_PLACES = 500, 20, 600
+MOST_BYTES = 220_000  # Of a picture's JSON.
+MOST_POINTS = 500
+# What is tried until a picture is small enough: its points, and the places whose operator the graph names, the largest.
+DETAIL = (
+    (MOST_POINTS, 1000),
+    (MOST_POINTS, 100),
+    (MOST_POINTS // 2, 100),
+    (MOST_POINTS // 4, 0),
+    (MOST_POINTS // 16, 0),
+)
 MOST_LETTERS = 160  # Of a line of source.
 OUTSIDE = "outside of modules"
 NO_LINE = "no line of Python"
-SMALL = "small places"
-HOLDS = "what it holds"
 Views = Mapping[str, Callable[[Origin], str]]
-HELD: Views = {HOLDS: attrgetter("layer")}
+HELD: Views = {"what it holds": attrgetter("layer")}
 MODULES: Views = {"module": lambda origin: origin.module or OUTSIDE}
 
 
@@ -52,16 +58,18 @@ class MemoryPicture:
         return {name: text[:MOST_LETTERS] for name, text in texts.items() if text}
 
     def data(self) -> dict[str, Any]:
-        """The picture for the page's script. A picture of too many bytes gets fewer points."""
-        states, most = self.course.states(), MOST_POINTS
-        while len(json.dumps(found := self._data(states, most))) > MOST_BYTES and most > FEWEST_POINTS:
-            most //= 2
+        """The picture for the page's script, in as much detail as MOST_BYTES allow."""
+        states = self.course.states()
+        for detail in DETAIL:
+            found = self._data(states, *detail)
+            if len(to_json(found)) <= MOST_BYTES:
+                break
         return found
 
-    def _data(self, states: Sequence[Sequence[int]], most: int) -> dict[str, Any]:
+    def _data(self, states: Sequence[Sequence[int]], most: int, operators: int) -> dict[str, Any]:
         """points: event, seconds, and in turn each site that changed and its bytes. names: text, source, colour."""
         points, names = self.course.points, dict[str, int]()
-        sites, site_of = self._sites(states, lambda text: names.setdefault(text, len(names)))
+        sites, site_of = self._sites(states, operators, lambda text: names.setdefault(text, len(names)))
         events = [point.event for point in points]
         moments = [max(place for place, event in enumerate(events) if event <= mark[0]) for mark in self.marks]
         chosen = highest([sum(sizes) for sizes in states], most, moments)
@@ -82,21 +90,25 @@ class MemoryPicture:
             "points": rows,
             "marks": [[chosen.index(place), *mark[1:]] for place, mark in zip(moments, self.marks, strict=True)],
             "graph": self.graph,
+            "has_modules": not self.course.stacks,  # A path begins with one.
             "lines": [[name, [sizes[place] for place in chosen]] for name, sizes in self.lines.items()],
         }
 
     def _sites(
-        self, states: Sequence[Sequence[int]], number: Callable[[str], int]
+        self, states: Sequence[Sequence[int]], operators: int, number: Callable[[str], int]
     ) -> tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], list[int]]:
         """The names of each site in the views and its path in the graph, and the site of each place of the course."""
-        most = [max(sizes) for sizes in zip(*states, strict=True)]
-        large = set(sorted(range(len(most)), key=lambda place: -most[place])[:MOST_PLACES])
+        most = [max(map(abs, sizes)) for sizes in zip(*states, strict=True)]
+        large = set(sorted(range(len(most)), key=lambda place: -most[place])[:operators])
         sites: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         site_of = []
         for place, origin in enumerate(self.course.places):
-            views = [name(origin) if place in large or view == HOLDS else SMALL for view, name in self.views.items()]
-            path = path_of(origin, *self.course.stacks[place : place + 1]) if place in large else [SMALL]
-            site = tuple(map(number, views)), tuple(map(number, path))
+            if not most[place]:
+                site_of.append(0)  # It adds nothing to any.
+                continue
+            path = path_of(origin, *self.course.stacks[place : place + 1])
+            path[-1] = path[-1] if place in large else "other operators"
+            site = tuple(number(name(origin)) for name in self.views.values()), tuple(map(number, path))
             site_of.append(sites.setdefault(site, len(sites)))
         return list(sites), site_of
 
@@ -111,11 +123,9 @@ def marks_of(peak: tuple[int, int], refused: tuple[int, int] | None) -> list[tup
 
 
 def path_of(origin: Origin, stack: Sequence[Line] = ()) -> list[str]:
-    """The names from the whole to the operator: of the calls of Python, or of modules and the line."""
-    calls = [*map(str, stack)]
-    if not calls:
-        calls = origin.module.split(".") if origin.module else [OUTSIDE]
-        calls += [str(origin.line)] if origin.line else []
+    """The names from the whole to the operator: of the calls of Python or, if they are not known, module and line."""
+    line = [str(origin.line)] if origin.line else []
+    calls = [*map(str, stack)] or [origin.module or OUTSIDE, *line]
     return [*calls, f"{origin.kind} ({origin.operator})" if origin.kind else origin.operator]
 
 

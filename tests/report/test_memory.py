@@ -87,7 +87,7 @@ def test_the_bytes_are_those_of_the_record(record: ScriptRecord) -> None:
     }
     assert by(data, "what it holds", 2) == {"from forward": 4 * MIB, "parameters": 8 * MIB}
     path = [data["names"][name][0] for name in data["sites"][0][1]]
-    assert path == ["Net", "layers", "0", "attention", str(ATTENTION.line), "aten::softmax"]
+    assert path == ["Net.layers.0.attention", str(ATTENTION.line), "aten::softmax"]
     assert {text for _, text, _ in data["names"] if text} == {"y = softmax(x)", HOSTILE}
 
 
