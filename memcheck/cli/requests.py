@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from memcheck.cli.options import (
+    MODELS,
     OPERATORS,
     Detailed,
     Here,
@@ -133,6 +134,9 @@ class Predict(PredictedModel, OfTwoLengths):
     include = flags_of(Step, "dense_grad")
     DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
 
+    html: Path | None = option(
+        None, "write one self-contained page with the picture", converters.file, group=MODELS, metavar="FILE"
+    )
     explain: bool = option(False, "each figure of the case as the sum of its terms", switch, group=OPERATORS)
     layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
     kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
@@ -149,6 +153,8 @@ class Predict(PredictedModel, OfTwoLengths):
         for name in ("kv_heads", "layers", "block_size", "weights", "concatenate"):
             if self.mode != "decode" and self.given(name):
                 raise UsageError(f"{named(name)} is for {named('mode')} decode, got {named('mode')} {self.mode}")
+        if self.mode == "decode" and self.html is not None:
+            raise UsageError(f"{named('html')} is for a model in {named('mode')} train or inference")
         for name in ("attention_type", "lengths"):
             if len(getattr(self, name) or ()) > 1:
                 raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")

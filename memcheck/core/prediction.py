@@ -18,6 +18,7 @@ from memcheck.core.workload import Case, Terms
 ANY_PHASE = "any phase"
 WARM_UP = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
+COMPILED_BUFFER = "buffer of compiled code"
 # What operators of FSDP2 and of process groups do with an argument, by its name.
 BUFFERS = {
     "fsdp::all_gather_copy_in": {"all_gather_output": "all-gather buffer"},

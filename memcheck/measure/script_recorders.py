@@ -6,6 +6,7 @@ import os
 import re
 import tempfile
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack, suppress
@@ -117,6 +118,21 @@ class Interner:
         if number == len(self.things):
             self.things.append(thing)
         return number
+
+
+class ByIdentity:
+    """Values of objects that may have no hash. An entry ends with its object."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def get(self, thing: Any) -> int | None:
+        entry = self._entries.get(id(thing))
+        return entry[1] if entry is not None else None
+
+    def set(self, thing: Any, value: int) -> None:
+        key = id(thing)
+        self._entries[key] = (weakref.ref(thing, lambda _: self._entries.pop(key, None)), value)
 
 
 class SharedStacks:

@@ -27,7 +27,7 @@ from memcheck.report.rows import MIB, PREDICTED, quotient
 from memcheck.report.tables import Cell, Column, Table, by_size, size_cells, unit_of
 
 if TYPE_CHECKING:
-    from memcheck.core.prediction import Largest, Prediction
+    from memcheck.core.prediction import Allocation, Largest, Prediction, Trace
 
 
 COMPARED = (
@@ -167,10 +167,7 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     trace, peak = prediction.trace, prediction.peak
     assert trace is not None
     assert peak is not None
-    members = dict.fromkeys(trace.saved, "kept for backward")
-    members |= dict.fromkeys([*trace.first_gradients, *trace.gradients], "gradients")
-    members |= dict.fromkeys(trace.optimizer, "optimizer state")
-    members |= dict.fromkeys(trace.parameters, "parameters")
+    members = kinds_of(trace)
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     paths: dict[tuple[str, str], set[str]] = defaultdict(set)
     for piece in peak.alive:
@@ -193,6 +190,14 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     columns.append(Column("sum", "sum", "", ",.2f"))
     title = f"Alive at the peak, in the {peak.phase}, by module, {unit}"
     return Table("modules", title, columns, rows, [NOTE])
+
+
+def kinds_of(trace: Trace) -> dict[Allocation, str]:
+    """What each allocation holds, as far as it is one of KINDS."""
+    kinds = dict.fromkeys(trace.saved, "kept for backward")
+    kinds |= dict.fromkeys([*trace.first_gradients, *trace.gradients], "gradients")
+    kinds |= dict.fromkeys(trace.optimizer, "optimizer state")
+    return kinds | dict.fromkeys(trace.parameters, "parameters")
 
 
 def changes_table(base: Prediction, changes: Mapping[str, Prediction]) -> Table:

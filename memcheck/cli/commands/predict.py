@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,11 +21,13 @@ from memcheck.cli.decoding import (
 )
 from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
 from memcheck.cli.options import DEFAULT_SIZES
-from memcheck.cli.output import DOES_NOT_FIT, progress_bar
+from memcheck.cli.output import DOES_NOT_FIT, make_room, progress_bar
 from memcheck.cli.requests import Predict
+from memcheck.core.files import write_text
 from memcheck.core.prediction import Prediction
 from memcheck.core.verdict import certainty, verdict
 from memcheck.core.workload import Case
+from memcheck.report.prediction_page import prediction_page
 from memcheck.report.predictions import (
     alive_sentence,
     buffers_words,
@@ -52,20 +55,25 @@ def run(request: Predict) -> int:
 
 
 def predict_model(request: Predict) -> Prediction:
+    if request.html is not None:
+        make_room("html", request.html)
     setting = Setting.of(request, **{name: request.single(name, "for a model") for name in SIZES})
     predictor = ModelPredictor.of(request, setting)
     with progress_bar(1, "predict"):
         prediction = predictor.predict()
     changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
+    words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
+    words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
+    words = list(filter(None, words))
+    tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []
+    tables += [changes_table(prediction, changes)] if changes else []
+    if request.html is not None:
+        command = shlex.join(["memcheck", *(request.words or ["predict"])])
+        write_text(request.html, prediction_page(prediction, words, tables, command))
     if request.format == "json":
         print(json.dumps(model_object(prediction, changes)))
         return prediction
-    screen = Screen.of(sys.stdout)
-    words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
-    words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
-    print(*map(screen.fill, filter(None, words)), sep="\n")
-    tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []
-    tables += [changes_table(prediction, changes)] if changes else []
+    print(*map(Screen.of(sys.stdout).fill, words), sep="\n")
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
     return prediction
