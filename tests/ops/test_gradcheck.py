@@ -63,7 +63,7 @@ def test_a_wrong_gradient_fails(name: str, monkeypatch: pytest.MonkeyPatch, caps
 
     assert main(["gradcheck", "--device", "cpu"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[:3] == ["operator configuration on cpu", "cube S=2 ok", f"{name} S=3 FAILED"]
+    assert lines[:3] == ["operator configuration, on cpu", "cube ok S=2", f"{name} FAILED S=3"]
     assert lines[3].startswith(said)
     assert lines[-1].startswith("1 of 2 FAILED")
 
