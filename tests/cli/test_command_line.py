@@ -137,8 +137,10 @@ def test_help_lists_the_names_that_there_are() -> None:
             ["sweep", "--predict-only", "--device", "L4", "--attention-type", "softplus", "--seq-len", "64"],
             [b"1 of 1 cases", b"plots"],
         ),
+        (["gradcheck", "--device", "cpu", "--operator", "linear_r"], [b"gradcheck"]),
+        (["predict", "--model", "docs/examples/model.py:make_fused", "--device", "L4", "--no-changes"], [b"predict"]),
     ],
-    ids=["fit", "sweep --predict-only"],
+    ids=["fit", "sweep --predict-only", "gradcheck", "predict"],
 )
 def test_a_terminal_shows_that_torch_is_loaded_and_how_much_is_left(
     tmp_path: Path, words: list[str], bars: list[bytes]
