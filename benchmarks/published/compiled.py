@@ -121,7 +121,7 @@ class Report:
 
 REPORTS = {
     "subha-v": Report(by_hand),
-    "jennjwang": Report(by_hand),
+    "jennjwang": Report(by_hand, gradient=True, zeroes=True),  # No sum; workspaces are those of an earlier cell.
     "ShanningZhuang": Report(by_torch, gradient=True, zeroes=True),
     "VictorHuu": Report(by_torch, masked=True, resident=4, gradient=True),
     "CTKnight": Report(by_amax, masked=True, infers=True),

@@ -127,31 +127,35 @@ class FloatsOnMeta(TorchFunctionMode):
 
 
 class StaysHere(TorchFunctionMode):
-    """Makes tensors where they would be without a GPU, and leaves there what is moved to a GPU."""
+    """Makes tensors as without a device, if code names one of the kind, and leaves them where it moves them there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: part for name, part in (kwargs or {}).items() if name != "device" or not is_gpu(part)}
-        if func is torch.Tensor.cuda:
+        kwargs = {name: part for name, part in (kwargs or {}).items() if name != "device" or not self.is_device(part)}
+        if func is getattr(torch.Tensor, self.kind):
             return args[0]
         if func is not torch.Tensor.to:
             return func(*args, **kwargs)
-        tensor, *rest = (part for part in args if part is not None and not isinstance(part, bool) and not is_gpu(part))
+        tensor, *rest = (part for part in args if part is not None and not isinstance(part, bool))
+        rest = [part for part in rest if not self.is_device(part)]
         changed = rest or any(kwargs.get(name) is not None for name in ("dtype", "memory_format", "device", "other"))
         return func(tensor, *rest, **kwargs) if changed else tensor
 
-
-def is_gpu(part: Any) -> bool:
-    """Whether it names a GPU: "cuda", torch.device("cuda", 0) or its number."""
-    if isinstance(part, str):
-        return part.partition(":")[0] == "cuda"
-    return part.type == "cuda" if isinstance(part, torch.device) else type(part) is int
+    def is_device(self, part: Any) -> bool:
+        """Whether it names a device of the kind: "cuda", torch.device("cuda", 0) or a GPU's number."""
+        if isinstance(part, str):
+            return part.partition(":")[0] == self.kind
+        return part.type == self.kind if isinstance(part, torch.device) else type(part) is int and self.kind == "cuda"
 
 
 @contextmanager
 def finding(device: Device, on_meta: bool = False) -> Iterator[None]:
     """Inside, code of the user's runs as on a machine with the device; what it prints is no part of the answer.
 
-    On the way to a GPU torch.cuda says of it what the target has, and tensors on it are tensors of this machine.
+    On the way to a GPU torch.cuda says what the target has. Tensors on the device are tensors of this machine.
     on_meta: floating-point tensors are made on meta.
     """
     with ExitStack() as stack:
@@ -160,7 +164,7 @@ def finding(device: Device, on_meta: bool = False) -> Iterator[None]:
             stack.enter_context(FloatsOnMeta())
         if device.kind == "cuda":
             stack.enter_context(answered(answers_to_users(device)))
-            stack.enter_context(StaysHere())
+        stack.enter_context(StaysHere(device.kind))
         yield
 
 

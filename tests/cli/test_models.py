@@ -52,6 +52,19 @@ class Both(Net):
         return y, y.square().mean()
 
 
+GPU = torch.cuda.is_available()
+
+
+def asks(bsz=8):
+    dtype = torch.bfloat16 if GPU and torch.cuda.get_device_capability() >= (8, 0) else torch.float32
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert not GPU or torch.cuda.get_device_properties(0).total_memory > 2**30
+    model = Net(32).to(device, dtype)
+    with torch.device(device):
+        x = torch.zeros(bsz, 32, dtype=dtype)
+    return model.cuda() if GPU else model, x.to(device=device, non_blocking=True)
+
+
 def both(bsz=8):
     return Both(32), torch.randn(bsz, 64, 32)
 
@@ -282,6 +295,13 @@ def test_all_changes_together_are_the_last_resort(capsys: pytest.CaptureFixture[
     assert last["need_bytes"] < min(change["need_bytes"] for change in single)
 
 
+@pytest.mark.extension
+def test_compiling_is_a_change_where_it_may_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:flat", "--device", "cpu", "--memory-limit", "1KiB"]
+    changes = said(capsys, "predict", *flags)["changes"]
+    assert "--compile" in [change["change"] for change in changes]
+
+
 def test_a_model_without_layers_has_no_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     changes = said(capsys, "predict", "--model", "net.py:flat", "--device", "cpu")["changes"]
     assert [change["change"] for change in changes] == ["--autocast bf16", "--optimizer adafactor"]
@@ -291,6 +311,16 @@ def test_nothing_of_its_size_is_made(capsys: pytest.CaptureFixture[str]) -> None
     found = predicted(capsys, "--model", "net.py:vast", "--device", "RTX-4090")
     assert found["fits"] is False
     assert found["need_bytes"] > 4 * 4 * 10**12  # The weight, its gradient and AdamW's two moments.
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("A100-40GB", "bfloat16"), ("T4", "float32"), ("cpu", "float32")])
+@pytest.mark.parametrize("build", [[], ["--build-on", "cpu"]], ids=["on meta", "for real"])
+def test_a_factory_finds_the_gpu_that_is_predicted_for(
+    device: str, dtype: str, build: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = predicted(capsys, "--model", "net.py:asks", "--device", device, *build)
+    assert (found["status"], found["dtype"]) == ("ok", dtype)
+    assert not torch.cuda.is_available()
 
 
 def test_integers_are_real_and_floats_are_not() -> None:
