@@ -182,6 +182,10 @@ class Record:
     forward_max_allocated_bytes: int | None = None  # torch.cuda.max_memory_allocated after the forward.
     backward_max_allocated_bytes: int | None = None  # The same after the backward, without a reset in between.
     max_allocated_bytes: int | None = None  # The same after the whole step: sums of the allocator's blocks.
+    # torch.cuda.memory_allocated when the forward has ended, and its outputs are alive. It counts blocks, which are as
+    # large as their tensors or larger: multiples of 512 B, or a free block that was taken whole. On a CPU: tensors.
+    forward_end_allocated_bytes: int | None = None
+    backward_end_allocated_bytes: int | None = None  # The same when the backward has ended, before the optimizer.
     reserved_bytes: int | None = None  # Segments of the CUDA caching allocator.
     process_bytes: int | None = None  # Predicted: these and the CUDA context, which nvidia-smi shows of the process.
 

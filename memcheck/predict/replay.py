@@ -34,10 +34,13 @@ from memcheck.predict.scratch import FreedLate, Target, Unlisted
 FIELDS_OF = {
     "inputs": ("reserved_bytes",),
     "forward": (
-        *("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes"),
-        *("backward_max_allocated_bytes", "max_allocated_bytes"),
+        *("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "forward_end_allocated_bytes"),
+        *("backward_max_allocated_bytes", "backward_end_allocated_bytes", "max_allocated_bytes"),
     ),
-    "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
+    "backward": (
+        *("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
+        "backward_end_allocated_bytes",
+    ),
     "optimizer": ("optimizer_peak_bytes", "max_allocated_bytes"),
 }
 # Further fields that are uncertain if not even the sizes of results are known.
@@ -48,7 +51,10 @@ ALSO_FIELDS_OF = {
 # Further fields that are uncertain if allocations may outlive their phase.
 LATER_FIELDS_OF = {"forward": ("saved_bytes", *FIELDS_OF["backward"]), "backward": FIELDS_OF["optimizer"]}
 # Fields that are no sums of terms.
-MORE_FIELDS = ("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes")
+MORE_FIELDS = (
+    *("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes"),
+    *("forward_end_allocated_bytes", "backward_end_allocated_bytes"),
+)
 # Fields that an untried torch version may change: all that the caller does not provide.
 COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
 
@@ -369,17 +375,26 @@ class Replay:
         library = sum(allocation.bytes for allocation in alive if allocation.is_library)
         scratch = self.requested[phase].bytes - library - sum(allocation.bytes for allocation in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
+        setattr(record, f"{phase}_end_allocated_bytes", self._allocated_at_end(phase))
         if self.device.kind == "cuda":
             library = max(library, self._library_bytes_at_end(phase))
             record.library_workspace_bytes = max(record.library_workspace_bytes or 0, library)
             self._note_allocated(phase)
 
+    def _dropped(self, phase: str) -> list[Allocation]:
+        """The workspaces that are dropped when the phase is over. Until then, one stays once it is there."""
+        events = reversed(self.trace.log.events[slice(*self.trace.phases[phase])])
+        return [one for one, _ in itertools.takewhile(lambda event: event[0].is_library and not event[1], events)]
+
     def _library_bytes_at_end(self, phase: str) -> int:
-        """A workspace stays once it is there, until it is dropped after the phase. The peak may come before it."""
-        events, end = self.trace.log.events, self.trace.phases[phase][1]
-        while end and events[end - 1][0].is_library and not events[end - 1][1]:
-            end -= 1
-        return sum(allocation.bytes for allocation in self.trace.log.alive(end) if allocation.is_library)
+        """The workspaces at the end of the phase. The peak may come before them."""
+        alive = self.trace.log.alive(self.trace.phases[phase][1])
+        return sum(one.bytes for one in (*alive, *self._dropped(phase)) if one.is_library)
+
+    def _allocated_at_end(self, phase: str) -> int:
+        """The sum of the blocks at the end of the phase, whose events are the last that were replayed."""
+        dropped = self._dropped(phase) if self.place.drop_workspaces else ()
+        return self.allocator.allocated.current + sum(self.sizes[one] for one in dropped)
 
     def _note_allocated(self, phase: str) -> None:
         """Sums of blocks. This peak is the highest so far; it is not reset between phases."""
