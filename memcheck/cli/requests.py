@@ -6,7 +6,7 @@ Nothing here imports torch, so that --help and usage errors answer at once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from memcheck.cli.options import (
     OPERATORS,
@@ -73,7 +73,9 @@ class Fit(PredictedModel, Operators):
     ones = ("heads", "core_dim", "factor", "window")
 
     find: str = option("seq-len", "the size to maximise", choices=("seq-len", "bsz", "dim"))
-    step: int | None = option(None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count)
+    step: int | None = option(
+        None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count
+    )
     up_to: int = option(2**30, "end of the search; default: 2^30", count)
     plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file, group=OPERATORS)
 
@@ -116,6 +118,11 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
+def tree_or_count(value: Any) -> Any:
+    """True for the flag alone, else a number."""
+    return value if value is True else count(value)
+
+
 class Predict(PredictedModel, OfTwoLengths):
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
@@ -129,8 +136,19 @@ class Predict(PredictedModel, OfTwoLengths):
     include = flags_of(Step, "dense_grad")
     DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
 
-    explain: bool = option(False, "each figure of the case as the sum of its terms", switch, group=OPERATORS)
-    layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
+    explain: bool = option(
+        False,
+        "each figure of the case as the sum of its terms; of a model what is alive at the peak by operator",
+        switch,
+    )
+    layers: Any = option(
+        None,
+        "of a model: the tree of its modules, with shapes, parameters, bytes kept for backward and at the peak; with "
+        "--mode decode and a number: attention layers, each with a cache; default: 1",
+        tree_or_count,
+        const=True,
+        metavar="N",
+    )
     kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
     block_size: int | None = option(None, "tokens per block of a paged cache; default: 1", count, group=DECODING)
     weights: int | None = option(
@@ -142,7 +160,16 @@ class Predict(PredictedModel, OfTwoLengths):
 
     def check(self) -> None:
         super().check()
-        for name in ("kv_heads", "layers", "block_size", "weights", "concatenate"):
+        if self.layers is True and not (self.source and self.mode != "decode"):
+            rule = "needs a number" if self.mode == "decode" else f"needs {named('model')} or {named('hf_config')}"
+            raise UsageError(f"{named('layers')} {rule}")
+        for name in (
+            "kv_heads",
+            *(["layers"] if self.layers is not True else []),
+            "block_size",
+            "weights",
+            "concatenate",
+        ):
             if self.mode != "decode" and self.given(name):
                 raise UsageError(f"{named(name)} is for {named('mode')} decode, got {named('mode')} {self.mode}")
         for name in ("attention_type", "lengths"):

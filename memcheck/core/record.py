@@ -314,24 +314,23 @@ class Record:
         *,
         words: Sequence[str] = (),
         steps: Sequence[tuple[str, int]] = (),
-        modules: Mapping[str, Mapping[str, int]] | None = None,
+        parts: Sequence[str] = (),
     ) -> str:
         """The record in a notebook: how it ended, its peaks, what was alive at the highest, and its doubts.
 
         words: sentences about the result; by default its headline. steps: (phase, bytes alive), for a picture over
-        time. modules: path -> its bytes at the "peak" and "saved" for backward.
+        time. parts: HTML in place of the list of what was alive.
         """
         start = [f"Backward from {self.backward_from}."] if self.backward_from else []
         bars, paragraphs = self.bars(), html.macros().paragraphs
-        parts = [paragraphs([*filter(None, words or [self.headline(), *start])])]
-        parts += [html.bars(bars)] if bars else []
+        shown = [paragraphs([*filter(None, words or [self.headline(), *start])])]
+        shown += [html.bars(bars)] if bars else []
         steps = steps or [(phase, size) for phase, sizes in (self.over_time or {}).items() for size in sizes]
-        parts.append(html.timeline(steps))
-        parts += [html.modules(modules)] if modules and set(modules) != {""} else []
-        if (alive := self.alive_then()) is not None:
-            parts += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
+        shown += [html.timeline(steps), *parts]
+        if not parts and (alive := self.alive_then()) is not None:
+            shown += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
         doubts = [sentence(f"Not known: {doubt}" if doubt.kind == UNKNOWN else doubt) for doubt in self.doubts]
-        return html.fragment(*filter(None, parts), paragraphs(doubts, "note"))
+        return html.fragment(*filter(None, shown), paragraphs(doubts, "note"))
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:

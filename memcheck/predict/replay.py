@@ -34,29 +34,30 @@ from memcheck.predict.scratch import FreedLate, Target, Unlisted
 FIELDS_OF = {
     "inputs": ("reserved_bytes",),
     "forward": (
-        *("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "forward_end_allocated_bytes"),
-        *("backward_max_allocated_bytes", "backward_end_allocated_bytes", "max_allocated_bytes"),
+        *("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes"),
+        *("backward_max_allocated_bytes", "max_allocated_bytes"),
     ),
-    "backward": (
-        *("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
-        "backward_end_allocated_bytes",
-    ),
+    "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
     "optimizer": ("optimizer_peak_bytes", "max_allocated_bytes"),
 }
+ENDS = ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 # Further fields that are uncertain if not even the sizes of results are known.
 ALSO_FIELDS_OF = {
-    "forward": ("output_bytes", "saved_bytes", "gradient_bytes", *FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
-    "backward": ("gradient_bytes", *FIELDS_OF["optimizer"]),
+    "forward": (
+        *("output_bytes", "saved_bytes", "gradient_bytes", *ENDS),
+        *(*FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
+    ),
+    "backward": ("gradient_bytes", ENDS[1], *FIELDS_OF["optimizer"]),
 }
 # Further fields that are uncertain if allocations may outlive their phase.
-LATER_FIELDS_OF = {"forward": ("saved_bytes", *FIELDS_OF["backward"]), "backward": FIELDS_OF["optimizer"]}
+LATER_FIELDS_OF = {
+    "forward": ("saved_bytes", *ENDS, *FIELDS_OF["backward"]),
+    "backward": (ENDS[1], *FIELDS_OF["optimizer"]),
+}
 # Fields that are no sums of terms.
-MORE_FIELDS = (
-    *("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes"),
-    *("forward_end_allocated_bytes", "backward_end_allocated_bytes"),
-)
+MORE_FIELDS = ("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes", *ENDS)
 # Fields that an untried torch version may change: all that the caller does not provide.
-COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
+COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *ENDS, *itertools.chain.from_iterable(FIELDS_OF.values()))
 
 
 def unknown_allocations(trace: Trace, record: Record, played: Collection[str], device: Device) -> Iterator[Doubt]:
@@ -75,6 +76,8 @@ def unknown_allocations(trace: Trace, record: Record, played: Collection[str], d
         words = "cuBLAS's workspace, as the GPU's architecture is not known"
         fields[words] = set(itertools.chain.from_iterable(FIELDS_OF.values()))
     for affected in filter(None, fields.values()):
+        if device.kind == "cuda":  # Which blocks are free decides which larger ones are taken whole.
+            affected |= {end for end in ENDS if end.replace("end", "max") in affected}
         affected |= {"reserved_bytes", "process_bytes"}
         if record.status == "oom" and not trace.unknown.keys().isdisjoint(played):
             affected |= {"oom_in_use_bytes", "oom_requested_bytes"}
@@ -91,9 +94,9 @@ def doubts_of_verdict(trace: Trace, record: Record, played: Collection[str], pla
     """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
     if place.room_bytes is None or trace.unknown.keys().isdisjoint(played):
         return
-    verdict = "ok" if record.status == "ok" else f"{record.status} in the {record.oom_phase}"
+    verdict = "It fits" if record.status == "ok" else f"It runs out of memory in the {record.oom_phase}"
     guessed = any(isinstance(words, Unlisted) for found in trace.unknown.values() for words in found)
-    yield Doubt(f"{verdict} is the verdict of what is known: the run may need more{', or less' if guessed else ''}")
+    yield Doubt(f"{verdict}, as far as known: the run may need more{', or less' if guessed else ''}")
 
 
 DATA = Path(__file__).parents[1] / "data"

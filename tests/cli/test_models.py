@@ -334,7 +334,7 @@ WRONG = {
     "predict --model no_such_package:make": "--model no_such_package:make cannot be imported: ModuleNotFoundError",
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
-    "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
+    "predict --model net.py:named --bsz 4": "--bsz: net.py:named has no parameter bsz",
     "predict --model net.py:both --mode inference --no-keep-outputs": "--no-keep-outputs needs a backward",
     "predict --attention-type naive --no-keep-outputs": "--no-keep-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",

@@ -26,6 +26,7 @@ WAITING = "how long memory of collectives waits for their stream"
 WORKER = Path(__file__).parent.parent / "ranks_of_gloo.py"
 FIGURES = ("input_bytes", "output_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
 FIGURES += ("backward_peak_bytes", "gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 Measured = list[dict[str, dict[str, Any]]]  # By rank and case.
 
 

@@ -18,13 +18,14 @@ from memcheck.cli.decoding import (
     of_configuration,
     predict_decoding,
 )
-from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
+from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.requests import Predict
 from memcheck.core.prediction import Prediction
 from memcheck.core.verdict import certainty, verdict
 from memcheck.core.workload import Case
+from memcheck.report.layers import layers_table
 from memcheck.report.predictions import (
     alive_sentence,
     buffers_words,
@@ -32,6 +33,7 @@ from memcheck.report.predictions import (
     changes_table,
     figures_table,
     modules_table,
+    operators_table,
     tensors_of,
 )
 from memcheck.report.tables import Screen, render
@@ -57,13 +59,17 @@ def predict_model(request: Predict) -> Prediction:
     prediction = predictor.predict()
     changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
     if request.format == "json":
-        print(json.dumps(model_object(prediction, changes)))
+        more = {"layers": prediction.layers.rows()} if request.layers else {}
+        print(json.dumps(model_object(prediction, changes) | more))
         return prediction
     screen = Screen.of(sys.stdout)
     words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
     words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
     print(*map(screen.fill, filter(None, words)), sep="\n")
-    tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []
+    tables = []
+    if prediction.peak:
+        tables = [layers_table(prediction.layers) if request.layers else modules_table(prediction)]
+        tables += [operators_table(prediction)] if request.explain else []
     tables += [changes_table(prediction, changes)] if changes else []
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
