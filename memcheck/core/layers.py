@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core import html
@@ -88,7 +88,7 @@ class Layers(dict[str, Layer]):
 
     def rows(self) -> list[dict[str, Any]]:
         """The fields of each module, but its parts. Nothing is folded."""
-        return [{name: value for name, value in asdict(layer).items() if name != "parts"} for layer in self.values()]
+        return [{name: value for name, value in vars(layer).items() if name != "parts"} for layer in self.values()]
 
     def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per module."""
