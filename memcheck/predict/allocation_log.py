@@ -190,10 +190,10 @@ class Modules:
         seen: set[int] = set()
         with ExitStack() as stack:
             for path, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-                own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in seen]
+                own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
                 seen.update(map(id, own))
-                # Of a DTensor, the part of this rank.
-                elements = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in own)
+                with torch._C.DisableTorchFunction():  # Of a DTensor, the part of this rank.
+                    elements = sum(getattr(one, "_local_tensor", one).numel() for one in own)
                 self.traced[path] = TracedModule(class_of(module), elements)
                 before = module.register_forward_pre_hook(lambda *_, path=path: self._begin(path))
                 after = module.register_forward_hook(
