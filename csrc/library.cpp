@@ -90,6 +90,15 @@ static py::list point_list(const memcheck::PeakLedger& ledger) {
   return rows;
 }
 
+static py::list shot_list(const memcheck::PeakLedger& ledger) {
+  py::list rows;
+  for (const auto& shot : ledger.shots()) {
+    const auto* data = reinterpret_cast<const char*>(shot.sizes.data());
+    rows.append(py::make_tuple(shot.event, shot.seconds, py::bytes(data, shot.sizes.size() * sizeof(int64_t))));
+  }
+  return rows;
+}
+
 // Two int64 for each site, packed, because Python keeps many of these.
 static py::bytes packed(const std::vector<memcheck::PeakLedger::Count>& counts) {
   static_assert(sizeof(memcheck::PeakLedger::Count) == 2 * sizeof(int64_t));
@@ -147,7 +156,9 @@ static void bind_ledger(py::module_& m) {
           },
           "(moment, requested bytes, what was alive)")
       .def("points", &point_list, "(event, seconds, bytes, bytes by layer) of the highest sum of each group of events")
-      .def_property_readonly("events_per_point", &PeakLedger::events_per_point);
+      .def_property_readonly("events_per_point", &PeakLedger::events_per_point)
+      .def("shots", &shot_list,
+           "(event, seconds, bytes at each of sites() as packed int64) of longer groups of events");
   m.def("set_python_lines", [](std::vector<std::string> skipped_prefixes, const py::object& engine_code) {
     memcheck::set_python_lines(std::move(skipped_prefixes), engine_code.inc_ref().ptr());
   });

@@ -22,7 +22,7 @@ from memcheck.predict.replay import DATA
 if __name__ == "__main__":  # This folder leaves the path: its timm.py is not the library.
     sys.path = [*sys.path[1:], str(Path(__file__).parents[1])]
 
-from published import cs336_attention, figures, memcheck_pyt, mlp, timm
+from published import compiled, cs336_attention, figures, memcheck_pyt, mlp, timm
 from published.study import UNITS, Published, Result, Study, results_of
 
 STUDIES: dict[str, Study] = {
@@ -31,6 +31,7 @@ STUDIES: dict[str, Study] = {
     "timm": timm.STUDY,
     "memcheck_pyt": memcheck_pyt.STUDY,
     "cs336": cs336_attention.STUDY,
+    "compiled": compiled.STUDY,
 }
 RESULTS = Path(__file__).parents[1] / "results" / "published"
 FIXED = ["name", "source", "gpu", "metric", "published", "unit", "predicted", "equal", "error", "doubts", "reason"]
@@ -154,7 +155,7 @@ def plot(found: dict[str, pd.DataFrame], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (sizes, errors) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for marker, (name, results) in zip("o^sDv", found.items(), strict=False):
+    for marker, (name, results) in zip("o^sDvP", found.items(), strict=False):
         known = results[results["error"].notna()]
         gib = known["unit"].map(UNITS) / 2**30
         (points,) = sizes.plot(

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace memcheck {
 namespace {
 
 constexpr size_t kMostPoints = 2048;
+constexpr size_t kMostShots = 512;
 constexpr int64_t kNoLevel = std::numeric_limits<int64_t>::min();
 
 int layer_of(const Site& site) {
@@ -23,7 +25,7 @@ double PeakLedger::seconds() const {
 int PeakLedger::account_of(const Site& site) {
   const auto [found, is_new] = known_.try_emplace({site.path, site.line, site.module, site.phase, site.kind},
                                                   static_cast<int>(accounts_.size()));
-  if (is_new) accounts_.push_back({site, {}, {}, peaks_});
+  if (is_new) accounts_.push_back({site, {}, {}, peaks_, 0, shot_});
   return found->second;
 }
 
@@ -34,6 +36,10 @@ void PeakLedger::change(int account, int64_t bytes, int64_t blocks) {
   if (changed.settled < peaks_) {
     changed.at_peak = changed.now;
     changed.settled = peaks_;
+  }
+  if (changed.settled_shot < shot_) {
+    changed.at_shot = changed.now.bytes;
+    changed.settled_shot = shot_;
   }
   changed.now.bytes += bytes;
   changed.now.blocks += blocks;
@@ -52,11 +58,44 @@ void PeakLedger::begin_event() {
     }
     if (events_ % events_per_point_ == 0) points_.push_back({0, 0, kNoLevel, {}});
   }
+  if (events_ % events_per_shot_ == 0) begin_shot();
   ++events_;
 }
 
 void PeakLedger::end_event() {
   if (level_ > points_.back().bytes) points_.back() = {events_, seconds(), level_, layers_};
+  if (level_ > shots_.back().bytes) {
+    ++shot_;
+    shots_.back() = {events_, seconds(), level_, {}};
+  }
+}
+
+void PeakLedger::begin_shot() {
+  if (!shots_.empty()) shots_.back().sizes = sizes_at_shot();
+  if (shots_.size() == kMostShots) {
+    for (size_t i = 0; i < kMostShots / 2; ++i) {
+      Shot &first = shots_[2 * i], &second = shots_[2 * i + 1];
+      Shot highest = std::move(second.bytes > first.bytes ? second : first);
+      shots_[i] = std::move(highest);
+    }
+    shots_.resize(kMostShots / 2);
+    events_per_shot_ *= 2;
+  }
+  shots_.push_back({});
+}
+
+std::vector<int64_t> PeakLedger::sizes_at_shot() const {
+  std::vector<int64_t> sizes;
+  for (const Account& account : accounts_) {
+    sizes.push_back(account.settled_shot < shot_ ? account.now.bytes : account.at_shot);
+  }
+  return sizes;
+}
+
+std::vector<PeakLedger::Shot> PeakLedger::shots() const {
+  std::vector<Shot> shots = shots_;
+  if (!shots.empty()) shots.back().sizes = sizes_at_shot();
+  return shots;
 }
 
 void PeakLedger::allocate(uintptr_t address, int64_t bytes, const Site& site) {

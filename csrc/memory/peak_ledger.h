@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -61,6 +62,14 @@ class PeakLedger {
     Layers layers;
   };
 
+  // The same of longer runs of events, with the bytes alive at every site that there was.
+  struct Shot {
+    int64_t event = 0;
+    double seconds = 0;
+    int64_t bytes = std::numeric_limits<int64_t>::min();
+    std::vector<int64_t> sizes;
+  };
+
   explicit PeakLedger(int64_t least_bytes = 0) : least_bytes_(least_bytes) {}
 
   void allocate(uintptr_t address, int64_t bytes, const Site& site);
@@ -88,6 +97,7 @@ class PeakLedger {
   const Refusal& last_refusal() const { return last_refusal_; }
   const std::vector<Point>& points() const { return points_; }
   int64_t events_per_point() const { return events_per_point_; }
+  std::vector<Shot> shots() const;
   double seconds() const;
   // Replaces the clock, for events that are noted after they happened.
   void set_seconds(double seconds) { given_seconds_ = seconds; }
@@ -98,6 +108,8 @@ class PeakLedger {
     Count now;
     Count at_peak;  // as of the peak numbered `settled`
     int64_t settled = 0;
+    int64_t at_shot = 0;  // bytes as of the shot numbered `settled_shot`
+    int64_t settled_shot = 0;
   };
   struct Block {
     int64_t bytes = 0;
@@ -113,6 +125,8 @@ class PeakLedger {
   void change(int account, int64_t bytes, int64_t blocks);
   void begin_event();
   void end_event();
+  void begin_shot();
+  std::vector<int64_t> sizes_at_shot() const;
 
   int64_t least_bytes_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
@@ -132,6 +146,9 @@ class PeakLedger {
   Refusal last_refusal_;
   std::vector<Point> points_;
   int64_t events_per_point_ = 1;
+  std::vector<Shot> shots_;  // the last one has no sizes yet
+  int64_t events_per_shot_ = 1;
+  int64_t shot_ = 0;  // counts each new highest sum
 };
 
 }  // namespace memcheck

@@ -51,8 +51,8 @@ def find_capacity(
         "bsz" the number of sequences, which repeat the case's lengths.
     place: the device, or a Place with a limit below its memory.
     step: only its multiples are sizes; default: 1, and 64 for a length under torch.compile, which takes seconds for
-        each size, and other bytes where sizes are no multiples of 8. A dimension is also a multiple of the heads, and a number of sequences one of
-        the number of the case's lengths.
+        each size, and other bytes where a size is no multiple of 8. A dimension is also a multiple of the heads, and a
+        number of sequences one of the number of the case's lengths.
     up_to: the largest size of the search.
     start: the size to begin with, ideally near the result.
     predict: replaces the prediction of a case there.

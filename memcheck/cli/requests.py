@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from memcheck.cli.options import (
+    MODELS,
     OPERATORS,
     Detailed,
     Here,
@@ -136,6 +137,9 @@ class Predict(PredictedModel, OfTwoLengths):
     include = flags_of(Step, "dense_grad")
     DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
 
+    html: Path | None = option(
+        None, "write one self-contained page with the picture", converters.file, group=MODELS, metavar="FILE"
+    )
     explain: bool = option(
         False,
         "each figure of the case as the sum of its terms; of a model what is alive at the peak by operator",
@@ -163,15 +167,12 @@ class Predict(PredictedModel, OfTwoLengths):
         if self.layers is True and not (self.source and self.mode != "decode"):
             rule = "needs a number" if self.mode == "decode" else f"needs {named('model')} or {named('hf_config')}"
             raise UsageError(f"{named('layers')} {rule}")
-        for name in (
-            "kv_heads",
-            *(["layers"] if self.layers is not True else []),
-            "block_size",
-            "weights",
-            "concatenate",
-        ):
+        numbers = [] if self.layers is True else ["layers"]
+        for name in ("kv_heads", *numbers, "block_size", "weights", "concatenate"):
             if self.mode != "decode" and self.given(name):
                 raise UsageError(f"{named(name)} is for {named('mode')} decode, got {named('mode')} {self.mode}")
+        if self.mode == "decode" and self.html is not None:
+            raise UsageError(f"{named('html')} is for a model in {named('mode')} train or inference")
         for name in ("attention_type", "lengths"):
             if len(getattr(self, name) or ()) > 1:
                 raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")

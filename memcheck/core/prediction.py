@@ -19,6 +19,7 @@ from memcheck.core.workload import Case, Terms
 ANY_PHASE = "any phase"
 WARM_UP = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
+COMPILED_BUFFER = "buffer of compiled code"
 # What operators of FSDP2 and of process groups do with an argument, by its name.
 BUFFERS = {
     "fsdp::all_gather_copy_in": {"all_gather_output": "all-gather buffer"},
@@ -340,9 +341,8 @@ class Prediction:
     @functools.cached_property
     def layers(self) -> Layers:
         """The modules as a tree: shapes of outputs, parameters, bytes kept for backward, and alive at the peak."""
-        if self.trace is None or (peak := self.peak) is None:
-            return Layers()
-        return layers_of(self.trace, peak, self.record.operator or "")
+        peak, name = self.peak, self.record.operator or ""
+        return Layers() if self.trace is None or peak is None else layers_of(self.trace, peak, name)
 
     @property
     def buffers(self) -> dict[str, int]:
@@ -359,8 +359,8 @@ class Prediction:
     def sentences(self) -> list[str]:
         """Whether it fits, how that is known, and what is alive at the peak."""
         words = [verdict(self), certainty(self)]
-        if self.peak is not None and self.peak.alive:
-            words.append(f"Alive at the peak: {alive_words(self.alive_at_peak())}.")
+        if alive := self.alive_at_peak():
+            words.append(f"Alive at the peak: {alive_words(alive)}.")
         return list(filter(None, words))
 
     def alive_at_peak(self) -> list[tuple[str, int]]:
@@ -368,10 +368,10 @@ class Prediction:
         if self.trace is None or (peak := self.peak) is None:
             return []
         if not self.trace.modules:
-            return [(allocation.name, allocation.bytes) for allocation in peak.alive]
+            return [(one.name, one.bytes) for one in peak.alive]
         sums = Counter[str]()
-        for name, allocation in self.trace.named_by_operator(peak.alive):
-            sums[name] += allocation.bytes
+        for name, one in self.trace.named_by_operator(peak.alive):
+            sums[name] += one.bytes
         return sums.most_common()
 
     def _repr_html_(self) -> str:

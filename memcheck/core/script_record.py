@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +29,11 @@ class Line:
     number: int
     function: str
     text: str | None = field(default=None, compare=False)  # Its source when the script ended.
+
+    def read(self) -> str | None:
+        """Its source as the file has it now."""
+        linecache.checkcache(self.file)
+        return linecache.getline(self.file, self.number).strip() or None
 
     def __str__(self) -> str:
         """ "train.py:12 (main)", with the path from the current folder, or the last three parts of any other."""
@@ -100,6 +107,55 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Point:
+    """The highest sum of some events in a row, coarser than a Level."""
+
+    event: int
+    seconds: float | None
+    changes: list[tuple[int, int]]  # Places whose bytes differ from those of the point before, and their bytes.
+
+
+@dataclass(frozen=True)
+class Course:
+    """What was alive over time, by place."""
+
+    places: list[Origin]
+    points: list[Point]
+    stacks: list[tuple[Line, ...]] = field(default_factory=list)  # Calls of Python to each place; empty: not known.
+    reserved: list[int] = field(default_factory=list)  # By the allocator at each point; empty: not known.
+
+    def states(self) -> list[list[int]]:
+        """The bytes of each place at each point."""
+        sizes, states = [0] * len(self.places), []
+        for point in self.points:
+            for place, size in point.changes:
+                sizes[place] = size
+            states.append(sizes.copy())
+        return states
+
+    @classmethod
+    def of(
+        cls,
+        origins: Sequence[Origin],
+        rows: Iterable[tuple[int, float | None, Sequence[int]]],
+        stacks: Sequence[tuple[Line, ...]] = (),
+    ) -> Course:
+        """The course of (event, seconds, bytes of each origin so far). Equal origins and stacks are one place."""
+        places: dict[tuple[Origin, tuple[Line, ...]], int] = {}
+        pairs = zip(origins, stacks or [()] * len(origins), strict=True)
+        numbers = [places.setdefault(pair, len(places)) for pair in pairs]
+        before, points = [0] * len(places), list[Point]()
+        for event, seconds, sizes in rows:
+            now = [0] * len(places)
+            for number, size in zip(numbers, sizes, strict=False):
+                now[number] += size
+            changes = [(number, size) for number, size in enumerate(now) if size != before[number]]
+            points.append(Point(event, seconds, changes))
+            before = now
+        return cls([origin for origin, _ in places], points, [stack for _, stack in places] if stacks else [])
+
+
+@dataclass(frozen=True)
 class Growth:
     """A line whose bytes grow from step to step."""
 
@@ -156,6 +212,7 @@ class ScriptRecord:
     process: Process = Process()
     step_name: str = "step"  # What growth is compared by: "step" of the optimizer, or "call of GPT".
     step_ends: list[StepEnd] = field(default_factory=list)  # Some of them, evenly spaced.
+    course: Course = field(default_factory=lambda: Course([], []))
 
     @classmethod
     def read(cls, path: Path) -> ScriptRecord:

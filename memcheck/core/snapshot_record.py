@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memcheck.core.script_record import Alive, Growth, Origin
+from memcheck.core.script_record import Alive, Course, Growth, Origin
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class SnapshotRecord:
     growing: list[Growth]
     what_if: list[WhatIf]
     levels: Levels
+    course: Course
     source: str | None = None  # Where the file says it is from.
     gpu: tuple[str, int] | None = None  # Its name and bytes, if the caller says it.
     doubts: list[str] = field(default_factory=list)

@@ -7,7 +7,6 @@ and at the peak, and keeps the level over time in at most 2048 points.
 from __future__ import annotations
 
 import dataclasses
-import linecache
 import os
 import signal
 import sys
@@ -16,10 +15,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
@@ -28,8 +29,8 @@ from memcheck.core.script_record import (
     KINDS,
     PHASES,
     Alive,
+    Course,
     Level,
-    Line,
     Moment,
     Origin,
     Process,
@@ -38,9 +39,7 @@ from memcheck.core.script_record import (
 )
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
-from memcheck.measure.allocation_events import (
-    allocated_by,
-)
+from memcheck.measure.allocation_events import allocated_by
 from memcheck.measure.script_growth import StepSamples, resident_bytes
 from memcheck.measure.script_recorders import (
     BUFFER,
@@ -325,6 +324,7 @@ class ScriptWatch:
             process=self._process,
             step_name=step_name,
             step_ends=samples.ends(),
+            course=naming.course(ledger),
             seconds=self._seconds,
             refusals=ledger.refusals,
             refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,
@@ -341,17 +341,12 @@ class ScriptWatch:
         )
 
 
-def source_of(line: Line) -> str | None:
-    linecache.checkcache(line.file)
-    return linecache.getline(line.file, line.number).strip() or None
-
-
 class _Naming:
     """Turns the ledger's numbers into names."""
 
     def __init__(self, recorder: Recorder, modules: Sequence[str | None]) -> None:
         self._operators = [allocated_by(stack) for stack in recorder.stacks()]
-        self._lines = [line and dataclasses.replace(line, text=source_of(line)) for line in recorder.lines()]
+        self._lines = [line and dataclasses.replace(line, text=line.read()) for line in recorder.lines()]
         self._modules = modules
 
     def place(self, path: int, line: int, module: int, phase: int, kind: int) -> Origin:
@@ -369,6 +364,16 @@ class _Naming:
             before = sums.get(place, (0, 0))
             sums[place] = before[0] + size, before[1] + blocks
         return sorted((Alive(place, *figures) for place, figures in sums.items()), key=lambda alive: -alive.bytes)
+
+    def course(self, ledger: Any) -> Course:
+        """What was alive over time, and where the last allocation failed."""
+        sites = ledger.sites()
+        rows = [(event, seconds, np.frombuffer(sizes, np.int64).tolist()) for event, seconds, sizes in ledger.shots()]
+        if ledger.refusals:
+            (_, event, seconds, *_), _, alive = ledger.last_refusal()
+            sizes = {site: size for site, size, _ in alive}
+            rows.append((event, seconds, [sizes.get(site, 0) for site in sites]))
+        return Course.of([self.place(*site) for site in sites], sorted(rows, key=itemgetter(0)))
 
     def refusal(self, moment: tuple[Any, ...], requested_bytes: int, alive: list[tuple[Any, ...]]) -> Refusal:
         return Refusal(requested_bytes, self.moment(moment), self.alive(alive))

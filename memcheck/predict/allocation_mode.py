@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from memcheck.core.devices import WORKSPACE_OF_A_CALL
-from memcheck.core.prediction import BUFFERS, WORKSPACE, Allocation, AllocationLog
+from memcheck.core.prediction import BUFFERS, COMPILED_BUFFER, WORKSPACE, Allocation, AllocationLog
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.predict import process
 from memcheck.predict.allocation_log import LiveStorages, Modules
@@ -84,7 +84,6 @@ WRITES_IN_PLACE = {
     "TopkBackward0": ("aten::scatter",),
 }
 IN_PLACE_OF_LOGITS = ("aten::div", "aten::mul", "aten::sub")
-BUFFER = "buffer of compiled code"
 # Nodes that run other operators if an element is zero.
 DEPENDS_ON_ZEROS = ("ProdBackward", "CumprodBackward")
 
@@ -240,7 +239,7 @@ class AllocationMode(TorchDispatchMode):
         for position, tensor in enumerate(call.outputs):
             is_noted = position not in elsewhere and not (call.is_view and has_numbers)
             if is_noted and not self.storages.know(tensor) and not tensor._is_zerotensor() and not is_of_zeros(func):
-                self.storages.note(tensor, BUFFER if is_buffer(call) else call.name)
+                self.storages.note(tensor, COMPILED_BUFFER if is_buffer(call) else call.name)
         for argument, name in BUFFERS.get(call.name, {}).items():  # Of FSDP2 or of a process group.
             for tensor in tensors_in(call.arguments[argument]):
                 if (allocation := self.storages.allocation_of(tensor)) is not None:

@@ -25,7 +25,7 @@ from memcheck.core.devices import Device
 from memcheck.core.errors import UnsupportedError, UsageError, unknown_name
 from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.options import named, options_of
-from memcheck.core.prediction import AllocationLog, Largest, Prediction, Trace
+from memcheck.core.prediction import COMPILED_BUFFER, AllocationLog, Largest, Prediction, Trace
 from memcheck.core.step import MEASURED_ONLY, Place, Program, Step
 from memcheck.core.workload import Case
 from memcheck.predict import process
@@ -141,15 +141,29 @@ def fits_by_interpolation(predicted: Mapping[int, Prediction], size: int) -> boo
 
     predicted: the predictions of up to three other sizes.
 
-    Returns None if these differ in more than bytes, so that nothing can be guessed.
+    Returns None if these differ in more than bytes, so that nothing can be guessed, except for compiled programs.
     """
     traces = {each: prediction.trace for each, prediction in predicted.items() if prediction.trace is not None}
     with collector_at_rest(generation=0):  # It would look through all traces for each of the many allocations.
         trace = interpolated(traces, size) if len(traces) == len(predicted) else None
         if trace is None:
-            return None
+            named = (allocation.name for trace in traces.values() for allocation in trace.log.allocations)
+            return fits_by_peaks(predicted, size) if COMPILED_BUFFER in named else None
         one = next(iter(predicted.values()))
         return Replay(trace, one.case, one.place, one.record).fits()
+
+
+def fits_by_peaks(predicted: Mapping[int, Prediction], size: int) -> bool | None:
+    """Whether the size fits, if what the two largest sizes that fit take of the allocator lies on a straight line.
+
+    For compiled programs, whose allocations differ between sizes. None with fewer than two such sizes.
+    """
+    fitting = [(each, found.record) for each, found in sorted(predicted.items()) if found.record.status == "ok"]
+    room = next(iter(predicted.values())).place.room_bytes
+    if len(fitting) < 2 or room is None:
+        return None
+    (x, low), (y, high) = ((each, one.reserved_bytes or one.max_allocated_bytes or 0) for each, one in fitting[-2:])
+    return low + (high - low) / (y - x) * (size - x) <= room
 
 
 def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:

@@ -16,6 +16,7 @@ import copyreg
 import ctypes
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -225,8 +226,13 @@ def decide_padding(device: Device) -> None:
 # Operators that Inductor writes from templates, whose scratch was not compared with measurements.
 TEMPLATES = ("flex_attention", "flex_attention_backward", "triton_kernel_wrapper_mutation")
 TORCH_COMPILE: Any = torch.compile
-# What was compiled, by the function and the settings: a model may call torch.compile in its forward.
+# What was compiled, by the function and the settings: a model may call torch.compile in its forward. KNOWN: of what.
 CODES: dict[Any, dict[Any, Any]] = {}
+KNOWN: set[Any] = set()
+
+
+class RefusedError(NotImplementedError):
+    """What torch.compile is asked for is not predicted."""
 
 
 def compile_by_shapes(model: Any = None, **how: Any) -> Any:
@@ -253,12 +259,13 @@ def by_shapes(
     if how.get("disable"):
         return function
     owner = owner or getattr(function, "__self__", None)
-    codes: dict[Any, Any] = CODES.setdefault((function, repr(how)), {})
+    KNOWN.add(name := (function, repr(how)))
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # It becomes a part of what is compiled.
             return function(*args, **kwargs)
+        codes = CODES.setdefault(name, {})
         key = call_key(owner, args, kwargs)
         if key not in codes:
             if torch._C._len_torch_dispatch_stack():  # The modes of a traced step.
@@ -319,7 +326,11 @@ def settings_of(compiled: Any) -> dict[str, Any]:
 def call_key(owner: Any, args: Any, kwargs: Any) -> Any:
     """What the compiled code of a call depends on, as guards would check it."""
     leaves, structure = tree_flatten((args, kwargs))
-    modes = tuple(part.training for part in owner.modules()) if isinstance(owner, torch.nn.Module) else ()
+    modes: tuple[Any, ...] = ()
+    if isinstance(owner, torch.nn.Module):
+        modes = tuple(part.training for part in owner.modules())
+    elif isinstance(owner, torch.optim.Optimizer):  # It makes its state when it steps first.
+        modes = tuple(tuple(own) for own in owner.state.values())
     autocast = torch.is_autocast_enabled(DEVICE[0]) and torch.get_autocast_dtype(DEVICE[0])
     state = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     return structure, tuple(map(leaf_key, leaves)), modes, state
@@ -347,16 +358,16 @@ def backend_of(how: dict[str, Any]) -> Callable[..., Any]:
         inner = torch._TorchCompileInductorWrapper(mode or (None if options else "default"), options or None, False)
         for name in ("triton.cudagraphs", "max_autotune", "coordinate_descent_tuning"):
             if inner.config.get(name):
-                raise NotImplementedError(f"what torch.compile allocates with {name} is not predicted")
+                raise RefusedError(f"what torch.compile allocates with {name} is not predicted")
     else:
         inner = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     if how.get("dynamic"):
-        raise NotImplementedError("what torch.compile(dynamic=True) allocates is not predicted")
+        raise RefusedError("what torch.compile(dynamic=True) allocates is not predicted")
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
         for called in (node.target for node in graph.graph.nodes):
             if isinstance(called, HigherOrderOperator) and called.name() in TEMPLATES:
-                raise NotImplementedError(f"what {called.name()} allocates under torch.compile is not predicted")
+                raise RefusedError(f"what {called.name()} allocates under torch.compile is not predicted")
         expected = list(map(described, inputs))
         code = inner(graph, inputs)
 
@@ -371,15 +382,51 @@ def backend_of(how: dict[str, Any]) -> Callable[..., Any]:
 
 
 def compile_before(workload: Workload, dense_grad: bool) -> None:
-    """Runs the steps of a workload once without modes, so that all that they call is compiled."""
+    """Runs the steps of a workload once without modes, so that all that they call is compiled.
+
+    Attributes of the module and the optimizers are afterwards what they were, as the traced steps begin anew.
+    """
+    owners = [*(workload.module.modules() if workload.module is not None else ()), *workload.optimizers]
+    attributes = [(owner.__dict__, {name: copied(part) for name, part in owner.__dict__.items()}) for owner in owners]
+    try:
+        compile_steps(workload, dense_grad)
+    finally:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+
+
+def copied(part: Any) -> Any:
+    """A copy of an attribute's dict or list, and of dicts and lists in it, as modules and optimizers have them."""
+    if type(part) in (dict, defaultdict):
+        copy = part.copy()
+        copy.update((key, copied(value)) for key, value in part.items())
+        return copy
+    return [copied(each) for each in part] if type(part) is list else part
+
+
+def compile_steps(workload: Workload, dense_grad: bool) -> None:
     for step in (*workload.earlier, workload):
         with torch.set_grad_enabled(step.backward):
             returned = step.forward(DEVICE[0], Left())
         if step.backward and returned.roots:
             before = [(leaf, leaf.grad) for leaf in leaves_of(returned.roots)]
             run_backward(returned.roots, gradients_for(returned.roots, dense_grad))
+            if step.optimizer_step is not None and KNOWN - CODES.keys():
+                compile_optimizer(step.optimizer_step)
             for leaf, gradient in before:
                 leaf.grad = gradient
+
+
+def compile_optimizer(step: Callable[[], Any]) -> None:
+    """Runs its first step, and a later one, as far as it runs without modes. What it lacks the traced step says."""
+    for _ in range(2):
+        try:
+            step()
+        except RefusedError:
+            raise
+        except Exception:
+            return
 
 
 def leaves_of(roots: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -99,7 +99,7 @@ def answers_of(device: Device) -> dict[str, Callable[..., Any]]:
 
 
 def answers_to_users(device: Device) -> dict[str, Callable[..., Any]]:
-    """The same, for `answered`: only to code that is neither torch's nor memcheck's, which would take the GPU for real."""
+    """The same, for `answered`: to code of users. torch and memcheck themselves would take the GPU for real."""
     from memcheck.predict.python_functions import original
 
     def to_users(name: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,10 +13,12 @@ from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.report.accounting import accounting_table, summary
 from memcheck.report.cases import is_model, models_among, size_of, values_in_order
+from memcheck.report.memory import MemoryPicture
 from memcheck.report.models import parts_tables
 from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.tables import Table, is_number
 
+BEFORE_A_UNIT = re.compile(r"(?<=\d) (?=([KMGT]i)?B\b|bytes\b)")  # A number stays on the line of its unit.
 FACTS = {
     "device": "device",
     "device_name": "device name",
@@ -56,16 +59,22 @@ def render_page(
     *,
     title: str,
     paragraphs: Sequence[str],
-    plots: Sequence[tuple[str, str]],
+    plots: Sequence[tuple[str, str]] = (),
+    pictures: Sequence[MemoryPicture] = (),
     tables: Sequence[Table],
     folded: Sequence[Table] = (),
     facts: Mapping[str, str],
     sweeps: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """A page of these parts. folded: tables that are collapsed at first. sweeps: commands and where they ran."""
-    parts = {"title": title, "paragraphs": paragraphs, "plots": plots, "facts": facts, "sweeps": sweeps}
-    shown = {"tables": [*map(table_object, tables)], "folded": [*map(table_object, folded)]}
-    return str(html.template(Path(__file__).with_name("page.html")).render(**parts, **shown))
+    sources = {name: text for picture in pictures for name, text in picture.sources.items()}
+    paragraphs = [BEFORE_A_UNIT.sub("\N{NO-BREAK SPACE}", text) for text in paragraphs]
+    parts = {"title": title, "paragraphs": paragraphs, "plots": plots, "pictures": pictures, "facts": facts}
+    shown = {
+        "tables": [table_object(table, sources) for table in tables],
+        "folded": [table_object(table, {}) for table in folded],
+    }
+    return str(html.template(Path(__file__).with_name("page.html")).render(**parts, **shown, sweeps=sweeps))
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
@@ -79,15 +88,18 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     return main_tables(records) + scaling, [*growth[len(scaling) :], *map(accounting_table, largest.values()), *parts]
 
 
-def table_object(table: Table) -> dict[str, Any]:
-    """A table in the form the template needs: headings, and cells with text and sort keys."""
+def table_object(table: Table, sources: Mapping[str, str]) -> dict[str, Any]:
+    """A table in the form the template needs: headings, and cells with text, sort keys and the source of a line."""
     table = table.to_people()
     headings, texts = table.texts()
     columns = [
         {"heading": heading, "numeric": number} for heading, number in zip(headings, table.numeric(), strict=True)
     ]
     rows = [
-        [{"text": text, "number": cell if is_number(cell) else None} for text, cell in zip(line, row, strict=True)]
+        [
+            {"text": text, "number": cell if is_number(cell) else None, "source": sources.get(str(cell))}
+            for text, cell in zip(line, row, strict=True)
+        ]
         for line, row in zip(texts, table.rows, strict=True)
     ]
     return {"title": table.title, "columns": columns, "rows": rows, "notes": table.notes}

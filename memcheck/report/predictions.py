@@ -27,7 +27,7 @@ from memcheck.report.rows import MIB, PREDICTED, quotient
 from memcheck.report.tables import Cell, Column, Table, by_size, size_cells, unit_of
 
 if TYPE_CHECKING:
-    from memcheck.core.prediction import Largest, Prediction
+    from memcheck.core.prediction import Allocation, Largest, Prediction, Trace
 
 
 COMPARED = (
@@ -166,14 +166,13 @@ def modules_table(prediction: Prediction) -> Table:
     trace, peak = prediction.trace, prediction.peak
     assert trace is not None
     assert peak is not None
-    members = dict.fromkeys(trace.saved, "kept for backward") | trace.roles
+    members = kinds_of(trace)
     kinds = {path: module.kind for path, module in trace.modules.items()}
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     paths: dict[tuple[str, str], set[str]] = defaultdict(set)
     for piece in peak.alive:
         group = (pattern_of(piece.module), kinds.get(piece.module, "") if piece.module else "")
-        kind = members.get(piece, "other")
-        sums[group][kind if kind in KINDS else "other"] += piece.bytes
+        sums[group][members.get(piece, "other")] += piece.bytes
         paths[group].add(piece.module)
     names, rest = by_size(sums, MOST_ROWS)
     unit = unit_of(peak.bytes)
@@ -263,6 +262,12 @@ def operators_table(prediction: Prediction) -> Table:
     title = f"Alive at the peak, in the {peak.phase}, and kept for backward, by operator"
     note = "in: the modules with the most of it; +2: and two other places. Bytes add up to the record's."
     return Table("operators", title, columns, rows, [note])
+
+
+def kinds_of(trace: Trace) -> dict[Allocation, str]:
+    """What each allocation holds, as far as it is one of KINDS."""
+    kinds = dict.fromkeys(trace.saved, "kept for backward")
+    return kinds | {piece: role for piece, role in trace.roles.items() if role in KINDS}
 
 
 def changes_table(base: Prediction, changes: Mapping[str, Prediction]) -> Table:

@@ -12,13 +12,12 @@ from typing import Any
 from memcheck.core import units
 from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord
 from memcheck.core.units import counted, format_bytes
+from memcheck.report.memory import HELD, MODULES, NO_LINE, OUTSIDE, MemoryPicture, marks_of
 from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size_cells, to_text, unit_of
 
 # Rows of a table in text and on the page; the rest is combined in one row.
 MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
-OUTSIDE = "outside of modules"
-NO_LINE = "no line of Python"
 FORMAT = ",.2f"
 # On a narrow screen the last of these columns are left out first.
 IMPORTANCE = (
@@ -52,18 +51,31 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
     return "\n".join([*lines, "", to_text(table, Screen())])
 
 
-def script_page(record: ScriptRecord, picture: str) -> str:
-    """The report as an HTML page. picture: an HTML element."""
-    title = script_title(record)
-    rest = record.events_per_level
-    points = f"; each point is the highest of {rest} allocations and frees in a row" if rest > 1 else ""
+def script_page(record: ScriptRecord) -> str:
+    """The report as an HTML page. A record of an earlier version has no picture."""
     return render_page(
-        title=title,
+        title=script_title(record),
         paragraphs=paragraphs(record),
-        plots=[(f"{title}: what was alive, by what it holds{points}", picture)],
+        pictures=[script_picture(record)] if record.course.points else [],
         tables=tables(record, MOST_ROWS_OF_PAGE),
         facts={"device": record.device, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
+    )
+
+
+def script_picture(record: ScriptRecord) -> MemoryPicture:
+    peak, last = record.peak, record.refusal if record.ran_out else None
+    # A limit so far above the peak that it would flatten the picture is left out.
+    limit = record.limit_bytes or 0
+    lines = {f"limit {format_bytes(limit)}": [limit] * len(record.course.points)} if 0 < limit < 3 * peak.bytes else {}
+    return MemoryPicture(
+        f"{script_title(record)} on {record.device}",
+        "Each point is the highest sum of some allocations and frees in a row.",
+        record.course,
+        {**HELD, "line of Python": line_of, **MODULES},
+        marks_of((peak.event, peak.bytes), (last.moment.event, last.requested_bytes) if last else None),
+        "module, line and operator",
+        lines,
     )
 
 

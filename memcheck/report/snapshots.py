@@ -11,6 +11,7 @@ from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
+from memcheck.report.memory import HELD, MODULES, MemoryPicture, marks_of
 from memcheck.report.page import render_page
 from memcheck.report.script_tables import (
     FORMAT,
@@ -36,15 +37,29 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
     return "\n\n".join([sentences, *(to_text(table, screen) for table in snapshot_tables(record, MOST_ROWS))])
 
 
-def snapshot_page(records: Sequence[SnapshotRecord], pictures: Sequence[tuple[str, str]], command: str) -> str:
-    """The reports as an HTML page. pictures: (caption, <img>)."""
+def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
+    """The reports as an HTML page."""
     return render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
         paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],
-        plots=pictures,
+        pictures=[snapshot_picture(record) for record in records],
         tables=[table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)],
         facts={name_of(record): record.settings or "default settings of the allocator" for record in records},
         sweeps=[{"command": command, "started": None, "facts": {}}],
+    )
+
+
+def snapshot_picture(record: SnapshotRecord) -> MemoryPicture:
+    course, peak, oom = record.course, record.peak, record.oom
+    modules = MODULES if any(place.module for place in course.places) else {}
+    return MemoryPicture(
+        f"Memory of {name_of(record)}",
+        "Each point is the highest sum of some events in a row. Dashed: what the allocator had reserved.",
+        course,
+        {"line of Python": attrgetter("where"), **modules, **HELD},
+        marks_of((peak.event, peak.allocated_bytes), (oom.moment.event, oom.requested_bytes) if oom else None),
+        "calls of Python, outermost first, and operator",
+        {"reserved": course.reserved},
     )
 
 

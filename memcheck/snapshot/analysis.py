@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from memcheck.allocator.caching import CachingAllocator, Event
 from memcheck.allocator.history import History, Replayed, Segment, replay_history
-from memcheck.core.script_record import PHASES, Alive, Origin
+from memcheck.core.script_record import PHASES, Alive, Course, Origin
 from memcheck.core.snapshot_record import Growth, Holes, Levels, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
 from memcheck.measure.script_growth import growing_places
 from memcheck.snapshot.recording import (
@@ -31,6 +31,7 @@ GROWS, SHRINKS = ("segment_alloc", "segment_map"), ("segment_free", "segment_unm
 STEP_PHASES = ("backward", "optimizer step")
 SIZES = (0, 2**20, 10 * 2**20, 100 * 2**20, 2**30)  # The least bytes of each group of blocks.
 MOST_LAYERS, MOST_POINTS = 9, 1500
+MOST_POINTS_OF_COURSE = 500
 MOST_ENDS = 12  # Steps whose ends are compared.
 # What a replay of a history that contradicts itself raises.
 CONTRADICTIONS = (ValueError, KeyError, IndexError, AttributeError, AssertionError, TypeError)
@@ -100,6 +101,7 @@ def analyse(
         growing=growing(recording, blocks, ends),
         what_if=[find.placed(case) for case in cases],
         levels=find.levels(peak),
+        course=find.course([peak.event + 1, *refused[-1:]]),
         source=recording.source,
         doubts=doubts,
     )
@@ -208,12 +210,12 @@ def growing(recording: Recording, blocks: Blocks, ends: Ints) -> list[Growth]:
     if not len(ends):
         return []
     chosen = np.unique(np.linspace(0, len(ends) - 1, min(MOST_ENDS, len(ends))).astype(int))
-    count = len(recording.places) + 1
+    count, places = len(recording.places) + 1, first_equal(recording)[blocks.places]
     sizes, numbers = [], []
     for end in ends[chosen]:
         alive = blocks.alive_at(int(end), blocks.freed)
-        sizes.append(np.bincount(blocks.places[alive], blocks.sizes[alive], count))
-        numbers.append(np.bincount(blocks.places[alive], minlength=count))
+        sizes.append(np.bincount(places[alive], blocks.sizes[alive], count))
+        numbers.append(np.bincount(places[alive], minlength=count))
     grows = growing_places(np.array(sizes), np.array(numbers))
     steps = int(chosen[-1] - chosen[0])
     found = [
@@ -230,6 +232,13 @@ def growing(recording: Recording, blocks: Blocks, ends: Ints) -> list[Growth]:
 
 def _place(recording: Recording, number: int) -> Origin:
     return recording.places[number] if number < len(recording.places) else BEFORE
+
+
+def first_equal(recording: Recording) -> Ints:
+    """The first place with the same origin as each, whatever called it."""
+    first: dict[Origin, int] = {}
+    places = enumerate([*recording.places, BEFORE])
+    return np.array([first.setdefault(origin, number) for number, origin in places])
 
 
 class _Finder:
@@ -264,7 +273,7 @@ class _Finder:
     def alive(self, state: int) -> list[Alive]:
         """Bytes alive by place, largest first."""
         alive = self.blocks.alive_at(state, self.blocks.freed)
-        places = self.blocks.places[alive]
+        places = first_equal(self.recording)[self.blocks.places[alive]]
         sizes, numbers = np.bincount(places, self.blocks.sizes[alive]), np.bincount(places)
         found = [
             Alive(_place(self.recording, int(place)), int(sizes[place]), int(numbers[place]))
@@ -333,6 +342,23 @@ class _Finder:
             layers["others"] = rest[states].tolist()
         seconds = [self.seconds(state - 1) or 0.0 for state in states.tolist()]
         return Levels((states - 1).tolist(), seconds, layers, self.reserved[states].tolist())
+
+    def course(self, kept: Sequence[int]) -> Course:
+        """What was alive over time by place and calls. kept: states to have in any case."""
+        recording, blocks = self.recording, self.blocks
+        states = np.unique(np.append(thinned(self.allocated, MOST_POINTS_OF_COURSE), kept))
+        count = len(recording.places) + 1
+        changes = np.zeros((len(states) + 1) * count)
+        for events, sign in ((blocks.begin, 1), (blocks.freed, -1)):
+            cells = np.searchsorted(states, events + 1) * count + blocks.places
+            changes += sign * np.bincount(cells, blocks.sizes, len(changes))
+        sizes = np.cumsum(changes.reshape(-1, count), axis=0).astype(np.int64)
+        rows = (
+            (state - 1, self.seconds(state - 1), row.tolist())
+            for state, row in zip(states.tolist(), sizes, strict=False)
+        )
+        course = Course.of([*recording.places, BEFORE], rows, [*recording.calls, ()])
+        return replace(course, reserved=self.reserved[states].tolist())
 
 
 def pool_name(segment: Segment) -> str:

@@ -122,6 +122,7 @@ STANDARD = re.compile(r"[/\\]lib[/\\]python3\.\d+[/\\]|^<(?!ipython|stdin|string
 MODULES = re.compile(r"[/\\]torch[/\\]nn[/\\]modules[/\\](\w+)\.py$")
 OPTIMIZERS = re.compile(r"[/\\]torch[/\\]optim[/\\]")
 MOST_MODULES = 3  # Of a path of modules, the innermost.
+MOST_CALLS = 40  # Of a stack, the innermost.
 
 
 def origin_of(frames: Sequence[dict[str, Any]]) -> Origin:
@@ -181,12 +182,25 @@ def _forwards(python: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"nn.{found[1]}" if found else f"{name}:{frame['line']}"
 
 
+def calls_of(frames: Sequence[dict[str, Any]]) -> tuple[Line, ...]:
+    """The lines of Python that call each other, outermost first, without torch's own and Python's."""
+    python = [frame for frame in frames if is_python(str(frame["filename"]))]
+    own = [frame for frame in python if not is_foreign(str(frame["filename"]))]
+    calls = [Line(str(frame["filename"]), frame["line"], frame["name"]) for frame in own or python]
+    return tuple(reversed(calls[:MOST_CALLS]))
+
+
+def is_foreign(file: str) -> bool:
+    """Whether the file is torch's or Python's."""
+    return bool(TORCH.search(file) or (STANDARD.search(file) and not LIBRARIES.search(file)))
+
+
 def line_of(python: Sequence[dict[str, Any]]) -> Line | None:
     """The innermost line of the project or of a library's forward, else of any library, else of torch or Python."""
     found: dict[str, Any] | None = None
     for frame in python:
         file = str(frame["filename"])
-        if TORCH.search(file) or (STANDARD.search(file) and not LIBRARIES.search(file)):
+        if is_foreign(file):
             continue
         if frame["name"] == "forward" or not LIBRARIES.search(file):
             found = frame

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from memcheck.allocator.caching import Event
 from memcheck.allocator.history import History, Segment
 from memcheck.allocator.settings import AllocatorSettings
-from memcheck.core.script_record import Origin
-from memcheck.snapshot.files import origin_of
+from memcheck.core.script_record import Line, Origin
+from memcheck.snapshot.files import calls_of, origin_of
 
 Ints = npt.NDArray[np.int64]
 ACTIONS = (
@@ -41,7 +41,8 @@ class ForeignDataError(ValueError):
 class Recording:
     """What torch recorded of one device: an entry per event in each array, and the segments after the last event.
 
-    places: of the events' stacks. place_of_block: of each block in use at the end, by address; -1: not recorded.
+    places: of the events' stacks; equal ones have other calls. place_of_block: of each block in use at the end, by
+    address; -1: not recorded.
     """
 
     device: int
@@ -52,6 +53,7 @@ class Recording:
     microseconds: Ints
     stacks: Ints  # Of places.
     places: list[Origin]
+    calls: list[tuple[Line, ...]]  # Of Python to each place, outermost first.
     free_bytes: dict[int, int]  # Of the GPU, at the events that ran out of memory.
     segments: list[Segment]
     place_of_block: dict[int, int]
@@ -144,8 +146,7 @@ class _Reader:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self.places: list[Origin] = [UNTRACED]
-        self._numbers: dict[Origin, int] = {UNTRACED: 0}
+        self._numbers: dict[tuple[Origin, tuple[Line, ...]], int] = {(UNTRACED, ()): 0}
         self._stacks: dict[tuple[int, ...], int] = {}
         self._frames: list[Any] = []  # Kept, so that identities stay unique.
         self.doubts: list[str] = []
@@ -179,7 +180,8 @@ class _Reader:
             streams=np.array(streams),
             microseconds=np.array(times),
             stacks=np.array(stacks),
-            places=self.places,
+            places=[origin for origin, _ in self._numbers],
+            calls=[calls for _, calls in self._numbers],
             free_bytes=free_bytes,
             segments=found,
             place_of_block=place_of_block,
@@ -195,10 +197,8 @@ class _Reader:
         number = self._stacks.get(key)
         if number is None:
             self._frames.append(frames)
-            origin = origin_of(frames)
-            number = self._stacks[key] = self._numbers.setdefault(origin, len(self.places))
-            if number == len(self.places):
-                self.places.append(origin)
+            place = origin_of(frames), calls_of(frames)
+            number = self._stacks[key] = self._numbers.setdefault(place, len(self._numbers))
         return number
 
     def read_segments(self, segments: Iterable[dict[str, Any]]) -> tuple[list[Segment], dict[int, int]]:

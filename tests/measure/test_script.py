@@ -6,6 +6,7 @@ import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,8 +54,19 @@ def recorded(call, limit_bytes=None):
     assert all(sum(level.layers) == level.bytes for level in record.levels)
     assert max((level.bytes for level in record.levels), default=0) == record.peak.bytes
     assert not record.doubts
+    assert max(course_of(record).items(), key=lambda point: sum(point[1].values()))[0] == record.peak.event
+    assert course_of(record)[record.peak.event] == {each.place: each.bytes for each in record.alive}
     del kept
     return record
+
+
+def course_of(record):
+    """Event -> the places alive after it and their bytes. Of the same events, the last point counts."""
+    sizes, found = {}, {}
+    for point in record.course.points:
+        sizes |= {record.course.places[place]: size for place, size in point.changes}
+        found[point.event] = {place: size for place, size in sizes.items() if size}
+    return found
 
 
 def summed(alive, key):
@@ -106,6 +118,35 @@ def test_the_ledger_keeps_what_was_alive_at_the_first_highest_sum():
         assert found == {site: (sums[site], blocks[site]) for site in sums}
         assert [point[2] for point in ledger.points()] == levels
         assert ledger.level == levels[-1]
+
+
+def test_the_ledger_keeps_every_place_over_time():
+    """At the first highest sum of each group of events, also where a block's kind was set between two events."""
+    generator, ledger = random.Random(1), _C.PeakLedger()
+    alive, states = {}, []
+    for address in range(1, 3001):
+        if len(alive) > 40:
+            victim = generator.choice(list(alive))
+            ledger.release(victim, alive.pop(victim)[0])
+        else:
+            site = (*(generator.randrange(3) for _ in range(3)), generator.randrange(4), 0)
+            alive[address] = generator.randrange(1, 100), site
+            ledger.allocate(address, alive[address][0], *site)
+        sums = Counter()
+        for size, site in alive.values():
+            sums[site] += size
+        states.append(dict(sums))
+        other = generator.choice(list(alive))
+        ledger.set_kind(other, kind := generator.randrange(5), None)
+        alive[other] = alive[other][0], (*alive[other][1][:4], kind)
+    shots, sites = ledger.shots(), ledger.sites()
+    assert len(shots) == 375
+    for number, (event, _, packed) in enumerate(shots):
+        group = states[8 * number : 8 * number + 8]
+        best = max(range(len(group)), key=lambda place: sum(group[place].values()))
+        assert event == 8 * number + best + 1
+        sizes = zip(sites, np.frombuffer(packed, np.int64).tolist(), strict=False)
+        assert {site: size for site, size in sizes if size} == group[best]
 
 
 def test_long_scripts_take_bounded_memory_and_keep_their_peak():
@@ -289,6 +330,7 @@ def test_out_of_memory_names_the_request_and_the_live_blocks():
     assert record.refusal.moment.bytes == 800_000 == sum(each.bytes for each in record.alive_then)
     assert record.refusal.moment.place.line.number == line_of("filled")
     assert {each.place.line.number for each in record.alive_then} == {line_of("filled")}
+    assert course_of(record)[record.refusal.moment.event] == {each.place: each.bytes for each in record.alive_then}
 
     def recover():
         try:

@@ -171,7 +171,7 @@ document.title = JSON.stringify([sorted, cells, wide]);
 
 
 def in_browser(browser: str, page: Path, *flags: str) -> str:
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", *flags, "--dump-dom", page.as_uri()]
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", *flags, "--dump-dom", page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
@@ -190,7 +190,9 @@ def test_tables_sort_in_a_browser(
 ) -> None:
     script = CLICK.replace("HEADING", heading).replace("CLICKS", str(clicks))
     (tmp_path / "page.html").write_text(text.replace("</body>", script))
-    dumped = in_browser(require_tool("chromium"), tmp_path / "page.html", "--window-size=400,900")
+    dumped = in_browser(
+        require_tool("chromium"), tmp_path / "page.html", "--screen-info={400x900}", "--start-maximized"
+    )
     found = re.search("<title>(.*?)</title>", dumped)
     assert found
     direction, cells, overflow = json.loads(found[1])

@@ -83,7 +83,7 @@ def test_a_page_and_a_picture_are_written(tmp_path: Path, capsys: pytest.Capture
     page, picture = tmp_path / "a" / "page.html", tmp_path / "b" / "picture.png"
     assert main(["snapshot", str(RAN_OUT), "--html", str(page), "--plot", str(picture)]) == 0
     text = page.read_text(encoding="utf-8")
-    assert all(part in text for part in ("<img", "Memory ran out on cuda:1", "memcheck snapshot"))
+    assert all(part in text for part in ('<figure class="memory"', "Memory ran out on cuda:1", "memcheck snapshot"))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"Wrote {page}, {picture}" in capsys.readouterr().err
 

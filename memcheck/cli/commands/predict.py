@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,12 +21,14 @@ from memcheck.cli.decoding import (
 )
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_SIZES
-from memcheck.cli.output import DOES_NOT_FIT
+from memcheck.cli.output import DOES_NOT_FIT, make_room
 from memcheck.cli.requests import Predict
+from memcheck.core.files import write_text
 from memcheck.core.prediction import Prediction
 from memcheck.core.verdict import certainty, verdict
 from memcheck.core.workload import Case
 from memcheck.report.layers import layers_table
+from memcheck.report.prediction_page import prediction_page
 from memcheck.report.predictions import (
     alive_sentence,
     buffers_words,
@@ -54,23 +57,28 @@ def run(request: Predict) -> int:
 
 
 def predict_model(request: Predict) -> Prediction:
+    if request.html is not None:
+        make_room("html", request.html)
     setting = Setting.of(request, **{name: request.single(name, "for a model") for name in SIZES})
     predictor = ModelPredictor.of(request, setting)
     prediction = predictor.predict()
     changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
-    if request.format == "json":
-        more = {"layers": prediction.layers.rows()} if request.layers else {}
-        print(json.dumps(model_object(prediction, changes) | more))
-        return prediction
-    screen = Screen.of(sys.stdout)
     words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
     words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
-    print(*map(screen.fill, filter(None, words)), sep="\n")
+    words = list(filter(None, words))
     tables = []
     if prediction.peak:
         tables = [layers_table(prediction.layers) if request.layers else modules_table(prediction)]
         tables += [operators_table(prediction)] if request.explain else []
     tables += [changes_table(prediction, changes)] if changes else []
+    if request.html is not None:
+        command = shlex.join(["memcheck", *(request.words or ["predict"])])
+        write_text(request.html, prediction_page(prediction, words, tables, command))
+    if request.format == "json":
+        more = {"layers": prediction.layers.rows()} if request.layers else {}
+        print(json.dumps(model_object(prediction, changes) | more))
+        return prediction
+    print(*map(Screen.of(sys.stdout).fill, words), sep="\n")
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
     return prediction

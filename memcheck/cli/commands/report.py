@@ -11,7 +11,6 @@ from typing import Any
 from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.store import read_records
 from memcheck.cli.commands import snapshot
-from memcheck.cli.commands.run import page_of
 from memcheck.cli.output import make_room, watch
 from memcheck.cli.requests import Report, Snapshot
 from memcheck.cli.runs import check_only, runs_in
@@ -34,7 +33,7 @@ from memcheck.report.plots.pictures import (
 )
 from memcheck.report.plots.style import FORMATS
 from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
-from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_report
+from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_page, script_report
 from memcheck.report.script_tables import tables as script_tables
 from memcheck.report.tables import Screen, Table, render, write_files
 
@@ -72,7 +71,7 @@ def report_runs(runs: Sequence[ScriptRecord], request: Report) -> int:
     written = write_output(tables, request.output) if request.output else []
     if request.html:
         make_room("html", request.html)
-        write_text(request.html, page_of(runs[0]))
+        write_text(request.html, script_page(runs[0]))
         written.append(request.html)
     screen = Screen.of(sys.stdout)
     if request.format == "table":

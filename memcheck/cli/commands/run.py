@@ -23,8 +23,7 @@ from memcheck.core.python_command import prepare
 from memcheck.core.script_record import RUN, ScriptRecord
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
-from memcheck.report.plots.style import image_element
-from memcheck.report.plots.timeline import plot_timeline, script_figure
+from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import script_page, script_report, script_title
 from memcheck.report.tables import Screen
 
@@ -86,7 +85,7 @@ def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[lis
     how = {"title": script_title(record), "subtitle": f"on {record.device}"}
     writers: dict[str, Callable[[Path], object]] = {
         RUN: lambda path: write_text(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n"),
-        "run.html": lambda path: write_text(path, page_of(record)),
+        "run.html": lambda path: write_text(path, script_page(record)),
         "run.png": lambda path: plot_timeline(record, path, **how),
     }
     written = list[str]()
@@ -100,13 +99,6 @@ def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[lis
     except (Exception, KeyboardInterrupt) as error:
         return written, error
     return written, None
-
-
-def page_of(record: ScriptRecord) -> str:
-    """The report as an HTML page with the picture."""
-    title = script_title(record)
-    figure = script_figure(record, title=title, subtitle=f"on {record.device}")
-    return script_page(record, image_element(figure, title))
 
 
 def files_sentence(output: Path, written: Sequence[str], failure: BaseException | None) -> str:

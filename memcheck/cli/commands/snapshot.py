@@ -15,7 +15,6 @@ from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
 from memcheck.core.snapshot_record import SnapshotRecord
-from memcheck.report.plots.style import image_element
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import MOST_ROWS_OF_PAGE
 from memcheck.report.snapshots import (
@@ -28,7 +27,7 @@ from memcheck.report.snapshots import (
     snapshot_tables,
 )
 from memcheck.report.tables import Screen, Table, render, to_text
-from memcheck.snapshot.snapshot import Snapshot, figure_of
+from memcheck.snapshot.snapshot import Snapshot
 
 
 def run(request: Request) -> int:
@@ -89,9 +88,8 @@ def heading(record: SnapshotRecord) -> str:
 def write(records: Sequence[SnapshotRecord], request: Request) -> list[Path]:
     written = []
     if request.html is not None:
-        pictures = [(name_of(record), image_element(figure_of(record), name_of(record))) for record in records]
         command = f"memcheck snapshot {shlex.join(map(str, request.files))}"
-        write_text(request.html, snapshot_page(records, pictures, command))
+        write_text(request.html, snapshot_page(records, command))
         written.append(request.html)
     if request.plot is not None:
         record = max(records, key=attrgetter("peak_reserved_bytes"))
