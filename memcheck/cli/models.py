@@ -30,7 +30,6 @@ from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failur
 from memcheck.core.options import named, options_of
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place, Step
-from memcheck.core.workload import module_called
 from memcheck.predict.api import predict_memory
 from memcheck.predict.model import is_for_lack_of_data
 from memcheck.predict.pretended_gpu import answers_to_users
@@ -213,8 +212,7 @@ class Factory:
             flag, given = named(name), getattr(setting, name)
             parameter = self.parameters.get(name)
             if given is not None and parameter is None:
-                known = ", ".join(self.parameters) or "no parameters"
-                raise UsageError(f"{flag}: {self.name} takes no parameter {name}, but {known}")
+                raise UsageError(f"{flag}: {self.name} has no parameter {name}")
             if given is None and parameter is not None and parameter.default is inspect.Parameter.empty:
                 raise UsageError(f"{flag} is missing: {self.name} needs its parameter {name}")
             if given is None and parameter is not None and isinstance(parameter.default, int):
@@ -389,10 +387,3 @@ class ModelPredictor:
                 together = {name: value for flag in done for name, value in changes[flag].items()}
                 done[" ".join(done)] = self.predict(self.setting.but(**together))
         return {flag: found for flag, found in done.items() if found.fits is not None}
-
-
-def classes_of(prediction: Prediction) -> dict[str, str]:
-    """The class of each module of the predicted model by its path."""
-    owner = module_called(prediction.case.model)
-    modules = owner.named_modules() if owner is not None else ()
-    return {path: type(module).__name__ for path, module in modules}

@@ -356,6 +356,30 @@ def test_doubts_are_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert "\ndoubt: cuBLAS's workspace" in capsys.readouterr().out
 
 
+def test_layers_are_a_tree(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ["predict", "--model", "net.py:make", "--device", "24GiB", "--no-changes", "--layers"]
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "Net by module: 25,386 parameters" in lines
+    assert any(line.startswith(" blocks.") and " Block " in line for line in lines)
+    assert main([*flags, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    whole = found["layers"][0]
+    assert whole["path"] == ""
+    assert (whole["saved_bytes"], whole["parameter_bytes"]) == (found["saved_bytes"], found["parameter_bytes"])
+    assert [layer["outputs"] for layer in found["layers"] if layer["path"] == "head"] == [[[8, 64, 10]]]
+
+
+def test_a_model_is_explained_by_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "net.py:make", "--device", "24GiB", "--no-changes", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "and kept for backward, by operator" in out
+    assert "\noptimizer state " in out
+    assert "\naten::relu " in out
+
+
 WRONG = {
     "predict --model net.py": "--model must look like package.module:function or FILE.py:function, got 'net.py'",
     "predict --model nothing.py:make": "--model nothing.py:make: there is no file nothing.py",
@@ -364,7 +388,10 @@ WRONG = {
     "predict --model no_such_package:make": "--model no_such_package:make cannot be imported: ModuleNotFoundError",
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
-    "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
+    "predict --model net.py:named --bsz 4": "--bsz: net.py:named has no parameter bsz",
+    "predict --model net.py:make --layers 3": "--layers is for --mode decode, got --mode train",
+    "predict --layers": "--layers needs --model or --hf-config",
+    "predict --mode decode --layers": "--layers needs a number",
     "predict --model net.py:both --mode inference --no-keep-outputs": "--no-keep-outputs needs a backward",
     "predict --attention-type naive --no-keep-outputs": "--no-keep-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",

@@ -418,6 +418,7 @@ def test_no_operator_is_claimed_in_vain() -> None:
 
 
 FIGURES = ("output_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "gradient_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 @pytest.mark.slow
