@@ -207,4 +207,6 @@ def figure(prediction: Prediction, row: Published) -> float | None:
     return record.reserved_bytes if row.metric == "reserved" else record.max_allocated_bytes
 
 
-STUDY = Study("Attentions of CS336, eager and compiled, on several GPUs", published, predict, figure=figure)
+STUDY = Study(
+    "Attentions of CS336, eager and compiled, on several GPUs", published, predict, figure=figure, is_evidence=False
+)
