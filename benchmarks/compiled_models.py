@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "compiled_models.csv"
 EXAMPLES = ROOT / "docs" / "examples"
 MODELS = {
+    "decoder of the tutorial, 8 x 512 tokens, float32": ["--model", f"{EXAMPLES}/tutorial.py:make"],
     "GPT-2, 8 x 1024 tokens, float32": ["--model", f"{EXAMPLES}/model.py:make_fused", "--bsz", "8"],
     "GPT-2, attention written out": ["--model", f"{EXAMPLES}/model.py:make", "--bsz", "8"],
     "Llama 3 8B, 1 x 2048 tokens, bfloat16": [

@@ -83,13 +83,13 @@ def stored(name: str) -> pd.DataFrame:
 
 
 def write(name: str, results: pd.DataFrame, folder: Path) -> None:
-    """Writes the results. Those of the repository are also written to memcheck/data, as evidence for predictions."""
+    """Writes the results. Those of the repository may be evidence for predictions, which is in memcheck/data."""
     folder.mkdir(parents=True, exist_ok=True)
     rounded = results.round({"predicted": 6, "error": 6})
     for tool in tools_in(results):
         rounded[tool] = results[tool].map("{:.4g}".format, na_action="ignore")
     rounded[FIXED + tools_in(results)].to_csv(folder / f"{name}.csv", index=False)
-    if folder.resolve() == RESULTS.resolve() and "operators" in results:
+    if folder.resolve() == RESULTS.resolve() and STUDIES[name].is_evidence and "operators" in results:
         entries = evidence_in(results.to_dict("records"))
         text = "[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n"
         (DATA / f"evidence_{name}.json").write_text(text, encoding="utf-8")

@@ -121,7 +121,7 @@ class Report:
 
 REPORTS = {
     "subha-v": Report(by_hand),
-    "jennjwang": Report(by_hand),
+    "jennjwang": Report(by_hand, gradient=True, zeroes=True),  # No sum; workspaces are those of an earlier cell.
     "ShanningZhuang": Report(by_torch, gradient=True, zeroes=True),
     "VictorHuu": Report(by_torch, masked=True, resident=4, gradient=True),
     "CTKnight": Report(by_amax, masked=True, infers=True),
@@ -207,4 +207,6 @@ def figure(prediction: Prediction, row: Published) -> float | None:
     return record.reserved_bytes if row.metric == "reserved" else record.max_allocated_bytes
 
 
-STUDY = Study("Attentions of CS336, eager and compiled, on several GPUs", published, predict, figure=figure)
+STUDY = Study(
+    "Attentions of CS336, eager and compiled, on several GPUs", published, predict, figure=figure, is_evidence=False
+)

@@ -65,4 +65,6 @@ def figure(prediction: Prediction, row: Published) -> int:
     return before + own + (saved if row.metric == "backward" else 0)
 
 
-STUDY = Study("A report's table of CS336 on a GPU that is not named", published, predict, figure=figure)
+STUDY = Study(
+    "A report's table of CS336 on a GPU that is not named", published, predict, figure=figure, is_evidence=False
+)

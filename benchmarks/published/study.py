@@ -64,6 +64,7 @@ class Study:
     predict: the prediction of a row's program. NotPredicted: there is none.
     context_bytes: added to what is predicted of nvidia-smi, because they are not the allocator's.
     figure: the bytes of a prediction that are compared with the row.
+    is_evidence: predictions may rely on its results: the figures are those of the operators that ran.
     """
 
     title: str
@@ -71,6 +72,7 @@ class Study:
     predict: Callable[[Published], Prediction]
     context_bytes: int = 0
     figure: Callable[[Prediction, Published], float | None] = figure_of
+    is_evidence: bool = True
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -30,7 +30,6 @@ from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failur
 from memcheck.core.options import named, options_of
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place, Step
-from memcheck.core.workload import module_called
 from memcheck.predict.api import predict_memory
 from memcheck.predict.model import is_for_lack_of_data
 from memcheck.predict.pretended_gpu import answers_to_users
@@ -127,31 +126,35 @@ class FloatsOnMeta(TorchFunctionMode):
 
 
 class StaysHere(TorchFunctionMode):
-    """Makes tensors where they would be without a GPU, and leaves there what is moved to a GPU."""
+    """Makes tensors as without a device, if code names one of the kind, and leaves them where it moves them there."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: part for name, part in (kwargs or {}).items() if name != "device" or not is_gpu(part)}
-        if func is torch.Tensor.cuda:
+        kwargs = {name: part for name, part in (kwargs or {}).items() if name != "device" or not self.is_device(part)}
+        if func is getattr(torch.Tensor, self.kind):
             return args[0]
         if func is not torch.Tensor.to:
             return func(*args, **kwargs)
-        tensor, *rest = (part for part in args if part is not None and not isinstance(part, bool) and not is_gpu(part))
+        tensor, *rest = (part for part in args if part is not None and not isinstance(part, bool))
+        rest = [part for part in rest if not self.is_device(part)]
         changed = rest or any(kwargs.get(name) is not None for name in ("dtype", "memory_format", "device", "other"))
         return func(tensor, *rest, **kwargs) if changed else tensor
 
-
-def is_gpu(part: Any) -> bool:
-    """Whether it names a GPU: "cuda", torch.device("cuda", 0) or its number."""
-    if isinstance(part, str):
-        return part.partition(":")[0] == "cuda"
-    return part.type == "cuda" if isinstance(part, torch.device) else type(part) is int
+    def is_device(self, part: Any) -> bool:
+        """Whether it names a device of the kind: "cuda", torch.device("cuda", 0) or a GPU's number."""
+        if isinstance(part, str):
+            return part.partition(":")[0] == self.kind
+        return part.type == self.kind if isinstance(part, torch.device) else type(part) is int and self.kind == "cuda"
 
 
 @contextmanager
 def finding(device: Device, on_meta: bool = False) -> Iterator[None]:
     """Inside, code of the user's runs as on a machine with the device; what it prints is no part of the answer.
 
-    On the way to a GPU torch.cuda says of it what the target has, and tensors on it are tensors of this machine.
+    On the way to a GPU torch.cuda says what the target has. Tensors on the device are tensors of this machine.
     on_meta: floating-point tensors are made on meta.
     """
     with ExitStack() as stack:
@@ -160,7 +163,7 @@ def finding(device: Device, on_meta: bool = False) -> Iterator[None]:
             stack.enter_context(FloatsOnMeta())
         if device.kind == "cuda":
             stack.enter_context(answered(answers_to_users(device)))
-            stack.enter_context(StaysHere())
+        stack.enter_context(StaysHere(device.kind))
         yield
 
 
@@ -209,8 +212,7 @@ class Factory:
             flag, given = named(name), getattr(setting, name)
             parameter = self.parameters.get(name)
             if given is not None and parameter is None:
-                known = ", ".join(self.parameters) or "no parameters"
-                raise UsageError(f"{flag}: {self.name} takes no parameter {name}, but {known}")
+                raise UsageError(f"{flag}: {self.name} has no parameter {name}")
             if given is None and parameter is not None and parameter.default is inspect.Parameter.empty:
                 raise UsageError(f"{flag} is missing: {self.name} needs its parameter {name}")
             if given is None and parameter is not None and isinstance(parameter.default, int):
@@ -385,10 +387,3 @@ class ModelPredictor:
                 together = {name: value for flag in done for name, value in changes[flag].items()}
                 done[" ".join(done)] = self.predict(self.setting.but(**together))
         return {flag: found for flag, found in done.items() if found.fits is not None}
-
-
-def classes_of(prediction: Prediction) -> dict[str, str]:
-    """The class of each module of the predicted model by its path."""
-    owner = module_called(prediction.case.model)
-    modules = owner.named_modules() if owner is not None else ()
-    return {path: type(module).__name__ for path, module in modules}

@@ -6,7 +6,7 @@ Nothing here imports torch, so that --help and usage errors answer at once.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from memcheck.cli.options import (
     MODELS,
@@ -121,6 +121,11 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
+def tree_or_count(value: Any) -> Any:
+    """True for the flag alone, else a number."""
+    return value if value is True else count(value)
+
+
 class Predict(PredictedModel, OfTwoLengths):
     """Predicts the memory of any model or operator on any device; runs nothing.
 
@@ -129,7 +134,7 @@ class Predict(PredictedModel, OfTwoLengths):
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
     """
 
-    first = (*PredictedModel.first, "explain")
+    first = (*PredictedModel.first, "layers", "explain")
     ones = ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window")
     include = flags_of(Step, "dense_grad")
     DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
@@ -137,8 +142,19 @@ class Predict(PredictedModel, OfTwoLengths):
     html: Path | None = option(
         None, "write one self-contained page with the picture", converters.file, group=MODELS, metavar="FILE"
     )
-    explain: bool = option(False, "each figure of the case as the sum of its terms", switch, group=OPERATORS)
-    layers: int | None = option(None, "attention layers, each with a cache; default: 1", count, group=DECODING)
+    explain: bool = option(
+        False,
+        "each figure of the case as the sum of its terms; of a model what is alive at the peak by operator",
+        switch,
+    )
+    layers: Any = option(
+        None,
+        "of a model: the tree of its modules, with shapes, parameters, bytes kept for backward and at the peak; with "
+        "--mode decode and a number: attention layers, each with a cache; default: 1",
+        tree_or_count,
+        const=True,
+        metavar="N",
+    )
     kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
     block_size: int | None = option(None, "tokens per block of a paged cache; default: 1", count, group=DECODING)
     weights: int | None = option(
@@ -150,7 +166,11 @@ class Predict(PredictedModel, OfTwoLengths):
 
     def check(self) -> None:
         super().check()
-        for name in ("kv_heads", "layers", "block_size", "weights", "concatenate"):
+        if self.layers is True and not (self.source and self.mode != "decode"):
+            rule = "needs a number" if self.mode == "decode" else f"needs {named('model')} or {named('hf_config')}"
+            raise UsageError(f"{named('layers')} {rule}")
+        numbers = [] if self.layers is True else ["layers"]
+        for name in ("kv_heads", *numbers, "block_size", "weights", "concatenate"):
             if self.mode != "decode" and self.given(name):
                 raise UsageError(f"{named(name)} is for {named('mode')} decode, got {named('mode')} {self.mode}")
         if self.mode == "decode" and self.html is not None:

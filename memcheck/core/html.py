@@ -10,7 +10,7 @@ from typing import Any
 
 from memcheck.core.units import KINDS, colour_of, format_bytes, largest_first
 
-MOST_ROWS = 10  # Of a list of tensors or modules.
+MOST_ROWS = 10  # Of a list of tensors.
 MOST_STEPS = 400  # Of a timeline; with more, each column shows its maximum.
 
 
@@ -69,13 +69,3 @@ def timeline(steps: Sequence[tuple[str, int]]) -> str:
     areas = [(path, colour_of(phase) or KINDS["others"]) for phase, path in paths.items()]
     has_before = any(colour_of(phase) is None for phase, _ in steps)
     return str(macros().timeline(areas, len(columns), format_bytes(highest), has_before))
-
-
-def modules(sizes: Mapping[str, Mapping[str, int]]) -> str:
-    """The modules with the most bytes. sizes: path -> its bytes at the "peak" and "saved" for backward."""
-    largest = sorted(sizes.items(), key=lambda row: -row[1]["peak"])[:MOST_ROWS]
-    rows = [
-        (path or "outside of modules", *(format_bytes(one[moment]) for moment in ("peak", "saved")))
-        for path, one in largest
-    ]
-    return str(macros().table(("module", "at the peak", "kept for backward"), rows, (False, True, True)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from memcheck.core.devices import Device
+from memcheck.core.layers import Layers, TracedModule, layers_of
 from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record
 from memcheck.core.step import Place
 from memcheck.core.units import counted, format_bytes
@@ -134,6 +135,7 @@ class Trace:
     incoming: list[Allocation] = field(default_factory=list)
     gradients: list[Allocation] = field(default_factory=list)
     first_gradients: list[Allocation] = field(default_factory=list)
+    modules: dict[str, TracedModule] = field(default_factory=dict)  # By path, outer ones first. "": the model.
     operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
     beyond: str | None = None
@@ -160,6 +162,19 @@ class Trace:
     def held(self) -> list[Allocation]:
         """Tensors that the caller holds."""
         return list(dict.fromkeys([*self.inputs, *self.parameters, *self.preexisting]))
+
+    @property
+    def roles(self) -> dict[Allocation, str]:
+        """What tensors are for, of those that a model or its optimizer holds: "parameters", "gradients", ..."""
+        roles = dict.fromkeys(self.inputs, "inputs")
+        roles |= dict.fromkeys([*self.first_gradients, *self.gradients], "gradients")
+        return roles | dict.fromkeys(self.optimizer, "optimizer state") | dict.fromkeys(self.parameters, "parameters")
+
+    def named_by_operator(self, allocations: Iterable[Allocation]) -> Iterator[tuple[str, Allocation]]:
+        """The allocations, each with its role, else with the operator or autograd's node that made it."""
+        roles, outputs = self.roles, set(self.outputs)
+        for one in allocations:
+            yield roles.get(one) or (one.made_by if one in outputs else "") or one.name, one
 
     def phase_of(self, event: int) -> str:
         """The phase of an event, also in the passes before the measured one."""
@@ -323,6 +338,12 @@ class Prediction:
                 sums[kind] += allocation.bytes
         return found
 
+    @functools.cached_property
+    def layers(self) -> Layers:
+        """The modules as a tree: shapes of outputs, parameters, bytes kept for backward, and alive at the peak."""
+        peak, name = self.peak, self.record.operator or ""
+        return Layers() if self.trace is None or peak is None else layers_of(self.trace, peak, name)
+
     @property
     def buffers(self) -> dict[str, int]:
         """Buffer of a collective -> its bytes at the peak; empty unless the model is split over processes."""
@@ -338,14 +359,25 @@ class Prediction:
     def sentences(self) -> list[str]:
         """Whether it fits, how that is known, and what is alive at the peak."""
         words = [verdict(self), certainty(self)]
-        if self.peak is not None and self.peak.alive:
-            alive = alive_words((allocation.name, allocation.bytes) for allocation in self.peak.alive)
-            words.append(f"Alive at the peak: {alive}.")
+        if alive := self.alive_at_peak():
+            words.append(f"Alive at the peak: {alive_words(alive)}.")
         return list(filter(None, words))
+
+    def alive_at_peak(self) -> list[tuple[str, int]]:
+        """(name, bytes) of what is alive at the peak. Of a model, sums by operator."""
+        if self.trace is None or (peak := self.peak) is None:
+            return []
+        if not self.trace.modules:
+            return [(one.name, one.bytes) for one in peak.alive]
+        sums = Counter[str]()
+        for name, one in self.trace.named_by_operator(peak.alive):
+            sums[name] += one.bytes
+        return sums.most_common()
 
     def _repr_html_(self) -> str:
         words = [verdict(self), certainty(self)]
-        return self.record.to_html(words=words, steps=self.timeline, modules=self.by_module)
+        parts = [self.layers.to_html()] if len(self.layers) > 1 else []
+        return self.record.to_html(words=words, steps=self.timeline, parts=parts)
 
     @property
     def known_terms(self) -> Terms:

@@ -182,6 +182,10 @@ class Record:
     forward_max_allocated_bytes: int | None = None  # torch.cuda.max_memory_allocated after the forward.
     backward_max_allocated_bytes: int | None = None  # The same after the backward, without a reset in between.
     max_allocated_bytes: int | None = None  # The same after the whole step: sums of the allocator's blocks.
+    # torch.cuda.memory_allocated when the forward has ended, and its outputs are alive. It counts blocks, which are as
+    # large as their tensors or larger: multiples of 512 B, or a free block that was taken whole. On a CPU: tensors.
+    forward_end_allocated_bytes: int | None = None
+    backward_end_allocated_bytes: int | None = None  # The same when the backward has ended, before the optimizer.
     reserved_bytes: int | None = None  # Segments of the CUDA caching allocator.
     process_bytes: int | None = None  # Predicted: these and the CUDA context, which nvidia-smi shows of the process.
 
@@ -310,24 +314,23 @@ class Record:
         *,
         words: Sequence[str] = (),
         steps: Sequence[tuple[str, int]] = (),
-        modules: Mapping[str, Mapping[str, int]] | None = None,
+        parts: Sequence[str] = (),
     ) -> str:
         """The record in a notebook: how it ended, its peaks, what was alive at the highest, and its doubts.
 
         words: sentences about the result; by default its headline. steps: (phase, bytes alive), for a picture over
-        time. modules: path -> its bytes at the "peak" and "saved" for backward.
+        time. parts: HTML in place of the list of what was alive.
         """
         start = [f"Backward from {self.backward_from}."] if self.backward_from else []
         bars, paragraphs = self.bars(), html.macros().paragraphs
-        parts = [paragraphs([*filter(None, words or [self.headline(), *start])])]
-        parts += [html.bars(bars)] if bars else []
+        shown = [paragraphs([*filter(None, words or [self.headline(), *start])])]
+        shown += [html.bars(bars)] if bars else []
         steps = steps or [(phase, size) for phase, sizes in (self.over_time or {}).items() for size in sizes]
-        parts.append(html.timeline(steps))
-        parts += [html.modules(modules)] if modules and set(modules) != {""} else []
-        if (alive := self.alive_then()) is not None:
-            parts += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
+        shown += [html.timeline(steps), *parts]
+        if not parts and (alive := self.alive_then()) is not None:
+            shown += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
         doubts = [sentence(f"Not known: {doubt}" if doubt.kind == UNKNOWN else doubt) for doubt in self.doubts]
-        return html.fragment(*filter(None, parts), paragraphs(doubts, "note"))
+        return html.fragment(*filter(None, shown), paragraphs(doubts, "note"))
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:

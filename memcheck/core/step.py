@@ -150,11 +150,10 @@ class Step:
     backward: bool = option(True, "with False the forward runs under no_grad", converters.switch, flag=False)
     optimizer: str | Callable[..., Any] | None = option(
         None,
-        f"makes the optimizer of the module's parameters, whose step follows the backward: {', '.join(OPTIMIZERS)}, a "
-        "class, or a function; a function whose first parameter is named model, or annotated as a Module, gets the "
-        "module in their place: `def make(model): return model.configure_optimizers()`, in commands train.py:make; it "
-        "may return another object with a step(), such as one that steps by a GradScaler; default: none in Python, "
-        "adamw in commands",
+        f"the optimizer, whose step follows the backward: {', '.join(OPTIMIZERS)}, a class, or a function: parameters "
+        "in, an object with step() out; a function whose first parameter is named model, or annotated as a Module, "
+        "gets the model: `def make(model): return model.configure_optimizers()`, in commands train.py:make; default: "
+        "none in Python, adamw in commands",
         converters.optimizer,
         needs="backward",
         from_text=converters.optimizer_name,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -98,6 +99,25 @@ def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Un
         place = storage.device
         if place.type == device.type and (place.type == "cpu" or place.index == device.index):
             yield storage
+
+
+def storages_alive(device: torch.device, generation: int | None = None) -> Iterator[torch.UntypedStorage]:
+    """The storages of all tensors that Python knows, or of those that were made since the last collection (0)."""
+    for thing in gc.get_objects(generation):
+        if issubclass(type(thing), torch.Tensor):
+            with suppress(Exception):  # Tensors of functorch, lazy ones and others have no storage.
+                yield from storages_on(thing, device)
+
+
+def attributes_of(thing: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors on the CPU that modules hold as plain attributes, and in containers."""
+    if isinstance(thing, tuple | list):
+        yield from itertools.chain.from_iterable(map(attributes_of, thing))
+    for part in thing.modules() if isinstance(thing, torch.nn.Module) else ():
+        held = [value for name, value in vars(part).items() if name != "_modules"]
+        for tensor in tensors_in(held):
+            with suppress(Exception):
+                yield from storages_on(tensor, torch.device("cpu"))
 
 
 def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -80,6 +80,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def short_count(number: int) -> str:
+    """ "163M" for 163,037,184, and in full below ten thousand."""
+    if number < 10_000:
+        return f"{number:,}"
+    scale, letter = next(
+        pair for pair in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")) if number >= pair[0]
+    )
+    return f"{three_digits(number / scale)}{letter}"
+
+
 def largest_first(sizes: Iterable[tuple[int, str]], most: int) -> list[tuple[int, str]]:
     """The largest (bytes, name), and one entry for all others: (their sum, "3 more")."""
     ordered = sorted(sizes, key=lambda entry: -entry[0])

@@ -47,6 +47,10 @@ class Machine:
         """torch.cuda.max_memory_allocated without resets. earlier: the peaks before them."""
         return None
 
+    def allocated_bytes(self, tracked: int) -> int:
+        """torch.cuda.memory_allocated; on a CPU what the tracker counted."""
+        return tracked
+
     def reserved_bytes(self) -> int | None:
         """The bytes of the caching allocator's segments."""
         return None
@@ -91,6 +95,9 @@ class CudaMachine(Machine):
 
     def max_allocated_bytes(self, *earlier: int | None) -> int:
         return max(self._stat("allocated_bytes.all.peak"), *(peak or 0 for peak in earlier), 0)
+
+    def allocated_bytes(self, tracked: int) -> int:
+        return self._stat("allocated_bytes.all.current")
 
     def reserved_bytes(self) -> int:
         return self._stat("reserved_bytes.all.current")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,11 +28,12 @@ from memcheck.core.step import Step
 from memcheck.core.tensors import (
     Storages,
     StorageWeakRef,
+    attributes_of,
     gradients_for,
     named_tensors_in,
     resolve_device,
+    storages_alive,
     storages_of,
-    storages_on,
     tensors_in,
     with_data,
 )
@@ -164,14 +164,16 @@ class MeasuredRun:
         """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
         # Attributes that the forward replaces stay: their release would count if an earlier measurement saw them made.
-        attributes = list(_attributes_of(self.call.owners))
+        attributes = list(attributes_of(self.call.owners))
         with self.call.arranged(), collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
-            self._older = set(map(StorageWeakRef, _storages_alive(self.call.device)))
+            self._older = set(map(StorageWeakRef, storages_alive(self.call.device)))
             if self._before() and self._attempt("forward", self._forward):
                 if not self.returned.roots:
                     self.record.doubts += self._why_no_backward()
-                elif self._attempt("backward", self._backward) and self.call.optimizer_step is not None:
-                    self._attempt("optimizer", self._optimizer)
+                elif self._attempt("backward", self._backward):
+                    self._let_go_of_output_gradients()
+                    if self.call.optimizer_step is not None:
+                        self._attempt("optimizer", self._optimizer)
         attributes.clear()
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
@@ -247,13 +249,14 @@ class MeasuredRun:
     def _forward(self) -> None:
         record, memory, device = self.record, self.memory, self.call.device
         held = storages_of([*self.call.given, *self.call.owned, *self.call.state], device)
-        young = _storages_alive(device, generation=0)
+        young = storages_alive(device, generation=0)
         younger = {StorageWeakRef(storage): storage.nbytes() for storage in young}
         before = {*self._older, *held, *younger}
         self.returned = self.call.forward()
         returned = [tensor for _, tensor in with_data(self.named_outputs)]
         record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
+        record.forward_end_allocated_bytes = self._allocated_bytes()
         alive = memory.current_bytes - self._left_bytes
         record.library_workspace_bytes = self.machine.drop_library_workspaces()
         # Buffers and attributes of modules that the forward replaced: the old ones are gone, the new ones are there.
@@ -289,6 +292,7 @@ class MeasuredRun:
         torch.autograd.backward(roots, self.output_gradients, retain_graph=self.call.step.retain_graph)
         record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
+        record.backward_end_allocated_bytes = self._allocated_bytes()
         library_bytes = self.machine.drop_library_workspaces()
         gradients = storages_of(_gradients_of(self.call.leaves), self.call.device)
         record.gradient_bytes = sum(gradients.values())
@@ -298,8 +302,16 @@ class MeasuredRun:
         if library_bytes is not None:
             record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
 
-    def _optimizer(self) -> None:
+    def _let_go_of_output_gradients(self) -> None:
+        """As loss.backward() does, so that the end of the backward is without them."""
+        end, before = self.record.backward_end_allocated_bytes or 0, self._allocated_bytes()
         self.output_gradients.clear()
+        self.record.backward_end_allocated_bytes = end + self._allocated_bytes() - before
+
+    def _allocated_bytes(self) -> int:
+        return self.machine.allocated_bytes(self._held_bytes + self.memory.current_bytes)
+
+    def _optimizer(self) -> None:
         self.memory.reset_peak()
         if self.call.optimizer_step is not None:
             self.call.optimizer_step()
@@ -428,22 +440,3 @@ def _leaves(given: NamedTensors, owned: NamedTensors, backward: bool) -> NamedTe
         if backward and tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(f"inputs must be leaves, or backward runs on through their history: got {tensor.grad_fn}")
     return [(name, tensor) for name, tensor in [*given, *owned] if tensor.requires_grad and tensor.is_leaf]
-
-
-def _attributes_of(thing: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages of tensors on the CPU that modules hold as plain attributes, and in containers."""
-    if isinstance(thing, tuple | list):
-        yield from itertools.chain.from_iterable(map(_attributes_of, thing))
-    for part in thing.modules() if isinstance(thing, torch.nn.Module) else ():
-        held = [value for name, value in vars(part).items() if name != "_modules"]
-        for tensor in tensors_in(held):
-            with suppress(Exception):
-                yield from storages_on(tensor, torch.device("cpu"))
-
-
-def _storages_alive(device: torch.device, generation: int | None = None) -> Iterator[torch.UntypedStorage]:
-    """The storages of all tensors that Python knows, or of those that were made since the last collection (0)."""
-    for thing in gc.get_objects(generation):
-        if issubclass(type(thing), torch.Tensor):
-            with suppress(Exception):  # Tensors of functorch, lazy ones and others have no storage.
-                yield from storages_on(thing, device)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memcheck.core.layers import TracedModule
 from memcheck.core.prediction import Allocation, AllocationLog
-from memcheck.core.tensors import storages_in
+from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.predict.autocast import running_node
 from memcheck.predict.device_kinds import KINDS
 from memcheck.predict.scratch import Target
@@ -181,17 +182,31 @@ class Modules:
         self._open: list[str] = []
         self._numbers: list[int] = []
         self._paths: list[str] = []
+        self.traced: dict[str, TracedModule] = {}  # By path.
 
     @contextmanager
     def of(self, model: Any) -> Iterator[None]:
         """Inside, forwards of the model's modules are followed."""
+        seen: set[int] = set()
         with ExitStack() as stack:
             for path, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+                own = [one for one in module.parameters(recurse=False) if id(one) not in seen]
+                seen.update(map(id, own))
+                with torch._C.DisableTorchFunction():  # Of a DTensor, the part of this rank.
+                    elements = sum(getattr(one, "_local_tensor", one).numel() for one in own)
+                self.traced[path] = TracedModule(class_of(module), elements)
                 before = module.register_forward_pre_hook(lambda *_, path=path: self._begin(path))
-                after = module.register_forward_hook(lambda *_: self._end(), always_call=True)
+                after = module.register_forward_hook(
+                    lambda _, given, output, path=path: self._end(path, output), always_call=True
+                )
                 stack.callback(before.remove)
                 stack.callback(after.remove)
             yield
+
+    def begin_pass(self) -> None:
+        """Calls are counted from here."""
+        for module in self.traced.values():
+            module.calls, module.outputs = 0, ()
 
     def path_of(self, node: Any) -> str:
         """The path of the module that runs, else of the one that made the node that runs; "" if there is none."""
@@ -206,10 +221,20 @@ class Modules:
         self._open.append(path)
         self._note()
 
-    def _end(self) -> None:
+    def _end(self, path: str, output: Any) -> None:
         self._open.pop()
         self._note()
+        if torch._C._current_graph_task_id() == -1:  # A checkpoint's second forward, in the backward, is no call.
+            module = self.traced[path]
+            module.calls += 1
+            with torch._C.DisableTorchFunction():
+                module.outputs = tuple(tuple(tensor.shape) for tensor in tensors_in(output))
 
     def _note(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())
         self._paths.append(self._open[-1] if self._open else "")
+
+
+def class_of(module: torch.nn.Module) -> str:
+    """The name of the module's class; not that of the class which FSDP2 derives from it."""
+    return next(kind.__name__ for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))

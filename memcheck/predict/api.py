@@ -207,8 +207,8 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
 
     Args:
         model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only
-            input. Model and inputs may be real or on meta. They are copied to meta and are not modified. What the
-            model's functions store elsewhere stays there: a warning names it, with the line that clears it.
+            input. Model and inputs may be real or on meta. They are copied to meta and are not modified. Side effects
+            of the model's code are named in a warning, with the line that clears them.
         inputs: its positional inputs.
         kwargs: its keyword inputs, whatever their names. A keyword that this function lacks is one of them, too; one
             that both have must be given in kwargs, and with kwargs={} it is this function's.

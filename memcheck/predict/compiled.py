@@ -267,6 +267,8 @@ def by_shapes(
             return function(*args, **kwargs)
         codes = CODES.setdefault(name, {})
         key = call_key(owner, args, kwargs)
+        if isinstance(owner, torch.optim.Optimizer) and makes_state(owner, codes):
+            return function(*args, **kwargs)
         if key not in codes:
             if torch._C._len_torch_dispatch_stack():  # The modes of a traced step.
                 raise NotImplementedError("compiled code is called in another way than in the step before")
@@ -285,6 +287,20 @@ def by_shapes(
 
     run.again = functools.partial(again, **how)  # type: ignore[attr-defined]
     return run
+
+
+def makes_state(optimizer: torch.optim.Optimizer, codes: dict[Any, Any]) -> bool:
+    """Whether a traced step is the optimizer's first, in which Dynamo has it make its state before the code runs.
+
+    Dynamo moves counters of steps to the GPU (OptimizerVariable.move_step_if_cpu in torch/_dynamo/variables).
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    if DEVICE[0] == "cuda":
+        for parameter, own in optimizer.state.items():
+            if isinstance(step := own.get("step"), Tensor) and step.device != parameter.device:
+                own["step"] = step.to(parameter.device)
+    return not optimizer.state and any(modes for _, _, modes, _ in codes)
 
 
 def reduced(thing: Any) -> Any:

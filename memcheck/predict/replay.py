@@ -40,17 +40,24 @@ FIELDS_OF = {
     "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes", "max_allocated_bytes"),
     "optimizer": ("optimizer_peak_bytes", "max_allocated_bytes"),
 }
+ENDS = ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 # Further fields that are uncertain if not even the sizes of results are known.
 ALSO_FIELDS_OF = {
-    "forward": ("output_bytes", "saved_bytes", "gradient_bytes", *FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
-    "backward": ("gradient_bytes", *FIELDS_OF["optimizer"]),
+    "forward": (
+        *("output_bytes", "saved_bytes", "gradient_bytes", *ENDS),
+        *(*FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
+    ),
+    "backward": ("gradient_bytes", ENDS[1], *FIELDS_OF["optimizer"]),
 }
 # Further fields that are uncertain if allocations may outlive their phase.
-LATER_FIELDS_OF = {"forward": ("saved_bytes", *FIELDS_OF["backward"]), "backward": FIELDS_OF["optimizer"]}
+LATER_FIELDS_OF = {
+    "forward": ("saved_bytes", *ENDS, *FIELDS_OF["backward"]),
+    "backward": (ENDS[1], *FIELDS_OF["optimizer"]),
+}
 # Fields that are no sums of terms.
-MORE_FIELDS = ("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes")
+MORE_FIELDS = ("workspace_bytes", "oom_requested_bytes", "max_allocated_bytes", *ENDS)
 # Fields that an untried torch version may change: all that the caller does not provide.
-COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
+COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *ENDS, *itertools.chain.from_iterable(FIELDS_OF.values()))
 
 
 def unknown_allocations(trace: Trace, record: Record, played: Collection[str], device: Device) -> Iterator[Doubt]:
@@ -69,6 +76,8 @@ def unknown_allocations(trace: Trace, record: Record, played: Collection[str], d
         words = "cuBLAS's workspace, as the GPU's architecture is not known"
         fields[words] = set(itertools.chain.from_iterable(FIELDS_OF.values()))
     for affected in filter(None, fields.values()):
+        if device.kind == "cuda":  # Which blocks are free decides which larger ones are taken whole.
+            affected |= {end for end in ENDS if end.replace("end", "max") in affected}
         affected |= {"reserved_bytes", "process_bytes"}
         if record.status == "oom" and not trace.unknown.keys().isdisjoint(played):
             affected |= {"oom_in_use_bytes", "oom_requested_bytes"}
@@ -85,9 +94,9 @@ def doubts_of_verdict(trace: Trace, record: Record, played: Collection[str], pla
     """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
     if place.room_bytes is None or trace.unknown.keys().isdisjoint(played):
         return
-    verdict = "ok" if record.status == "ok" else f"{record.status} in the {record.oom_phase}"
+    verdict = "It fits" if record.status == "ok" else f"It runs out of memory in the {record.oom_phase}"
     guessed = any(isinstance(words, Unlisted) for found in trace.unknown.values() for words in found)
-    yield Doubt(f"{verdict} is the verdict of what is known: the run may need more{', or less' if guessed else ''}")
+    yield Doubt(f"{verdict}, as far as known: the run may need more{', or less' if guessed else ''}")
 
 
 DATA = Path(__file__).parents[1] / "data"
@@ -369,17 +378,26 @@ class Replay:
         library = sum(allocation.bytes for allocation in alive if allocation.is_library)
         scratch = self.requested[phase].bytes - library - sum(allocation.bytes for allocation in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
+        setattr(record, f"{phase}_end_allocated_bytes", self._allocated_at_end(phase))
         if self.device.kind == "cuda":
             library = max(library, self._library_bytes_at_end(phase))
             record.library_workspace_bytes = max(record.library_workspace_bytes or 0, library)
             self._note_allocated(phase)
 
+    def _dropped(self, phase: str) -> list[Allocation]:
+        """The workspaces that are dropped when the phase is over. Until then, one stays once it is there."""
+        events = reversed(self.trace.log.events[slice(*self.trace.phases[phase])])
+        return [one for one, _ in itertools.takewhile(lambda event: event[0].is_library and not event[1], events)]
+
     def _library_bytes_at_end(self, phase: str) -> int:
-        """A workspace stays once it is there, until it is dropped after the phase. The peak may come before it."""
-        events, end = self.trace.log.events, self.trace.phases[phase][1]
-        while end and events[end - 1][0].is_library and not events[end - 1][1]:
-            end -= 1
-        return sum(allocation.bytes for allocation in self.trace.log.alive(end) if allocation.is_library)
+        """The workspaces at the end of the phase. The peak may come before them."""
+        alive = self.trace.log.alive(self.trace.phases[phase][1])
+        return sum(one.bytes for one in (*alive, *self._dropped(phase)) if one.is_library)
+
+    def _allocated_at_end(self, phase: str) -> int:
+        """The sum of the blocks at the end of the phase, whose events are the last that were replayed."""
+        dropped = self._dropped(phase) if self.place.drop_workspaces else ()
+        return self.allocator.allocated.current + sum(self.sizes[one] for one in dropped)
 
     def _note_allocated(self, phase: str) -> None:
         """Sums of blocks. This peak is the highest so far; it is not reset between phases."""

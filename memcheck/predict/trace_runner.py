@@ -94,6 +94,7 @@ class TraceRunner:
                 self.result.log.closed = True
                 self.result.begin_with([allocation for allocation in self.mode.storages.held if not allocation.born])
         self._check_calls()
+        self.result.modules = self.mode.modules.traced
         self.result.operators = tuple(self.mode.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.mode.unknown.items()}
         return self.result
@@ -210,6 +211,7 @@ class TraceRunner:
     def _begin(self, workload: Workload) -> Workload:
         """The workload of the next pass. If inputs do not stay, it has new ones. Then gradients are cleared."""
         self.result.passes.append(len(self.result.log.events))
+        self.mode.modules.begin_pass()
         if not workload.inputs_stay:
             self._loaded = None
             self._loaded = self.mode.renewed(workload.inputs)

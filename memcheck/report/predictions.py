@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memcheck.core.options import named
@@ -136,16 +136,18 @@ def case_words(record: Record) -> str:
 
 def alive_sentence(prediction: Prediction) -> str:
     """ "Alive at the peak: q 32 MiB, k 32 MiB, 7 more 1.5 MiB.", or "" without a peak."""
-    peak = prediction.peak
-    if peak is None or not peak.alive:
-        return ""
-    return f"Alive at the peak: {alive_words((allocation.name, allocation.bytes) for allocation in peak.alive)}."
+    alive = prediction.alive_at_peak()
+    return f"Alive at the peak: {alive_words(alive)}." if alive else ""
 
 
 MOST_ROWS = 16
+NUMBER = r"(?<![^.])\d+(?![^.])"  # A whole word of a path.
 # Kinds of memory that a table of modules tells apart.
 KINDS = ("parameters", "gradients", "optimizer state", "kept for backward", "other")
-NOTE = "name.*: layers with the same place in a list. kept for backward: by the forward. other: everything else."
+NOTE = (
+    "name.*: layers with the same place in a list; name.1,3: those of them with this class. kept for backward: by the "
+    "forward. other: everything else."
+)
 
 
 def tensors_of(prediction: Prediction) -> int | None:
@@ -159,20 +161,17 @@ def buffers_words(prediction: Prediction) -> str:
     return f"Collectives hold at the peak: {parts}." if parts else ""
 
 
-def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
-    """What is alive at the peak by module and kind. Layers of a list are one row.
-
-    kinds: the class of each module by its path.
-    """
+def modules_table(prediction: Prediction) -> Table:
+    """What is alive at the peak by module and kind. Layers of a list are one row."""
     trace, peak = prediction.trace, prediction.peak
     assert trace is not None
     assert peak is not None
     members = kinds_of(trace)
+    kinds = {path: module.kind for path, module in trace.modules.items()}
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     paths: dict[tuple[str, str], set[str]] = defaultdict(set)
     for piece in peak.alive:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", piece.module)  # "layers.*.mlp" for "layers.3.mlp".
-        group = (pattern, kinds.get(piece.module, "") if piece.module else "")
+        group = (pattern_of(piece.module), kinds.get(piece.module, "") if piece.module else "")
         sums[group][members.get(piece, "other")] += piece.bytes
         paths[group].add(piece.module)
     names, rest = by_size(sums, MOST_ROWS)
@@ -182,7 +181,8 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
         modules = sum(len(paths[name]) for name in members) if count else None
         return [label, kind, modules, *size_cells(sums, members, KINDS, unit)]
 
-    rows = [row(name[0] or OUTSIDE, name[1] or None, [name]) for name in names]
+    labels = names_of(paths)
+    rows = [row(labels[name] or OUTSIDE, name[1] or None, [name]) for name in names]
     rows += [row("others", None, rest)] if rest else []
     rows.append(row("all", None, [*sums], count=False))
     columns = [Column("module", "module"), Column("class", "class", rank=5), Column("count", "modules", rank=4)]
@@ -192,12 +192,82 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     return Table("modules", title, columns, rows, [NOTE])
 
 
+def pattern_of(path: str) -> str:
+    """ "layers.*.mlp" for "layers.3.mlp"."""
+    return re.sub(NUMBER, "*", path)
+
+
+def names_of(groups: Mapping[tuple[str, str], Collection[str]]) -> dict[tuple[str, str], str]:
+    """A name for each group of modules, no name twice. groups: (pattern, class) -> paths.
+
+    Where groups of one pattern have other numbers, these stand in place of the star: "layers.*.mlp.1,3".
+    """
+    names: dict[tuple[str, str], str] = {}
+    for group, paths in groups.items():
+        rivals = [numbers_in(others) for (pattern, _), others in groups.items() if pattern == group[0]]
+        numbers = iter(zip(numbers_in(paths), *rivals, strict=True))
+        words = (ranges(own) if any(own != other for other in others) else "*" for own, *others in numbers)
+        name = re.sub(r"\*", lambda _, words=words: next(words), group[0])  # type: ignore[misc]
+        names[group] = f"{name} ({group[1]})" if name in names.values() else name
+    return names
+
+
+def numbers_in(paths: Collection[str]) -> list[set[int]]:
+    """The numbers at each place of paths of one pattern."""
+    found = [list(map(int, re.findall(NUMBER, path))) for path in paths]
+    return [set(numbers) for numbers in zip(*found, strict=True)]
+
+
+def ranges(numbers: Collection[int]) -> str:
+    """ "0-3,7" for 0, 1, 2, 3, 7."""
+    ordered = sorted(numbers)
+    starts = [number for number in ordered if number - 1 not in numbers]
+    ends = [number for number in ordered if number + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def operators_table(prediction: Prediction) -> Table:
+    """What is alive at the peak and kept for the backward, by the operator that made it. The sums are the record's."""
+    trace, peak = prediction.trace, prediction.peak
+    assert trace is not None
+    assert peak is not None
+    sums: dict[str, Counter[str]] = defaultdict(Counter)
+    places: dict[str, Counter[str]] = defaultdict(Counter)
+    for moment, allocations in {"peak": peak.alive, "kept": trace.saved}.items():
+        for name, piece in trace.named_by_operator(allocations):
+            sums[name][moment] += piece.bytes
+            sums[name]["tensors"] += moment == "peak"
+            places[name][pattern_of(piece.module) or OUTSIDE] += piece.bytes
+    ordered = sorted(sums, key=lambda name: (-sums[name]["peak"], -sums[name]["kept"]))
+    total = sum(sums.values(), Counter[str]())
+
+    def row(name: str, where: str | None, found: Counter[str]) -> list[Cell]:
+        sizes = [found["peak"] or None, found["kept"] or None]
+        return [name, where, found["tensors"] or None, *(size and size / MIB for size in sizes), *sizes]
+
+    def places_of(name: str) -> str:
+        (first, _), *others = places[name].most_common()
+        return f"{first} +{len(others)}" if others else first
+
+    rows = [*(row(name, places_of(name), sums[name]) for name in ordered), row("all", None, total)]
+    columns = [
+        Column("operator", "operator, or what it is for"),
+        Column("modules", "in", rank=2),
+        Column("tensors", "tensors at the peak", rank=3),
+        Column("peak_mib", "at the peak", "MiB", ",.2f"),
+        Column("kept_mib", "kept for backward", "MiB", ",.2f"),
+        Column("peak_bytes", "at the peak", "B", ",", rank=4),
+        Column("saved_bytes", "kept for backward", "B", ",", rank=4),
+    ]
+    title = f"Alive at the peak, in the {peak.phase}, and kept for backward, by operator"
+    note = "in: the modules with the most of it; +2: and two other places. Bytes add up to the record's."
+    return Table("operators", title, columns, rows, [note])
+
+
 def kinds_of(trace: Trace) -> dict[Allocation, str]:
     """What each allocation holds, as far as it is one of KINDS."""
     kinds = dict.fromkeys(trace.saved, "kept for backward")
-    kinds |= dict.fromkeys([*trace.first_gradients, *trace.gradients], "gradients")
-    kinds |= dict.fromkeys(trace.optimizer, "optimizer state")
-    return kinds | dict.fromkeys(trace.parameters, "parameters")
+    return kinds | {piece: role for piece, role in trace.roles.items() if role in KINDS}
 
 
 def changes_table(base: Prediction, changes: Mapping[str, Prediction]) -> Table:

@@ -15,12 +15,14 @@ from typing import Any, TextIO, TypeVar
 from memcheck.core import html
 from memcheck.core.errors import unknown_name
 from memcheck.core.files import write_text
-from memcheck.core.units import UNITS, format_time, three_digits
+from memcheck.core.units import UNITS, format_bytes, format_time, short_count, three_digits
 
 # Number formats besides format specifications.
 THREE_DIGITS = "three digits"
 TIME = "time"  # Milliseconds, shown with three digits and their unit.
 SPREAD = "spread"  # A share of the value before, shown as "±5%".
+BYTES = "bytes"  # Shown with their unit.
+COUNT = "count"  # Shown as "163M".
 Cell = str | int | float | bool | None
 GAP = "  "
 K = TypeVar("K")
@@ -136,6 +138,8 @@ def text_of(cell: Cell, column: Column) -> str:
         return " " * (len(cell) - len(cell.lstrip(" "))) + " ".join(cell.split())
     if column.format in (THREE_DIGITS, TIME):
         return three_digits(cell) if column.format == THREE_DIGITS else format_time(cell)
+    if column.format in (BYTES, COUNT):
+        return format_bytes(cell) if column.format == BYTES else short_count(int(cell))
     if column.format == SPREAD:
         return f"±{cell:.0%}"
     text = format(cell, column.format)

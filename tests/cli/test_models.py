@@ -52,6 +52,19 @@ class Both(Net):
         return y, y.square().mean()
 
 
+GPU = torch.cuda.is_available()
+
+
+def asks(bsz=8):
+    dtype = torch.bfloat16 if GPU and torch.cuda.get_device_capability() >= (8, 0) else torch.float32
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert not GPU or torch.cuda.get_device_properties(0).total_memory > 2**30
+    model = Net(32).to(device, dtype)
+    with torch.device(device):
+        x = torch.zeros(bsz, 32, dtype=dtype)
+    return model.cuda() if GPU else model, x.to(device=device, non_blocking=True)
+
+
 def both(bsz=8):
     return Both(32), torch.randn(bsz, 64, 32)
 
@@ -282,6 +295,13 @@ def test_all_changes_together_are_the_last_resort(capsys: pytest.CaptureFixture[
     assert last["need_bytes"] < min(change["need_bytes"] for change in single)
 
 
+@pytest.mark.extension
+def test_compiling_is_a_change_where_it_may_decide(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:flat", "--device", "cpu", "--memory-limit", "1KiB"]
+    changes = said(capsys, "predict", *flags)["changes"]
+    assert "--compile" in [change["change"] for change in changes]
+
+
 def test_a_model_without_layers_has_no_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     changes = said(capsys, "predict", "--model", "net.py:flat", "--device", "cpu")["changes"]
     assert [change["change"] for change in changes] == ["--autocast bf16", "--optimizer adafactor"]
@@ -291,6 +311,16 @@ def test_nothing_of_its_size_is_made(capsys: pytest.CaptureFixture[str]) -> None
     found = predicted(capsys, "--model", "net.py:vast", "--device", "RTX-4090")
     assert found["fits"] is False
     assert found["need_bytes"] > 4 * 4 * 10**12  # The weight, its gradient and AdamW's two moments.
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("A100-40GB", "bfloat16"), ("T4", "float32"), ("cpu", "float32")])
+@pytest.mark.parametrize("build", [[], ["--build-on", "cpu"]], ids=["on meta", "for real"])
+def test_a_factory_finds_the_gpu_that_is_predicted_for(
+    device: str, dtype: str, build: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = predicted(capsys, "--model", "net.py:asks", "--device", device, *build)
+    assert (found["status"], found["dtype"]) == ("ok", dtype)
+    assert not torch.cuda.is_available()
 
 
 def test_integers_are_real_and_floats_are_not() -> None:
@@ -326,6 +356,30 @@ def test_doubts_are_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> No
     assert "\ndoubt: cuBLAS's workspace" in capsys.readouterr().out
 
 
+def test_layers_are_a_tree(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    flags = ["predict", "--model", "net.py:make", "--device", "24GiB", "--no-changes", "--layers"]
+    assert main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "Net by module: 25,386 parameters" in lines
+    assert any(line.startswith(" blocks.") and " Block " in line for line in lines)
+    assert main([*flags, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    whole = found["layers"][0]
+    assert whole["path"] == ""
+    assert (whole["saved_bytes"], whole["parameter_bytes"]) == (found["saved_bytes"], found["parameter_bytes"])
+    assert [layer["outputs"] for layer in found["layers"] if layer["path"] == "head"] == [[[8, 64, 10]]]
+
+
+def test_a_model_is_explained_by_operator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "net.py:make", "--device", "24GiB", "--no-changes", "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "and kept for backward, by operator" in out
+    assert "\noptimizer state " in out
+    assert "\naten::relu " in out
+
+
 WRONG = {
     "predict --model net.py": "--model must look like package.module:function or FILE.py:function, got 'net.py'",
     "predict --model nothing.py:make": "--model nothing.py:make: there is no file nothing.py",
@@ -334,7 +388,10 @@ WRONG = {
     "predict --model no_such_package:make": "--model no_such_package:make cannot be imported: ModuleNotFoundError",
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
-    "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
+    "predict --model net.py:named --bsz 4": "--bsz: net.py:named has no parameter bsz",
+    "predict --model net.py:make --layers 3": "--layers is for --mode decode, got --mode train",
+    "predict --layers": "--layers needs --model or --hf-config",
+    "predict --mode decode --layers": "--layers needs a number",
     "predict --model net.py:both --mode inference --no-keep-outputs": "--no-keep-outputs needs a backward",
     "predict --attention-type naive --no-keep-outputs": "--no-keep-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",

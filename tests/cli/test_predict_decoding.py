@@ -154,7 +154,7 @@ def test_the_verdict_is_about_all_layers(capsys) -> None:
     assert "16 sequences of 8,192 tokens fits cpu" in said(capsys, *words, "--memory-limit", "17GiB", "--fail-on-oom")
     out = said(capsys, *words, "--memory-limit", "15GiB", "--fail-on-oom", code=3)
     assert "8,192 tokens does not fit cpu: it needs 16 GiB of 15 GiB." in out
-    assert "The largest batch that fits is 14 sequences." in out
+    assert "The largest batch that fits is 14 sequences" in out
     assert "does not fit" in said(capsys, *words, "--memory-limit", "17GiB", "--weights", "2GiB")
 
 

@@ -28,6 +28,7 @@ CASE = make_case("naive", bsz=1, query_len=8, kv_len=8, dim=8, heads=2, **SIZES)
 LINEAR = nn.Linear(4, 4)
 FIGURES = ("input_bytes", "parameter_bytes", "optimizer_bytes", "output_bytes", "forward_peak_bytes", "saved_bytes")
 FIGURES += ("backward_peak_bytes", "gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 def x() -> Tensor:

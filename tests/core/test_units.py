@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memcheck.core.units import exact_bytes, format_bytes, parse_bytes, parse_sizes
+from memcheck.core.units import exact_bytes, format_bytes, parse_bytes, parse_sizes, short_count
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,8 @@ def test_parse_bytes_refuses(text: str) -> None:
 )
 def test_format_bytes(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+def test_counts_in_short() -> None:
+    numbers = (0, 9_999, 10_000, 163_037_184, 8_030_261_248)
+    assert [*map(short_count, numbers)] == ["0", "9,999", "10.0K", "163M", "8.03B"]

@@ -550,3 +550,15 @@ def test_casts_of_an_autocast_inside_do_not_outlive_it() -> None:
     with memcheck.track() as tracker:
         memcheck.measure_memory(model, torch.randn(1, 256), parameters=[weight], loss=loss, backward=False)
     assert max(alive) < weight.nbytes // 2
+
+
+@pytest.mark.extension
+def test_what_is_allocated_at_the_ends_of_the_phases():
+    """The gradient that the backward starts from is gone by its end, unless it is the gradient of an input."""
+    x = leaf(64, 32)
+    record = measure_memory(torch.exp, x)
+    assert record.forward_end_allocated_bytes == x.nbytes + record.output_bytes
+    assert record.backward_end_allocated_bytes == 3 * x.nbytes
+    dense = measure_memory(lambda x: x.view(-1), x, dense_grad=True)
+    assert dense.backward_end_allocated_bytes == dense.backward_peak_bytes == 2 * x.nbytes
+    assert measure_memory(torch.exp, x, backward=False).backward_end_allocated_bytes is None

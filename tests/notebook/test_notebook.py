@@ -215,8 +215,24 @@ def test_a_prediction_shows_its_modules_and_memory_over_time():
     assert first.startswith("Sequential fits A100-40GB: a training step needs ")
     assert repr(prediction).replace("\n", " ").startswith(first)
     assert page.text.strip().startswith(first)
-    assert "outside of modules" in page.text
+    assert "Sequential by module: 212 parameters" in page.text
+    assert "outside of submodules" in page.text
+    assert "Alive at the peak" not in page.text
     assert "svg" in page.tags
+    assert "212 parameters" in Text(prediction.layers._repr_html_()).text
+
+
+def test_a_verdict_that_is_not_certain_says_so():
+    x = torch.zeros(70_000, 32, device="meta", requires_grad=True)
+    prediction = memcheck.predict_memory(torch.nn.LayerNorm(32), x, device="T4")
+    assert prediction.unknown
+    assert "It fits, as far as known: the run may need more." in Text(prediction._repr_html_()).text
+
+
+def test_a_prediction_of_a_model_sums_what_is_alive_by_operator():
+    layers = [torch.nn.Linear(64, 64), torch.nn.GELU()] * 3
+    words = repr(memcheck.predict_memory(torch.nn.Sequential(*layers), torch.zeros(64, 64), optimizer="adamw"))
+    assert words.count("aten::gelu") == words.count("optimizer state") == 1
 
 
 @pytest.mark.parametrize(

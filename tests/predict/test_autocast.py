@@ -25,6 +25,7 @@ FIGURES = (
     *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes"),
     *("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"),
 )
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -253,6 +254,9 @@ def test_products_that_a_gpu_may_pad_are_a_doubt_and_the_higher_peak_counts() ->
     head = nn.Linear(768, 50257, bias=False, device="meta", dtype=torch.bfloat16)
     x = torch.empty(4096, 768, device="meta", dtype=torch.bfloat16)
     record = memcheck.predict_memory(head, x, compile=True, device="H100-80GB").record
+    function = torch.compile(lambda x, weight: functional.linear(x, weight))
+    of_function = memcheck.predict_memory(function, x, head.weight, device="H100-80GB").record
+    assert of_function.backward_peak_bytes == record.backward_peak_bytes
     (doubt,) = [doubt for doubt in record.doubts if "pads" in doubt]
     assert doubt.startswith("torch.compile times on the GPU whether it pads ")
     low, high = (float(part.split()[0]) for part in doubt.partition("between ")[2].split(" and "))
@@ -293,13 +297,79 @@ def test_a_split_model_is_not_predicted() -> None:
         memcheck.predict_memory(Part(), of_shape(2, 4), compile=True, ranks=ranks, device="A100-40GB")
 
 
-def test_a_compiled_optimizer_is_not_predicted() -> None:
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made = torch.optim.SGD(parameters, lr=0.1)
-        made.step = torch.compile(made.step)  # type: ignore[method-assign]
-        return made
+def orthogonal(gradient: Tensor) -> Tensor:
+    return 1.5 * gradient - 0.5 * (gradient @ gradient.T) @ gradient
 
-    assert memcheck.predict_memory(Part(), of_shape(2, 4), optimizer=optimizer).record.status == "skipped"
+
+class Muon(torch.optim.Optimizer):
+    """Calls a compiled function in its step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.orthogonal = torch.compile(orthogonal)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= self.orthogonal(parameter.grad) if parameter.ndim == 2 else parameter.grad
+
+
+def warm_muon(parameters: Any) -> torch.optim.Optimizer:
+    made = Muon(parameters)
+    made.orthogonal(torch.zeros(48, 64))
+    return made
+
+
+def compiled_adam(parameters: Any, steps: int = 0) -> torch.optim.Optimizer:
+    """AdamW with a compiled step. steps: that it has made, as the first two compile, which takes memory, too."""
+    parameters = list(parameters)
+    made = torch.optim.AdamW(parameters)
+    made.step = torch.compile(made.step)  # type: ignore[method-assign]
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        made.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return made
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "warm"),
+    [(Muon, warm_muon), (compiled_adam, functools.partial(compiled_adam, steps=3))],
+    ids=["a function in a step", "a step"],
+)
+def test_compiled_optimizers_are_predicted(optimizer: Any, warm: Any) -> None:
+    model, x = nn.Linear(64, 48), torch.zeros(8, 64)
+    found = memcheck.predict_memory(model, x, optimizer=optimizer)
+    torch._dynamo.reset()
+    real = memcheck.measure_memory(model, x, optimizer=warm)
+    for name in ("optimizer_bytes", "optimizer_peak_bytes", "backward_peak_bytes"):
+        assert getattr(found.record, name) == getattr(real, name), name
+    on_gpu = memcheck.predict_memory(model, x, optimizer=optimizer, device="A100-40GB").record
+    assert (on_gpu.status, on_gpu.optimizer_peak_bytes is None) == ("ok", False)
+
+
+class Remembers(nn.Module):
+    """Keeps its last output, and the first call's for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Tensor | None = None
+        self.wave = torch.compile(wave)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.wave(x)
+        if self.first is None:
+            self.first = self.last.detach().clone()
+        return self.last
+
+
+def test_steps_begin_with_the_attributes_that_the_model_had() -> None:
+    model = Remembers()
+    found = memcheck.predict_memory(model, torch.zeros(64, 64), backward=False, device="cpu")
+    assert found.terms["forward_peak_bytes"].get("aten::clone") == 4 * 64 * 64
+    assert model.first is None
 
 
 def test_code_of_another_torch_is_a_doubt() -> None:

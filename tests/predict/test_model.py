@@ -30,6 +30,7 @@ pytestmark = pytest.mark.cpu
 
 FIGURES = ("input_bytes", "output_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
 FIGURES += ("backward_peak_bytes", "gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 @pytest.fixture(autouse=True)

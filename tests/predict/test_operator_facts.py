@@ -198,6 +198,8 @@ PHASES = ("", "_backward")
 # 16-bit products, the largest of all elements, and sums of very few exponentials are left to a probe.
 LEFT_TO_A_PROBE = {"mm", "addmm", "bmm", "baddbmm", "max", "min", "logsumexp"}
 LEFT_TO_A_PROBE |= {f"memcheck::{name}{phase}" for name in ("combinator", "linear_l", "linear_r") for phase in PHASES}
+if torch.cpu._is_amx_tile_supported():  # It may pack keys and values.
+    LEFT_TO_A_PROBE.add("_scaled_dot_product_flash_attention_for_cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -416,6 +418,7 @@ def test_no_operator_is_claimed_in_vain() -> None:
 
 
 FIGURES = ("output_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "gradient_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 @pytest.mark.slow

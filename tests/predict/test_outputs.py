@@ -20,6 +20,7 @@ pytestmark = pytest.mark.cpu
 
 PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
 FIGURES = (*PEAKS, "input_bytes", "output_bytes", "saved_bytes", "parameter_bytes", "optimizer_bytes", "gradient_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ FIGURES = (
     *("input_bytes", "output_bytes", "parameter_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes"),
     *("gradient_bytes", "workspace_bytes"),
 )
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 SEQUENCES: dict[str, dict[str, Any]] = {
     "packed": {"cu_seqlens": torch.tensor([0, 300, 300, 1000, 1037])},
     "left": {"lengths": torch.tensor([600, 3]), "padding": "left"},

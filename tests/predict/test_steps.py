@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
 FIGURES = ("parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes")
 FIGURES += ("gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from memcheck.cli.decoding import (
     of_configuration,
     predict_decoding,
 )
-from memcheck.cli.models import SIZES, ModelPredictor, Setting, classes_of
+from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT, make_room, progress_bar
 from memcheck.cli.requests import Predict
@@ -27,6 +27,7 @@ from memcheck.core.files import write_text
 from memcheck.core.prediction import Prediction
 from memcheck.core.verdict import certainty, verdict
 from memcheck.core.workload import Case
+from memcheck.report.layers import layers_table
 from memcheck.report.prediction_page import prediction_page
 from memcheck.report.predictions import (
     alive_sentence,
@@ -35,6 +36,7 @@ from memcheck.report.predictions import (
     changes_table,
     figures_table,
     modules_table,
+    operators_table,
     tensors_of,
 )
 from memcheck.report.tables import Screen, render
@@ -65,13 +67,17 @@ def predict_model(request: Predict) -> Prediction:
     words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
     words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
     words = list(filter(None, words))
-    tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []
+    tables = []
+    if prediction.peak:
+        tables = [layers_table(prediction.layers) if request.layers else modules_table(prediction)]
+        tables += [operators_table(prediction)] if request.explain else []
     tables += [changes_table(prediction, changes)] if changes else []
     if request.html is not None:
         command = shlex.join(["memcheck", *(request.words or ["predict"])])
         write_text(request.html, prediction_page(prediction, words, tables, command))
     if request.format == "json":
-        print(json.dumps(model_object(prediction, changes)))
+        more = {"layers": prediction.layers.rows()} if request.layers else {}
+        print(json.dumps(model_object(prediction, changes) | more))
         return prediction
     print(*map(Screen.of(sys.stdout).fill, words), sep="\n")
     if tables:
