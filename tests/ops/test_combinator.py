@@ -10,6 +10,7 @@ import pytest
 import torch
 from ops import error_bounds
 from ops.checks import (
+    AMX_PRODUCTS,
     DEVICE,
     DTYPES,
     HALF_DTYPES,
@@ -101,6 +102,7 @@ def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtyp
 
 @pytest.mark.cpu
 @pytest.mark.isolated
+@AMX_PRODUCTS
 def test_threads_change_no_bit() -> None:
     for shape in ((700, 63), (4000, 128), (5, 7)):
         for dtype in (torch.float32, torch.bfloat16):
@@ -245,6 +247,7 @@ TARGETS = [
 
 @pytest.mark.slow
 @MODES
+@AMX_PRODUCTS
 @pytest.mark.parametrize(("shape", "dtype"), TARGETS, ids=str)
 def test_memory_to_the_byte_and_within_the_targets(
     shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool

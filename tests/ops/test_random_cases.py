@@ -13,6 +13,7 @@ from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from ops.checks import (
+    AMX_PRODUCTS,
     DEVICE,
     DTYPES,
     LAYOUTS,
@@ -174,7 +175,9 @@ EVERY = pytest.mark.parametrize("name", OPERATORS)
 SHARE = 10 if ON_HOST else 250
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=AMX_PRODUCTS) if name == "combinator" else name for name in OPERATORS]
+)
 def test_results_are_right(name: str) -> None:
     @cases(SHARE)
     @given(random_case(name))

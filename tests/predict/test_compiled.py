@@ -334,6 +334,7 @@ def compiled_adam(parameters: Any, steps: int = 0) -> torch.optim.Optimizer:
     return made
 
 
+@pytest.mark.isolated  # Behind the other tests, the measured step of AdamW takes 32 bytes more.
 @pytest.mark.parametrize(
     ("optimizer", "warm"),
     [(Muon, warm_muon), (compiled_adam, functools.partial(compiled_adam, steps=3))],
@@ -344,8 +345,8 @@ def test_compiled_optimizers_are_predicted(optimizer: Any, warm: Any) -> None:
     found = memcheck.predict_memory(model, x, optimizer=optimizer)
     torch._dynamo.reset()
     real = memcheck.measure_memory(model, x, optimizer=warm)
-    for name in ("optimizer_bytes", "optimizer_peak_bytes", "backward_peak_bytes"):
-        assert getattr(found.record, name) == getattr(real, name), name
+    names = ("optimizer_bytes", "optimizer_peak_bytes", "backward_peak_bytes")
+    assert [getattr(found.record, name) for name in names] == [getattr(real, name) for name in names]
     on_gpu = memcheck.predict_memory(model, x, optimizer=optimizer, device="A100-40GB").record
     assert (on_gpu.status, on_gpu.optimizer_peak_bytes is None) == ("ok", False)
 

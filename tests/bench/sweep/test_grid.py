@@ -59,7 +59,7 @@ def test_an_operator_that_nothing_fits_is_a_mistake() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"operators": ["soft"]}, "attention_type soft is unknown; known: naive"),
+        ({"operators": ["soft"]}, "attention_type soft is unknown; did you mean softmax"),
         ({"dtype": ["int8"]}, "dtype int8 is unknown; known: fp32"),
         ({"mode": ["test"]}, "mode test is unknown; known: train, inference"),
     ],
