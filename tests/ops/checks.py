@@ -15,8 +15,8 @@ from torch import Tensor
 
 from memcheck._extension import _C
 
-# Found on a Xeon with AMX and torch 2.13: products of rows that lie apart, with an odd number of channels, read a number
-# beyond each row; backwards have other bits for other threads; and the scratch is 9,856 bytes larger.
+# Found on a Xeon with AMX and torch 2.13: products of rows that lie apart, with an odd number of channels, read one
+# number beyond each row; backwards have other bits for other threads; and the scratch is 9,856 bytes larger.
 AMX_PRODUCTS = pytest.mark.xfail(
     torch.cpu._is_amx_tile_supported(), reason="torch's own products of bfloat16 with AMX", strict=False
 )
