@@ -137,7 +137,9 @@ def test_help_lists_the_names_that_there_are() -> None:
             ["sweep", "--predict-only", "--device", "L4", "--attention-type", "softplus", "--seq-len", "64"],
             [b"1 of 1 cases", b"plots"],
         ),
-        (["gradcheck", "--device", "cpu", "--operator", "linear_r"], [b"gradcheck"]),
+        pytest.param(
+            ["gradcheck", "--device", "cpu", "--operator", "linear_r"], [b"gradcheck"], marks=pytest.mark.extension
+        ),
         (["predict", "--model", "docs/examples/model.py:make_fused", "--device", "L4", "--no-changes"], [b"predict"]),
     ],
     ids=["fit", "sweep --predict-only", "gradcheck", "predict"],
