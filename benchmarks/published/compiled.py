@@ -78,7 +78,7 @@ def by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Ten
 
 
 class Projected(nn.Module):
-    """One head with projections, of x (B,S,d). The indices of the maximum have a name, and stay alive."""
+    """One head with projections, of x (B,S,d). That the maximum and its indices stay alive is assumed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from memcheck.cli.live_line import fitted
 from memcheck.core.script_record import Line
 from memcheck.measure.script_now import Now
 
-NOW = Now("step", 1200, 3 << 20, 5 << 20, Line("/work/some/long/folder/of/train.py", 52, "main"), 2 << 20)
+NOW = Now("step", 1200, 3 << 20, 5 << 20, Line("/home/some/long/folder/of/train.py", 52, "main"), 2 << 20)
 
 
 @pytest.mark.parametrize(

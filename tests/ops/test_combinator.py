@@ -102,13 +102,12 @@ def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtyp
 
 @pytest.mark.cpu
 @pytest.mark.isolated
-@AMX_PRODUCTS
-def test_threads_change_no_bit() -> None:
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=AMX_PRODUCTS), torch.bfloat16], ids=str)
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
     for shape in ((700, 63), (4000, 128), (5, 7)):
-        for dtype in (torch.float32, torch.bfloat16):
-            for low_memory in (False, True):
-                function = contract(low_memory).function
-                [*assert_threads_change_no_bit((1, 2, 3), run, function, *make_inputs(shape, dtype))]
+        for low_memory in (False, True):
+            function = contract(low_memory).function
+            [*assert_threads_change_no_bit((1, 2, 3), run, function, *make_inputs(shape, dtype))]
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -247,8 +246,11 @@ TARGETS = [
 
 @pytest.mark.slow
 @MODES
-@AMX_PRODUCTS
-@pytest.mark.parametrize(("shape", "dtype"), TARGETS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [pytest.param(*each, marks=AMX_PRODUCTS) if each[1] == torch.bfloat16 else each for each in TARGETS],
+    ids=str,
+)
 def test_memory_to_the_byte_and_within_the_targets(
     shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool
 ) -> None:
