@@ -91,6 +91,18 @@ __device__ __forceinline__ void cp_async_16(void* in_shared, const void* in_glob
 #endif
 }
 
+// Stores 16 bytes in global memory, which are aligned to 16.
+__device__ __forceinline__ void store_global_16(void* to, const uint4& bits) {
+#if defined(MEMCHECK_HOST_CUDA)
+  *static_cast<uint4*>(to) = bits;
+#else
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};"
+               :
+               : "l"(to), "r"(bits.x), "r"(bits.y), "r"(bits.z), "r"(bits.w)
+               : "memory");
+#endif
+}
+
 // Ends a group of copies.
 __device__ __forceinline__ void cp_async_commit() {
 #if defined(MEMCHECK_HOST_CUDA)

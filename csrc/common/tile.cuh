@@ -42,6 +42,18 @@ __device__ __forceinline__ void store_pack(const Pack<scalar_t, kCount>& pack, s
   *reinterpret_cast<Pack<scalar_t, kCount>*>(to) = pack;
 }
 
+// The same to global memory. Compilers split what store_pack stores where the pack's elements are stored, too.
+template <typename scalar_t, int kCount>
+__device__ __forceinline__ void store_pack_globally(const Pack<scalar_t, kCount>& pack, scalar_t* to) {
+  if constexpr (sizeof(pack) % kPackBytes == 0) {
+    uint4 bits[sizeof(pack) / kPackBytes];
+    __builtin_memcpy(bits, pack.values, sizeof(pack));
+    for (const uint4& each : bits) store_global_16(reinterpret_cast<char*>(to) + kPackBytes * (&each - bits), each);
+  } else {
+    store_pack(pack, to);
+  }
+}
+
 template <typename scalar_t, int kCount>
 __device__ __forceinline__ Pack<scalar_t, kCount> rounded_pack(const acc_type<scalar_t> (&values)[kCount]) {
   Pack<scalar_t, kCount> pack;
@@ -97,7 +109,7 @@ template <typename scalar_t, int kCount>
 __device__ __forceinline__ void write_pack(const Pack<scalar_t, kCount>& pack, scalar_t* to, const RowLayout& layout,
                                            int64_t column) {
   if (layout.packed) {
-    if (column < layout.columns) store_pack(pack, to);
+    if (column < layout.columns) store_pack_globally(pack, to);
     return;
   }
   unroll<kCount>([&](int i) {

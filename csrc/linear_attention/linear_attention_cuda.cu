@@ -66,24 +66,16 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
 
 namespace {
 
-// Whether x may be read or written `bytes` at a time.
-bool is_in_packs(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes) {
-  const int64_t count = bytes / element_bytes(dtype);
-  bool whole = x.stride[3] == 1 && columns % count == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
-  for (int i = 0; i < 3; ++i) whole = whole && x.stride[i] % count == 0;
-  return whole;
-}
-
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
-  const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype) && !scan.steps;
+  const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype);
   const bool whole = on_tensor_cores && std::max(scan.depth, scan.width) <= kWidestWhole;
   scan.tile = whole ? scan.width : linear_attention_tile(dtype);
-  scan.a.in_packs = is_in_packs(scan.a.x, scan.depth, dtype, kPackBytes);
-  scan.b.in_packs = is_in_packs(scan.b.x, scan.depth, dtype, kPackBytes);
-  scan.x.in_packs = is_in_packs(scan.x.x, scan.width, dtype, kPackBytes);
-  const int64_t of_results = on_tensor_cores ? kPackBytes : 4 * element_bytes(dtype);
-  scan.last_in_packs = is_in_packs(scan.last, scan.width, dtype, of_results);
-  scan.out_in_packs = is_in_packs(scan.out, scan.width, dtype, of_results);
+  const int64_t bytes = element_bytes(dtype), in_pack = kPackBytes / bytes, of_results = on_tensor_cores ? in_pack : 4;
+  scan.a.in_packs = is_in_packs(scan.a.x, scan.depth, bytes, in_pack);
+  scan.b.in_packs = is_in_packs(scan.b.x, scan.depth, bytes, in_pack);
+  scan.x.in_packs = is_in_packs(scan.x.x, scan.width, bytes, in_pack);
+  scan.last_in_packs = is_in_packs(scan.last, scan.width, bytes, of_results);
+  scan.out_in_packs = is_in_packs(scan.out, scan.width, bytes, of_results);
   on_tensor_cores ? scan_on_tensor_cores(scan, dtype, stream) : scan_by_fma(scan, dtype, stream);
 }
 
@@ -180,10 +172,9 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
 
 void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
+  if (p.is_step()) return queue_step(p, dtype, stream);
   if (p.decay) check_decays(p, dtype, stream);
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
-  scan.steps = p.is_step();
-  if (scan.steps) scan.segments = {1, false, false};
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};

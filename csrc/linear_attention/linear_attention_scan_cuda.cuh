@@ -95,7 +95,6 @@ struct Scan {
   // The state before the scan, and the one behind it; any may be null. GradK's z is minus the sum of its vector.
   Strided<4> m, z;  // (N,Hkv,depth,width), (N,Hkv,1,depth or width)
   Strided<4> new_m, new_z;
-  bool steps;  // of decoding: all keys join the state before the query reads it
   LinearAttentionSegments segments;
   StateMemory states;
   int64_t tile;  // the columns of a block, of the width
@@ -453,6 +452,16 @@ void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);
 // Replaces the state of each segment by the sum of the segments before it in the direction of the scan; not causal: by
 // the sum of all.
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Whether rows of x, in elements of so many bytes, may be read or written `count` at a time.
+inline bool is_in_packs(const Strided<4>& x, int64_t columns, int64_t bytes, int64_t count) {
+  bool whole = x.stride[3] == 1 && columns % count == 0 && reinterpret_cast<uintptr_t>(x.data) % (bytes * count) == 0;
+  for (int i = 0; i < 3; ++i) whole = whole && x.stride[i] % count == 0;
+  return whole;
+}
+
+// Queues a step of decoding.
+void queue_step(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
 
 // Queues the check that decays are in (0, 1]. Padding is not read.
 void check_decays(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
