@@ -42,6 +42,38 @@ def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_p
     assert sorted(kernels["sm_80"]) == sorted(kernels["sm_90"])
 
 
+@pytest.mark.parametrize(
+    ("source", "kernels", "others"),
+    [
+        ("compressed_attention/compressed_attention_pool_cuda.cu", ["pool_kernel"], 0),
+        # They have four stores of shifted packs, too.
+        (
+            "softplus_attention/softplus_attention_backward_cuda.cu",
+            ["backward_keys_kernel", "backward_causal_kernel"],
+            4,
+        ),
+        ("linear_attention/linear_attention_step_cuda.cu", ["step_kernel<__nv_bfloat16, true>"], 0),
+    ],
+)
+def test_packs_are_stored_by_one_instruction(
+    source: str, kernels: list[str], others: int, require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Compilers split a store of 16 bytes where elements are stored alone in another branch."""
+    triton = pytest.importorskip("triton")
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    binary = tmp_path / "kernels.cubin"
+    flags = [flag for flag in resources.FLAGS if "ptxas" not in flag]
+    subprocess.run(
+        [require_tool("nvcc"), "-cubin", "-arch=sm_90", *flags, f"-I{CSRC}", CSRC / source, "-o", binary], check=True
+    )
+    text = subprocess.run([disassembler, "-c", binary], check=True, capture_output=True, text=True).stdout
+    sections = re.split(r"^\.text\.(\S+):", text, flags=re.MULTILINE)[1:]
+    names = resources.demangled(sections[::2])
+    stores = {name: code.count("STG.E.128") for name, code in zip(names, sections[1::2], strict=True)}
+    for kernel in kernels:
+        assert min(count for name, count in stores.items() if kernel in name) > others
+
+
 def test_the_stored_registers_are_those_of_this_code() -> None:
     """Derived times use them."""
     renew = "python tests/host_cuda/resources.py --store"
