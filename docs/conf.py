@@ -44,6 +44,7 @@ napoleon_custom_sections = ["Equivalent to", "Returns", ("Attributes", "params_s
 nitpicky = True
 
 DOCS = Path(__file__).parent
+html_search_scorer = str(DOCS / "_static/search.js")
 BACKSLASH = "\\"
 
 

@@ -1,11 +1,11 @@
-"""The site of the documentation: no link is dead."""
+"""The site of the documentation: no link is dead, and its search finds the page that helps."""
 
 import html
 import re
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote_plus, unquote
 
 import pytest
 
@@ -28,12 +28,30 @@ def leads_somewhere(page, link):
     return not heading or f'id="{unquote(heading)}"' in target.read_text(encoding="utf-8")
 
 
-def test_no_link_of_the_site_is_dead(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site."""
     pytest.importorskip("sphinx")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", tmp_path / "doctrees"]
-    done = subprocess.run([*command, ROOT / "docs", tmp_path / "site"], capture_output=True, text=True, timeout=300)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-d", f"{folder}-doctrees"]
+    done = subprocess.run([*command, ROOT / "docs", folder], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    pages = sorted((tmp_path / "site").rglob("*.html"))
+    return folder
+
+
+def test_no_link_of_the_site_is_dead(site):
+    pages = sorted(site.rglob("*.html"))
     assert len(pages) > 60
     dead = [(page.name, link) for page in pages for link in set(links_of(page)) if not leads_somewhere(page, link)]
     assert dead == []
+
+
+@pytest.mark.parametrize("words", ["out of memory", "CUDA out of memory", "torch.OutOfMemoryError", "OOM"])
+def test_the_search_finds_first_what_to_do_when_memory_runs_out(site, words, require_tool):
+    address = f"{(site / 'search.html').as_uri()}?q={quote_plus(words)}"
+    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom")
+    command = [require_tool("chromium"), *flags, address]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    results = re.findall(r'<li class="kind-\w+"><a href="([^"?#]+)', found)
+    assert len(results) >= 5
+    assert results[0] == "snapshots.html"
