@@ -17,6 +17,7 @@ from docutils import nodes
 
 from memcheck.cli.flags import parser_of, split_help
 from memcheck.cli.requests import COMMANDS
+from memcheck.core.arguments import documented
 from memcheck.core.options import options_of
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
@@ -40,7 +41,9 @@ napoleon_numpy_docstring = False
 napoleon_use_param = False
 napoleon_use_rtype = False
 napoleon_attr_annotations = False
-napoleon_custom_sections = ["Equivalent to", "Returns", ("Attributes", "params_style"), ("Keywords", "params_style")]
+OPTIONS = [f"Options of the {title}" for title in ("step", "place", "ranks")]  # Sections of generated docstrings.
+described = [(title, "params_style") for title in ("Attributes", "Keywords", *OPTIONS)]
+napoleon_custom_sections = ["Equivalent to", "Returns", *described]
 nitpicky = True
 
 DOCS = Path(__file__).parent
@@ -111,7 +114,8 @@ def record_page() -> str:
 
 
 def links_within_the_site(app: Any, page: str, source: list[str]) -> None:
-    """On GitHub links lead to files of the repository. The site has the notebooks itself, and other pages as files."""
+    """On GitHub links lead to files. The site has the notebooks and names of the API itself, and other pages as files."""
+    source[0] = re.sub(r"\]\(api/\w+\.md#(memcheck\.[\w.]+)\)", r"](#\1)", source[0])
     text = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)", r"](generated/\1", source[0])
     beside_code = r"\]\(((?:\.\./)+(?:benchmarks|csrc|memcheck|tests)/[\w./]+\.md)(?:#[\w-]+)?"
     source[0] = re.sub(beside_code, r"](path:\1", text)
@@ -131,11 +135,6 @@ def wide_tables(app: Any, page: nodes.document) -> None:
         block["classes"] += ["wide"] * (columns > 120) + ["wider"] * (columns > 140)
 
 
-# What other pages list.
-OPTIONS = "Its options: see :doc:`/reference/options`."
-FIELDS = "Its fields: see :doc:`/reference/records`."
-
-
 def field_lines(kind: type) -> list[str]:
     """A docstring's section of the fields of a class, with the comments beside them in the source."""
     source = inspect.getsource(kind).replace(kind.__doc__ or "", "")
@@ -145,19 +144,16 @@ def field_lines(kind: type) -> list[str]:
 
 def to_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Makes the plain text of docstrings reStructuredText, before napoleon reads their sections."""
-    first_option = next((index for index, line in enumerate(lines) if line.startswith("Options of the ")), None)
-    if first_option is not None:
-        lines[first_option:] = []
+    if obj in (Step, Place, Ranks):
+        lines += documented("", {obj.__name__.lower(): options_of(obj)}).splitlines()
     if is_result(obj) and obj is not Record and "Attributes:" not in lines:
         lines += field_lines(obj)
     for index, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             escaped = re.sub(r"[*_|\\]", r"\\\g<0>", line)
             lines[index] = re.sub(r"`([^`]+)`", lambda code: f"``{code[1].replace(BACKSLASH, '')}``", escaped)
-    if first_option is not None or obj in (Step, Place, Ranks):
-        lines += [OPTIONS, ""]
     if obj is Record:
-        lines += [FIELDS, ""]
+        lines += ["Its fields: see :doc:`/reference/records`.", ""]
 
 
 def is_result(kind: Any) -> bool:

@@ -73,7 +73,8 @@ def takes_step(
             return function(step, place, **{name: keywords[name] for name in own if name in keywords})
 
         public.__signature__ = signature_of(own, of_step, of_place, function)  # type: ignore[attr-defined]
-        public.__doc__ = documented(function.__doc__ or "", {"step": of_step, "place": of_place})
+        whole = {"place": Option(help="a Place, in place of the options below"), **of_place}
+        public.__doc__ = documented(function.__doc__ or "", {"step": of_step, "place": whole})
         return public
 
     return decorate
@@ -114,10 +115,10 @@ def signature_of(
 
 
 def documented(text: str, groups: Mapping[str, Mapping[str, Option]]) -> str:
-    """The docstring, and the options of each group with their help."""
+    """The docstring, and the options of each group with their help, but for those that it explains itself."""
     parts = [inspect.cleandoc(text)]
     for title, options in ((title, options) for title, options in groups.items() if options):
-        lines = [f"{name}: {option.help}." for name, option in options.items()]
+        lines = [f"{name}: {option.help}." for name, option in options.items() if f"    {name}: " not in text]
         filled = (textwrap.fill(line, 116, initial_indent="    ", subsequent_indent=" " * 8) for line in lines)
         parts.append("\n".join([f"Options of the {title}:", "", *filled]))
     return "\n\n".join(parts)

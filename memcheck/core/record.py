@@ -334,7 +334,7 @@ class Record:
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:
-        """The record of one JSON line; fields this version does not know are dropped.
+        """The record of one `line` of JSON; fields this version does not know are dropped.
 
         ValueError: it is no JSON object, its schema is another, or a field has a value of another type.
         """

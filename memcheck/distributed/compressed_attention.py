@@ -61,6 +61,7 @@ def compressed_attention(
         group: the processes; by default all.
         factor, causal, strict, scale, window, return_lse, sink: as in memcheck.compressed_attention. The gradient of a
             sink is that of this rank's queries: add them up over the ranks, as for any parameter.
+        not_offered: other arguments of memcheck.compressed_attention, which are refused.
 
     All ranks make the call with the same B, heads, D, dtype and options, and all of them or none with gradients. Then
     all of them must run the backward.

@@ -85,8 +85,8 @@ def measure_memory(step: Step, place: Place, *, details: bool = False) -> Record
         model: a callable or a module. The parameters and buffers of a module, or of the one whose method or
             functools.partial it is, are counted separately, as parameter_bytes.
         inputs: its positional inputs.
-        kwargs: its keyword inputs, whatever their names. A keyword that this function lacks is one of them, too; one
-            that both have must be given in kwargs, and with kwargs={} it is this function's.
+        kwargs, keywords: its keyword inputs, as a dict or one by one. One with the name of an argument of this function
+            must be given in kwargs; with kwargs={} the name is this function's.
         device: where to measure; by default the CUDA device of the given tensors, else the CPU.
         details: two more passes, each with its steps, fill saved_tensors and alive_at_peak, and count saved_bytes by
             another method; disagreements are in doubts.

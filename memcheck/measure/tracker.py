@@ -247,7 +247,8 @@ def _break_graph() -> None:
 class MemoryTracker:
     """Exact memory figures of a block of code, open between `with` and its end.
 
-    Arguments, what is counted and what is not: see track().
+    Args:
+        held, device, memory_limit, saved: as of track(), which says what is counted and what is not.
     """
 
     def __init__(
@@ -343,7 +344,7 @@ class MemoryTracker:
         return self._counting().refusal()
 
     def hold(self, *more: Any) -> None:
-        """Counts these tensors, such as outputs, as the caller's, so that they do not count as saved for backward."""
+        """Counts `more` tensors, such as outputs, as the caller's, so that they do not count as saved for backward."""
         tensors = list(_held_tensors(more))
         self._held.update(references_of(tensors))
         self._held_bytes.update(storages_of(tensors, self.device))

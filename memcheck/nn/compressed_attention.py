@@ -200,11 +200,11 @@ class CompressedSelfAttention(HeadedSelfAttention):
         initial_state: States | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, States]:
-        """x (B,S,E) -> y (B,S,E); with return_state (y, state), which `step` takes too.
+        """x (B,S,E) -> y (B,S,E); with `return_state` (y, state), which `step` takes too.
 
-        The other arguments are those of memcheck.compressed_attention. Where padded, y is the bias of out_proj. The
-        projections read padding, so x must be finite there if a weight wants a gradient. States are
-        CompressedAttentionState with "mean", CompressedState with "convolution", and with a window
+        `cu_seqlens`, `lengths`, `padding` and `initial_state` are those of memcheck.compressed_attention. Where padded,
+        y is the bias of out_proj. The projections read padding, so x must be finite there if a weight wants a gradient.
+        States are CompressedAttentionState with "mean", CompressedState with "convolution", and with a window
         CompressedAttentionWindowState; packed or padded, a tuple of them.
         """
         options: dict[str, Any]

@@ -124,7 +124,11 @@ class Decoder(torch.nn.Module):
     It has RMSNorm, rotary positions and no biases, and its head is not tied to the embedding.
 
     Args:
-        vocabulary: V. dim: E. feed_forward_dim: F, of SwiGLU. layers. heads: which divide dim.
+        vocabulary: V.
+        dim: E.
+        feed_forward_dim: F, of SwiGLU.
+        layers: their number.
+        heads: their number, which divides dim.
         context: the longest S.
         attention: "naive" (the whole score matrix), "softmax" (F.scaled_dot_product_attention), "linear", "compressed"
             or "softplus" (no heads, R = E); all causal. Or one of these for each layer, as
@@ -208,7 +212,7 @@ class Decoder(torch.nn.Module):
                 torch.nn.init.normal_(weight, std=0.02 / ((2 * len(self.layers)) ** 0.5 if last else 1))
 
     def set_checkpointing(self, on: bool) -> None:
-        """Turns checkpointing on or off in every layer."""
+        """Turns checkpointing of every layer `on`, or off."""
         # Not self.layers alone: torch.compile and parallel training wrap layers in modules of their own.
         for layer in self.modules():
             if isinstance(layer, DecoderLayer):

@@ -161,10 +161,11 @@ class StatefulSelfAttention(SelfAttentionLayers):
         initial_state: Any = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, Any]:
-        """x (B,S,E) -> y (B,S,E); with return_state (y, state), which `step` takes too.
+        """x (B,S,E) -> y (B,S,E); with `return_state` (y, state), which `step` takes too.
 
-        The other arguments are those of the operator. Where padded, y is 0, or the bias of out_proj if it has one. The
-        projections read padding, so x must be finite there if a weight wants a gradient.
+        `cu_seqlens`, `lengths`, `padding` and `initial_state` are those of the operator. Where padded, y is 0, or the
+        bias of out_proj if it has one. The projections read padding, so x must be finite there if a weight wants a
+        gradient.
         """
         q, k, v = self.project(x)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}

@@ -31,7 +31,9 @@ class QueryProjection(Projection):
     """Token-major queries: x (B,S,E) -> q (B,S,R), with a weight (E,R) and no bias.
 
     Args:
-        dim: E. core_dim: R. device, dtype: of the weight, as in torch.nn.Linear.
+        dim: E.
+        core_dim: R.
+        device, dtype: of the weight, as in torch.nn.Linear.
 
     Raises:
         ValueError: a size that is not positive; in the forward, the shapes and devices that linear_r refuses.
@@ -56,7 +58,9 @@ class ChannelMajorProjection(Projection):
 
 
 class KeyProjection(ChannelMajorProjection):
-    """Channel-major keys: x (B,S,E) -> k (B,R,S), with a weight (E,R) and no bias. Otherwise as QueryProjection.
+    """Channel-major keys: x (B,S,E) -> k (B,R,S), with a weight (E,R) and no bias.
+
+    `dim`, `core_dim`, `device`, `dtype` and errors are as of QueryProjection.
 
     Equivalent to:
         >>> y = (x @ module.weight).transpose(1, 2).contiguous()
@@ -64,7 +68,9 @@ class KeyProjection(ChannelMajorProjection):
 
 
 class ValueProjection(ChannelMajorProjection):
-    """Channel-major values: x (B,S,E) -> v (B,R,S), with a weight (E,R) and no bias. Otherwise as QueryProjection.
+    """Channel-major values: x (B,S,E) -> v (B,R,S), with a weight (E,R) and no bias.
+
+    `dim`, `core_dim`, `device`, `dtype` and errors are as of QueryProjection.
 
     Equivalent to:
         >>> y = (x @ module.weight).transpose(1, 2).contiguous()
@@ -72,7 +78,9 @@ class ValueProjection(ChannelMajorProjection):
 
 
 class OutProjection(Projection):
-    """Back to tokens: x (B,S,R) -> y (B,S,E), with a weight (R,E) and no bias. Otherwise as QueryProjection.
+    """Back to tokens: x (B,S,R) -> y (B,S,E), with a weight (R,E) and no bias.
+
+    `dim`, `core_dim`, `device`, `dtype` and errors are as of QueryProjection.
 
     Equivalent to:
         >>> y = x @ module.weight

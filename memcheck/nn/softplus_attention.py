@@ -12,7 +12,7 @@ from memcheck.ops.softplus_attention import softplus_attention, softplus_attenti
 
 
 def heuristic_core_dim(dim: int) -> int:
-    """The core dimension that clients of the closed bluewalm module take by default: 424 for dim 128.
+    """The core dimension for `dim` that clients of the closed bluewalm module take by default: 424 for 128.
 
     A line, rounded to a multiple of 8 and at least 8: for dim below 55 it is less than dim.
 

@@ -70,7 +70,7 @@ class Results(Sequence[Record]):
         return html.fragment(*images, *map(to_html, self.table()))
 
     def select(self, **wanted: Any) -> Results:
-        """The records whose fields have these values: select(operator="naive", kv_len=[256, 1024]).
+        """The records whose fields have the values `wanted`: select(operator="naive", kv_len=[256, 1024]).
 
         seq_len stands for both lengths.
 
@@ -143,7 +143,7 @@ class Results(Sequence[Record]):
         return shown(pictures[0].draw())
 
     def pictures(self, **how: Any) -> list[Picture]:
-        """Every picture that the records allow. how: as of pictures_of."""
+        """Every picture that the records allow. `how`: kinds, x, log and title, as memcheck report --plot has them."""
         return pictures_of(self.records, styles=styles_of_contenders(), **how)
 
     def to_pandas(self) -> pd.DataFrame:
@@ -153,7 +153,7 @@ class Results(Sequence[Record]):
         return pd.DataFrame([dataclasses.asdict(record) for record in self]).dropna(axis="columns", how="all")
 
     def compare(self, after: Iterable[Record] | Path | str) -> Comparison:
-        """These results beside later ones, or beside those of a folder, case by case: bytes to the byte.
+        """These results beside later ones, `after`, or those of a folder, case by case: bytes to the byte.
 
         Raises:
             UsageError: the folder holds no records.
@@ -161,7 +161,7 @@ class Results(Sequence[Record]):
         return compare(self.records, read_records(after) if isinstance(after, str | Path) else list(after))
 
     def save(self, folder: Path | str) -> Path:
-        """Writes records.jsonl, which load() and the commands read, and records.csv.
+        """Writes records.jsonl, which load() and the commands read, and records.csv into `folder`.
 
         Records of the same cases that are in the folder are replaced, others stay. Returns the folder.
 
@@ -178,7 +178,7 @@ class Results(Sequence[Record]):
 
 
 def load(folder: Path | str, *more: Path | str) -> Results:
-    """The records of one or more folders of results, as `memcheck profile-attention`, `sweep` or save() wrote them.
+    """The records of the `folder` of results, and of `more`, as `memcheck profile-attention`, `sweep` or save() wrote.
 
     Raises:
         UsageError: a folder holds no records.

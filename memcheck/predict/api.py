@@ -210,8 +210,8 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
             input. Model and inputs may be real or on meta. They are copied to meta and are not modified. Side effects
             of the model's code are named in a warning, with the line that clears them.
         inputs: its positional inputs.
-        kwargs: its keyword inputs, whatever their names. A keyword that this function lacks is one of them, too; one
-            that both have must be given in kwargs, and with kwargs={} it is this function's.
+        kwargs, keywords: its keyword inputs, as a dict or one by one. One with the name of an argument of this function
+            must be given in kwargs; with kwargs={} the name is this function's.
         probes: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and
             in a table on disk (memcheck.predict.probed.table_path). With a file, that is the table: the prediction
             is for the CPU whose rows it has, and if that is this one, or there are no rows, what it lacks is run and

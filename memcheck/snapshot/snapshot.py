@@ -69,6 +69,7 @@ class Snapshot:
         of it runs, or the same as JSON; either may be compressed by gzip.
 
         Args:
+            path: the file.
             settings: what to replay the recorded requests under, as in PYTORCH_ALLOC_CONF, beside the recorded
                 settings: a text such as "expandable_segments:True,max_split_size_mb:256", or several; default: a few
                 usual ones.
@@ -121,7 +122,7 @@ class Snapshot:
         return Sentences(sentence for record in self.records for sentence in snapshot_sentences(record))
 
     def table(self, kind: str | None = None) -> Tables:
-        """The tables of each device. kind: "what-if", "lines", "modules", "sizes", "pools" or "growing"; default: all.
+        """Tables of each device. `kind`: "what-if", "lines", "modules", "sizes", "pools" or "growing"; default: all.
 
         Raises:
             UsageError: the kind is unknown.
@@ -137,7 +138,7 @@ class Snapshot:
         return shown(figure_of(self.record))
 
     def compare(self, after: Snapshot) -> Tables:
-        """What was alive at the peaks of both, by line of Python."""
+        """What was alive at the peaks of this snapshot and of `after`, by line of Python."""
         return Tables([comparison_of(self.record, after.record)[1]])
 
     def to_dict(self) -> dict[str, Any]:

@@ -55,3 +55,21 @@ def test_the_search_finds_first_what_to_do_when_memory_runs_out(site, words, req
     results = re.findall(r'<li class="kind-\w+"><a href="([^"?#]+)', found)
     assert len(results) >= 5
     assert results[0] == "snapshots.html"
+
+
+def test_the_api_pages_describe_every_parameter(site):
+    """In an entry of a section, as code in a sentence, or as "x (B,S,E)"."""
+    missing, seen = [], 0
+    for page in (site / "api").glob("*.html"):
+        for entry in page.read_text(encoding="utf-8").split('<dt class="sig sig-object py" id="')[1:]:
+            signature, _, text = entry.partition("</dt>")
+            parameters = re.findall(r'<em class="sig-param">.*?<span class="n"><span class="pre">(\w+)', signature)
+            listed = ", ".join(re.findall(r"<strong>([\w, ]+)</strong>", text)).split(", ")
+            missing += [
+                (signature.partition('"')[0], name)
+                for name in parameters
+                if name not in listed and not re.search(rf'<span class="pre">{name}</span></code>|\b{name} \(', text)
+            ]
+            seen += len(parameters)
+    assert missing == []
+    assert seen > 300

@@ -183,7 +183,7 @@ class Store:
 
 
 def write_record(folder: Path | str, record: Record, *, name: str) -> Path:
-    """Writes the record to folder/records.jsonl as the case `name`, for memcheck compare, report and plot.
+    """Writes the `record` to records.jsonl in `folder` as the case `name`, for memcheck compare, report and plot.
 
     A measured record replaces the measured one of that name, and a predicted record the predicted one; all other lines
     stay as they are. Processes may write to a folder at the same time. The folder is created if needed.
