@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +56,43 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def flag_table(parser: argparse.ArgumentParser) -> str:
-    """A row per option of a command: its flags, and its help."""
-    rows = ["| flag | meaning |", "| --- | --- |"]
-    for action in parser._actions:
+def flag_rows(name: str) -> dict[str, tuple[str, str]]:
+    """The options of a command: name -> its flags with their values, and its help."""
+    rows = {}
+    for action in parser_of(name, COMMANDS[name])._actions:
         if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS:
             value = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
             words = [f"{flag} {value}" if action.nargs != 0 else flag for flag in action.option_strings] or [value]
             flags = ", ".join(f"`{cell(word)}`" for word in words)
-            rows.append(f"| {flags} | {cell((action.help or '').replace('%%', '%'))} |")
-    return "\n".join(rows)
+            rows[action.dest] = flags, cell((action.help or "").replace("%%", "%"))
+    return rows
+
+
+def flag_table(rows: Iterable[tuple[str, str]]) -> str:
+    lines = ["| flag | meaning |", "| --- | --- |", *(f"| {flags} | {meaning} |" for flags, meaning in rows)]
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def command_page() -> str:
-    """Every command with its options and examples, as `memcheck COMMAND --help` lists them."""
-    parts = ["# Commands and flags", "This page is generated from the command line's own parsers."]
-    for name, request in COMMANDS.items():
-        description, examples = split_help(request)
+    """Every command with its options and examples, as `memcheck COMMAND --help` lists them. What several commands share
+    is explained once, in the last table.
+    """
+    tables = {name: flag_rows(name) for name in COMMANDS}
+    uses = [(option, meaning) for rows in tables.values() for option, (_, meaning) in rows.items()]
+    common = dict(sorted({use for use in uses if uses.count(use) > 1}, key=lambda use: (uses.count(use), len(use[1]))))
+    last: dict[str, tuple[str, str]] = {}
+    opening = "Look up here what a command does and what its flags mean; `--help` says the same."
+    parts = ["# Commands and flags", opening]
+    for name, rows in tables.items():
+        description, examples = split_help(COMMANDS[name])
         shown = "\n".join(["```console", *(f"$ {example}" for example in examples), "```"])
-        parts += [f"## memcheck {name}", description, shown, flag_table(parser_of(name, request))]
-    return "\n\n".join(parts) + "\n"
+        shared = {option: row for option, row in rows.items() if common.get(option) == row[1]}
+        last = shared | last
+        own = [row for option, row in rows.items() if option not in shared]
+        names = [re.sub(" [^`]+`", "`", row[0]) if row == last[option] else row[0] for option, row in shared.items()]
+        parts += [f"## memcheck {name}", description, shown, flag_table(own)]
+        parts += ["[Common flags](#common-flags): " + ", ".join(names).replace("\\|", "|")] * bool(names)
+    return "\n\n".join(filter(None, [*parts, "## Common flags", flag_table(sorted(last.values()))])) + "\n"
 
 
 def option_page() -> str:
@@ -114,7 +132,7 @@ def record_page() -> str:
 
 
 def links_within_the_site(app: Any, page: str, source: list[str]) -> None:
-    """On GitHub links lead to files. The site has the notebooks and names of the API itself, and other pages as files."""
+    """On GitHub links lead to files. The site has notebooks and names of the API itself, other pages as files."""
     source[0] = re.sub(r"\]\(api/\w+\.md#(memcheck\.[\w.]+)\)", r"](#\1)", source[0])
     text = re.sub(r"\]\(\.\./(notebooks/\w+\.ipynb)", r"](generated/\1", source[0])
     beside_code = r"\]\(((?:\.\./)+(?:benchmarks|csrc|memcheck|tests)/[\w./]+\.md)(?:#[\w-]+)?"

@@ -140,7 +140,7 @@ class Course:
         rows: Iterable[tuple[int, float | None, Sequence[int]]],
         stacks: Sequence[tuple[Line, ...]] = (),
     ) -> Course:
-        """The course of `rows`: (event, seconds, bytes of each of `origins` so far). Equal origins and `stacks` are one place."""
+        """The course of `rows`: event, seconds, bytes of each origin. Equal `origins` and `stacks` are one place."""
         places: dict[tuple[Origin, tuple[Line, ...]], int] = {}
         pairs = zip(origins, stacks or [()] * len(origins), strict=True)
         numbers = [places.setdefault(pair, len(places)) for pair in pairs]

@@ -457,13 +457,16 @@ def test_the_page_of_commands_has_every_flag_and_example(pages):
     from memcheck.cli.flags import parser_of, split_help
     from memcheck.cli.requests import COMMANDS
 
-    sections = re.split(r"^## memcheck (.*)$", pages["command_page"](), flags=re.MULTILINE)[1:]
+    page, _, common = pages["command_page"]().partition("## Common flags")
+    sections = re.split(r"^## memcheck (.*)$", page, flags=re.MULTILINE)[1:]
     assert sections[::2] == list(COMMANDS)
     for name, text in zip(sections[::2], sections[1::2], strict=True):
         shown = [action for action in parser_of(name, COMMANDS[name])._actions if action.help != argparse.SUPPRESS]
         flags = {flag for action in shown for flag in action.option_strings} - {"-h", "--help"}
         assert set(re.findall(r"(?<=`)--?[\w-]+", text)) == flags
         assert re.findall(r"^\$ (.*)$", text, re.MULTILINE) == split_help(COMMANDS[name])[1]
+        also = re.findall(r"(?<=`)--?[\w-]+", text.partition("[Common flags]")[2])
+        assert set(also) <= set(re.findall(r"(?<=`)--?[\w-]+", common))
         assert "|  |" not in text
 
 
