@@ -7,6 +7,7 @@ memcheck.predict.scratch. Nothing is really allocated.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -279,6 +280,7 @@ class AllocationMode(TorchDispatchMode):
         output = self.known_on_meta(tensor)
         if not tensor.untyped_storage().resizable():  # It is NumPy's memory, or another buffer's.
             self.storages.note_not_torchs(output)
+            weakref.finalize(output.untyped_storage(), lambda _: None, tensor).atexit = False  # It keeps the memory.
         self.storages.note(output, "tensor")
         return output
 

@@ -181,7 +181,8 @@ class KnownContents:
         if storage.nbytes():
             with undisturbed():
                 noted = Contents(storage.nbytes(), None, None, may_be_known(tensor))
-                noted.real = laid_out(contents, View.of(tensor, noted), storage.nbytes())
+                real = laid_out(contents, View.of(tensor, noted), storage.nbytes())
+                noted.real = real if real.resizable() else real.clone()  # NumPy's memory is not kept by its contents.
             self._set(storage, noted)
 
     def note_same(self, storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

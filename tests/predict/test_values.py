@@ -19,6 +19,7 @@ from memcheck.predict.known_contents import KnownContents
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
 FIGURES = ("output_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "gradient_bytes")
+FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 ARRAY = np.ones((30, 17), dtype=np.float32)
 
 
@@ -244,6 +245,7 @@ OF_NUMPY: dict[str, Callable[[Tensor], Any]] = {
     "Tensor": lambda x: x * torch.Tensor(ARRAY),
     "a list": lambda x: x * torch.as_tensor([2.0] * 17),
     "frombuffer": lambda x: x * torch.frombuffer(bytearray(68), dtype=torch.float32),
+    "that of a tensor": lambda x: x * torch.from_numpy(x.detach().exp().numpy()),
     "an index": lambda x: x[np.array([1, 3, 4])],
 }
 
