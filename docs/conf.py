@@ -145,12 +145,14 @@ def without_links_back(app: Any, page: str, template: str, context: dict[str, An
         context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
 
 
-def wide_tables(app: Any, page: nodes.document) -> None:
-    """Marks tables of a terminal with more columns than fit, which get smaller letters."""
+def sized_tables(app: Any, page: nodes.document) -> None:
+    """Marks tables of a terminal with more columns than fit, which get smaller letters, and cells that do not wrap."""
     for block in page.findall(nodes.literal_block):
         rules = re.findall(r"^-+(?: +-+)+$", block.astext(), re.MULTILINE)
         columns = max(map(len, rules), default=0)
         block["classes"] += ["wide"] * (columns > 120) + ["wider"] * (columns > 140)
+    for entry in page.findall(nodes.entry):
+        entry["classes"] += ["number"] * bool(re.fullmatch(r"\W?\d\S*( \S{1,3})?", entry.astext()))
 
 
 def field_lines(kind: type) -> list[str]:
@@ -196,7 +198,7 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", without_arguments)
     app.connect("autodoc-skip-member", undocumented)
     app.connect("source-read", links_within_the_site)
-    app.connect("doctree-read", wide_tables)
+    app.connect("doctree-read", sized_tables)
     app.connect("html-page-context", without_links_back)
     notebooks = DOCS / "generated" / "notebooks"
     notebooks.mkdir(parents=True, exist_ok=True)
