@@ -98,8 +98,8 @@ def command_page() -> str:
 def option_page() -> str:
     """The options of a step, a place and split models, as the functions, the flags and the notebook take them."""
     intro = (
-        "Fields of `memcheck.Step`, `memcheck.Place` and `memcheck.Ranks`. Functions take them as keywords, too, and "
-        "commands as flags: `memory_limit` is `--memory-limit`. This page is generated from the fields."
+        "Look up here what a step, a place and split models can be told: fields of `memcheck.Step`, `memcheck.Place` "
+        "and `memcheck.Ranks`, keywords of functions, or flags of commands (`memory_limit` is `--memory-limit`)."
     )
     parts = ["# Options of a step and a place", intro]
     for kind in (Step, Place, Ranks):
@@ -112,7 +112,7 @@ def option_page() -> str:
 
 def record_page() -> str:
     """The fields of a record by section, with the comments that stand beside or above them in the source."""
-    intro = "One record per case, in `records.jsonl`. Sizes are bytes; unknown is null, never 0."
+    intro = "Look up here what a field of a record means. Sizes are bytes; unknown is null, never 0."
     lines = ["# Fields of a record", "", intro]
     types = {field.name: field.type for field in dataclasses.fields(Record)}
     above: list[str] = []  # Comment lines since the last field.
