@@ -168,6 +168,7 @@ def to_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
         lines += documented("", {obj.__name__.lower(): options_of(obj)}).splitlines()
     if is_result(obj) and obj is not Record and "Attributes:" not in lines:
         lines += field_lines(obj)
+    lines[:] = re.sub(r"`[^`\n]+\n +[^`\n]+`", lambda code: " ".join(code[0].split()), "\n".join(lines)).split("\n")
     for index, line in enumerate(lines):
         if not line.lstrip().startswith((">>>", "...")):
             escaped = re.sub(r"[*_|\\]", r"\\\g<0>", line)
