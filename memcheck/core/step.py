@@ -62,7 +62,9 @@ class Place:
         metavar="2.13",
     )
     ranks: Ranks | None = option(None, "a memcheck.Ranks: the model is split over processes", ranks_given, flag=False)
-    expandable_segments: bool = option(False, "as with PYTORCH_ALLOC_CONF=expandable_segments:True", converters.switch)
+    expandable_segments: bool = option(
+        False, "as with `PYTORCH_ALLOC_CONF=expandable_segments:True`", converters.switch
+    )
     cuda_context: int | str | None = option(
         None,
         "what CUDA's context and libraries take of the GPU beside torch's allocator, such as 500MiB; default: the "
