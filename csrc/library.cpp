@@ -88,14 +88,6 @@ static py::tuple moment_tuple(const memcheck::PeakLedger::Moment& moment) {
   return py::make_tuple(moment.bytes, moment.event, moment.seconds, moment.step, site_tuple(moment.site));
 }
 
-static py::list point_list(const memcheck::PeakLedger& ledger) {
-  py::list rows;
-  for (const auto& point : ledger.points()) {
-    rows.append(py::make_tuple(point.event, point.seconds, point.bytes, py::tuple(py::cast(point.layers))));
-  }
-  return rows;
-}
-
 static py::list shot_list(const memcheck::PeakLedger& ledger) {
   py::list rows;
   for (const auto& shot : ledger.shots()) {
@@ -155,10 +147,8 @@ static void bind_ledger(py::module_& m) {
             return py::make_tuple(moment_tuple(last.moment), last.requested_bytes, alive_list(last.alive));
           },
           "(moment, requested bytes, what was alive)")
-      .def("points", &point_list, "(event, seconds, bytes, bytes by layer) of the highest sum of each group of events")
-      .def_property_readonly("events_per_point", &PeakLedger::events_per_point)
       .def("shots", &shot_list,
-           "(event, seconds, bytes at each of sites() as packed int64) of longer groups of events");
+           "(event, seconds, bytes at each of sites() as packed int64) of the highest sum of each group of events");
   m.def("set_python_lines", [](std::vector<std::string> skipped_prefixes, const py::object& engine_code) {
     memcheck::set_python_lines(std::move(skipped_prefixes), engine_code.inc_ref().ptr());
   });

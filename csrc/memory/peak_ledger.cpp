@@ -5,17 +5,8 @@
 #include <utility>
 
 namespace memcheck {
-namespace {
 
-constexpr size_t kMostPoints = 2048;
 constexpr size_t kMostShots = 512;
-constexpr int64_t kNoLevel = std::numeric_limits<int64_t>::min();
-
-int layer_of(const Site& site) {
-  return site.kind != Kind::Plain ? static_cast<int>(site.kind) - 1 : 4 + static_cast<int>(site.phase);
-}
-
-}  // namespace
 
 double PeakLedger::seconds() const {
   if (given_seconds_) return *given_seconds_;
@@ -43,34 +34,17 @@ void PeakLedger::change(int account, int64_t bytes, int64_t blocks) {
   }
   changed.now.bytes += bytes;
   changed.now.blocks += blocks;
-  layers_[layer_of(changed.site)] += bytes;
-}
-
-void PeakLedger::begin_event() {
-  if (events_ % events_per_point_ == 0) {
-    if (points_.size() == kMostPoints) {
-      for (size_t i = 0; i < kMostPoints / 2; ++i) {
-        const Point &first = points_[2 * i], &second = points_[2 * i + 1];
-        points_[i] = second.bytes > first.bytes ? second : first;
-      }
-      points_.resize(kMostPoints / 2);
-      events_per_point_ *= 2;
-    }
-    if (events_ % events_per_point_ == 0) points_.push_back({0, 0, kNoLevel, {}});
-  }
-  if (events_ % events_per_shot_ == 0) begin_shot();
-  ++events_;
 }
 
 void PeakLedger::end_event() {
-  if (level_ > points_.back().bytes) points_.back() = {events_, seconds(), level_, layers_};
   if (level_ > shots_.back().bytes) {
     ++shot_;
     shots_.back() = {events_, seconds(), level_, {}};
   }
 }
 
-void PeakLedger::begin_shot() {
+void PeakLedger::begin_event() {
+  if (events_++ % events_per_shot_ != 0) return;
   if (!shots_.empty()) shots_.back().sizes = sizes_at_shot();
   if (shots_.size() == kMostShots) {
     for (size_t i = 0; i < kMostShots / 2; ++i) {

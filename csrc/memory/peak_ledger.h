@@ -25,10 +25,6 @@ struct Site {
   Kind kind = Kind::Plain;
 };
 
-// The picture's layers: the four kinds that have a name, then the four phases for blocks of the plain kind.
-constexpr int kLayers = 8;
-using Layers = std::array<int64_t, kLayers>;
-
 class PeakLedger {
  public:
   // The sum that was alive after an event, and the site that names it: of a peak, that of the latest block of
@@ -54,15 +50,7 @@ class PeakLedger {
     int64_t requested_bytes = 0;
     std::vector<Alive> alive;
   };
-  // The highest sum of several events in a row.
-  struct Point {
-    int64_t event;
-    double seconds;
-    int64_t bytes;
-    Layers layers;
-  };
-
-  // The same of longer runs of events, with the bytes alive at every site that there was.
+  // The highest sum of several events in a row, with the bytes alive at every site that there was.
   struct Shot {
     int64_t event = 0;
     double seconds = 0;
@@ -95,8 +83,6 @@ class PeakLedger {
   std::optional<Site> site_of(uintptr_t address) const;
   int64_t refusals() const { return refusals_; }
   const Refusal& last_refusal() const { return last_refusal_; }
-  const std::vector<Point>& points() const { return points_; }
-  int64_t events_per_point() const { return events_per_point_; }
   std::vector<Shot> shots() const;
   double seconds() const;
   // Replaces the clock, for events that are noted after they happened.
@@ -125,7 +111,6 @@ class PeakLedger {
   void change(int account, int64_t bytes, int64_t blocks);
   void begin_event();
   void end_event();
-  void begin_shot();
   std::vector<int64_t> sizes_at_shot() const;
 
   int64_t least_bytes_;
@@ -138,14 +123,11 @@ class PeakLedger {
   int64_t events_ = 0;
   int64_t steps_ = 0;
   int64_t level_ = 0;
-  Layers layers_{};
   int64_t peaks_ = 0;
   Moment peak_;
   std::array<int64_t, 4> phase_peaks_{};
   int64_t refusals_ = 0;
   Refusal last_refusal_;
-  std::vector<Point> points_;
-  int64_t events_per_point_ = 1;
   std::vector<Shot> shots_;  // the last one has no sizes yet
   int64_t events_per_shot_ = 1;
   int64_t shot_ = 0;  // counts each new highest sum

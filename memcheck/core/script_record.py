@@ -97,18 +97,8 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Level:
-    """The highest sum of some events in a row."""
-
-    event: int
-    seconds: float
-    bytes: int
-    layers: tuple[int, ...]  # In the order of LAYERS; they add up to bytes.
-
-
-@dataclass(frozen=True)
 class Point:
-    """The highest sum of some events in a row, coarser than a Level."""
+    """The highest sum of some events in a row."""
 
     event: int
     seconds: float | None
@@ -194,8 +184,6 @@ class ScriptRecord:
     phase_peaks: dict[str, int]  # The highest sum after an allocation in each phase.
     left_bytes: int  # Alive at the end of the script.
     other_peaks: dict[str, int]  # Of the other devices that the script used.
-    levels: list[Level]
-    events_per_level: int
     events: int  # Allocations and frees.
     steps: int  # Optimizer steps.
     seconds: float

@@ -1,7 +1,7 @@
 """Runs a script under a tracker, and notes what is alive by operator, module and line of Python.
 
 Nothing grows with the length of the script: a ledger in C++ adds up what is alive by the place that allocated it, now
-and at the peak, and keeps the level over time in at most 2048 points.
+and at the peak, and keeps the level over time in at most 512 points.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from memcheck.core.script_record import (
     PHASES,
     Alive,
     Course,
-    Level,
     Moment,
     Origin,
     Process,
@@ -316,8 +315,6 @@ class ScriptWatch:
             phase_peaks=dict(zip(PHASES, ledger.phase_peaks(), strict=True)),
             left_bytes=self._left_bytes,
             other_peaks=self._other_peaks,
-            levels=[Level(*point) for point in ledger.points()],
-            events_per_level=ledger.events_per_point,
             events=ledger.events,
             steps=ledger.steps,
             growing=samples.growing(peak.bytes, [naming.place(*site) for site in ledger.sites()]),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.core.script_record import Alive, Course, Level, Line, Moment, Origin, Point, ScriptRecord
+from memcheck.core.script_record import Alive, Course, Line, Moment, Origin, Point, ScriptRecord
 from memcheck.report.memory import MOST_BYTES, MemoryPicture, highest, path_of
 from memcheck.report.script_tables import line_of, script_page, script_picture
 from memcheck.snapshot import Snapshot
@@ -43,8 +43,7 @@ def record() -> ScriptRecord:
     peak = Moment(sum(ROWS[2][2]), 3, 0.3, 1, HEAD)
     return ScriptRecord(
         command=["train.py"], device="cpu", limit_bytes=None, peak=peak, alive=alive, phase_peaks={}, left_bytes=0,
-        other_peaks={}, levels=[Level(event, seconds, sum(sizes), (0,) * 8) for event, seconds, sizes in ROWS],
-        events_per_level=1, events=4, steps=0, seconds=1.0, refusals=0, refusal=None, least_bytes=4096, exit_code=0,
+        other_peaks={}, events=4, steps=0, seconds=1.0, refusals=0, refusal=None, least_bytes=4096, exit_code=0,
         error=None, ran_out=False, course=course,
     )  # fmt: skip
 

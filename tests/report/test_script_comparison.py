@@ -30,8 +30,8 @@ def run_of(*places: tuple[Line | None, str | None, int], **more: object) -> Scri
     peak = Moment(sum(each.bytes for each in alive), 1, 0.5, 1, alive[0].place)
     fields: dict[str, object] = {
         "command": ["train.py"], "device": "cpu", "limit_bytes": None, "peak": peak, "alive": alive,
-        "phase_peaks": {"forward": peak.bytes}, "left_bytes": 0, "other_peaks": {}, "levels": [],
-        "events_per_level": 1, "events": 2, "steps": 4, "seconds": 1.0, "refusals": 0, "refusal": None,
+        "phase_peaks": {"forward": peak.bytes}, "left_bytes": 0, "other_peaks": {},
+        "events": 2, "steps": 4, "seconds": 1.0, "refusals": 0, "refusal": None,
         "least_bytes": 4096, "exit_code": 0, "error": None, "ran_out": False, "environment": {"torch": "2.13.0"},
         **more,
     }  # fmt: skip

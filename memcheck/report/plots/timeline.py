@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,17 +84,18 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
         subtitle += f"; the process grows {format_bytes(record.process.growth_per_step)} more"
     peak = record.peak
     peaks = [(peak.event, peak.bytes, f"peak {format_bytes(peak.bytes)}, {peak.place.phase}")]
-    used = [place for place in range(len(LAYERS)) if any(level.layers[place] for level in record.levels)]
-    used.sort(key=lambda place: ORDER.index(LAYERS[place]) if LAYERS[place] in ORDER else len(ORDER) + place)
-    layers = {LAYERS[place]: [0, *(level.layers[place] for level in record.levels)] for place in used}
-    stack = Layers([0, *(level.event for level in record.levels)], layers)
+    points, layers = record.course.points, dict[str, list[int]]()
+    for place, sizes in zip(record.course.places, zip(*record.course.states(), strict=True), strict=True):
+        layers[place.layer] = list(map(add, layers.get(place.layer, [0] * (1 + len(points))), (0, *sizes)))
+    order = (layer for layer in dict.fromkeys([*ORDER, *LAYERS]) if layer in layers)
+    stack = Layers([0, *(point.event for point in points)], {layer: layers[layer] for layer in order})
     lines = {f"limit {format_bytes(limit)}": ([0, record.events + 1], [limit] * 2, "--")} if limit else {}
     figure, ax = stack_figure(stack, title, subtitle, peaks=peaks, lines=lines)
     ax.set_xlim(0, record.events + 1)
     # Along the upper edge, when some of the events were.
-    levels = record.levels[len(record.levels) // 12 :: max(1, len(record.levels) // 6)]
+    some = points[len(points) // 12 :: max(1, len(points) // 6)]
     upper = ax.secondary_xaxis("top")
-    upper.set_xticks([level.event for level in levels], [f"{level.seconds:.3g} s" for level in levels], fontsize=9)
+    upper.set_xticks([point.event for point in some], [f"{point.seconds:.3g} s" for point in some], fontsize=9)
     upper.tick_params(length=3)
     return figure
 
