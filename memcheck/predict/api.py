@@ -220,11 +220,12 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
     The prediction of a Program has that of every step, and is itself that of the first step which does not fit, else
     that of the step with the highest peak.
 
-    Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled models are
-    "skipped", and so is a model that reads values which do not follow from inputs and parameters. Allocations that
-    shapes do not determine are named in `unknown` and in the record's doubts. On CUDA the allocator of the process has
-    cached nothing yet. If the version to predict for, or the installed one, is newer than the newest that predictions
-    were compared with, no figure is exact. The record's backward_from says which tensor the backward starts from.
+    Running out of memory is a result: status "oom", the phase, the request and the bytes in use. A model that reads
+    values which do not follow from inputs and parameters is "skipped", and so are compiled models without cloudpickle
+    and triton. Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA the
+    allocator of the process has cached nothing yet. If the version to predict for, or the installed one, is newer than
+    the newest that predictions were compared with, no figure is exact. The record's backward_from says which tensor the
+    backward starts from.
 
     Raises:
         UsageError: an option breaks its rule or does not fit the others.
