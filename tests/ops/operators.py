@@ -558,9 +558,7 @@ def is_matrix(x: Tensor) -> bool:
 def combinator_plan(x: Tensor) -> dict[str, int]:
     E = x.shape[-1]
     dtype = str(x.dtype).removeprefix("torch.")
-    plan: dict[str, int] = _C.combinator_plan(
-        N=x.numel() // E, E=E, dtype=dtype, copies=not is_matrix(x), device=KERNELS
-    )
+    plan: dict[str, int] = _C.combinator_plan(N=x.numel() // E, E=E, dtype=dtype, device=KERNELS)
     return plan
 
 

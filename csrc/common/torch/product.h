@@ -1,26 +1,35 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 
-#include "common/torch/packed_product.h"
-
 // Matrix products by the library's GEMM.
 
 namespace memcheck {
 
+// oneDNN's products of AMX read a number behind each row of a, if K is odd, and multiply it by 0: NaN if it is NaN.
+// Returns a with zeros there where they are used.
+inline at::Tensor with_even_rows(const at::Tensor& a) {
+  const bool is_odd = a.is_cpu() && a.size(1) % 2 == 1 && a.stride(1) == 1;
+  if (!is_odd || !at::native::cpublas::could_pack(a.scalar_type())) return a;
+  return at::constant_pad_nd(a, {0, 1}).narrow(1, 0, a.size(1));
+}
+
 // sum (M,N) = a (M,K) b (K,N), or += if it `adds`, all of one dtype.
-inline void multiply_same(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
-  if (adds) {
-    sum.addmm_(a, b);
-  } else if (!multiply_packed_floats(sum, a, b)) {
-    at::mm_out(sum, a, b);
+inline void multiply_same(at::Tensor sum, at::Tensor a, at::Tensor b, bool adds) {
+  if (sum.stride(1) == 1) {
+    a = with_even_rows(a);
+  } else {  // the library forms the transposed product
+    b = with_even_rows(b.t()).t();
   }
+  adds ? sum.addmm_(a, b) : at::mm_out(sum, a, b);
 }
 
 #ifndef MEMCHECK_HOST_CUDA
@@ -70,12 +79,11 @@ inline at::Tensor converted(const at::Tensor& x, const at::Tensor& memory) {
 }
 
 // sum (M,N) = a^T b, or += if it `adds`, for a (K,M) and b (K,N). memory: undefined where the library has products of
-// this dtype in that of sum. Else float32, one row of a and b or more: the rows are packed there, or converted to
-// float32, some at a time.
+// this dtype in that of sum. Else float32, one row of a and b or more: rows are converted there, some at a time.
 inline void multiply_transposed(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds,
                                 const at::Tensor& memory) {
   if (!memory.defined()) return multiply(sum, a.t(), b, adds);
-  if (sum.numel() == 0 || multiply_packed(sum, a, b, adds, memory)) return;
+  if (sum.numel() == 0) return;
   const int64_t rows = memory.numel() / (a.size(1) + b.size(1));
   for (int64_t row = 0; row < a.size(0); row += rows) {
     const int64_t count = std::min(rows, a.size(0) - row);
