@@ -271,9 +271,9 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
                                                       const std::string& device) {
   const auto plan_of = is_cuda(device) ? memcheck::combinator_plan_cuda : memcheck::combinator_cpu.plan;
   const auto plan = plan_of(N, E, dtype_named(dtype));
-  return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
-          {"chunk", plan.chunk_bytes}, {"wide", plan.wide_bytes},
-          {"sums", plan.sums_bytes},   {"weight", plan.weight_bytes}};
+  return {{"rows", plan.rows},          {"kept_rows", plan.kept_rows}, {"preactivations", plan.preactivations_bytes},
+          {"chunk", plan.chunk_bytes},  {"wide", plan.wide_bytes},     {"sums", plan.sums_bytes},
+          {"weight", plan.weight_bytes}};
 }
 
 static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
@@ -343,7 +343,8 @@ static void bind_plans(py::module_& m) {
       "whether products of matrices with so many rows are formed in the dtype itself, not in float32");
   m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
         py::arg("device") = "cpu",
-        "rows of a chunk, and bytes: preactivations (kept for backward in performance mode), chunk (backward, and a "
+        "rows of a chunk, kept_rows where they are kept, and bytes: preactivations (kept for backward in performance "
+        "mode), chunk (backward, and a "
         "forward that keeps nothing), wide and sums (where the weight is 16-bit and wants a gradient), weight (in "
         "float32 where the CPU has no products in 16 bits; wide then serves all products). device: cpu or cuda");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
