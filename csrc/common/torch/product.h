@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/mm.h>
 
 #include <algorithm>
@@ -14,20 +13,19 @@
 
 namespace memcheck {
 
-// oneDNN's products of AMX read a number behind each row of a, if K is odd, and multiply it by 0: NaN if it is NaN.
-// Returns a with zeros there where they are used.
-inline at::Tensor with_even_rows(const at::Tensor& a) {
-  const bool is_odd = a.is_cpu() && a.size(1) % 2 == 1 && a.stride(1) == 1;
-  if (!is_odd || !at::native::cpublas::could_pack(a.scalar_type())) return a;
-  return at::constant_pad_nd(a, {0, 1}).narrow(1, 0, a.size(1));
+// oneDNN's products of AMX read the rows of a up to a multiple of 32 numbers, and multiply what is behind a row by 0:
+// NaN if it is NaN. Returns a copy where that is no number of a.
+inline at::Tensor without_gaps(const at::Tensor& a) {
+  const bool has_gaps = a.is_cpu() && a.stride(1) == 1 && a.stride(0) > a.size(1) && a.size(1) % 32 != 0;
+  return has_gaps && at::native::cpublas::could_pack(a.scalar_type()) ? a.contiguous() : a;
 }
 
 // sum (M,N) = a (M,K) b (K,N), or += if it `adds`, all of one dtype.
 inline void multiply_same(at::Tensor sum, at::Tensor a, at::Tensor b, bool adds) {
   if (sum.stride(1) == 1) {
-    a = with_even_rows(a);
+    a = without_gaps(a);
   } else {  // the library forms the transposed product
-    b = with_even_rows(b.t()).t();
+    b = without_gaps(b.t()).t();
   }
   adds ? sum.addmm_(a, b) : at::mm_out(sum, a, b);
 }
