@@ -18,7 +18,8 @@ inline bool is_matrix(const at::Tensor& x) {
 inline at::Tensor rows_in_place(const at::Tensor& x) {
   if (x.dim() == 2) return x;
   const at::DimVector sizes{c10::multiply_integers(x.sizes().slice(0, x.dim() - 1)), x.size(-1)};
-  return at::detail::computeStride(x.sizes(), x.strides(), sizes) ? x.view(sizes) : at::Tensor();
+  const auto strides = at::detail::computeStride(x.sizes(), x.strides(), sizes);
+  return strides ? x.as_strided(sizes, *strides) : at::Tensor();
 }
 
 // The same; a copy if its strides do not allow that.

@@ -13,20 +13,19 @@
 
 namespace memcheck {
 
-// oneDNN's products of AMX read the rows of a up to a multiple of 32 numbers, and multiply what is behind a row by 0:
-// NaN if it is NaN. Returns a copy where that is no number of a.
-inline at::Tensor without_gaps(const at::Tensor& a) {
-  const bool has_gaps = a.is_cpu() && a.stride(1) == 1 && a.stride(0) > a.size(1) && a.size(1) % 32 != 0;
-  return has_gaps && at::native::cpublas::could_pack(a.scalar_type()) ? a.contiguous() : a;
+// Whether oneDNN's products of AMX read what lies between rows of K numbers along a dimension of x: they read K up to a
+// multiple of 32, and multiply the rest by 0, which makes NaN of NaN.
+inline bool reads_gaps(const at::Tensor& x, int64_t dimension) {
+  const int64_t K = x.size(dimension);
+  return x.is_cpu() && K % 32 != 0 && x.stride(dimension) == 1 && x.stride(1 - dimension) > K &&
+         at::native::cpublas::could_pack(x.scalar_type());
 }
 
 // sum (M,N) = a (M,K) b (K,N), or += if it `adds`, all of one dtype.
 inline void multiply_same(at::Tensor sum, at::Tensor a, at::Tensor b, bool adds) {
-  if (sum.stride(1) == 1) {
-    a = without_gaps(a);
-  } else {  // the library forms the transposed product
-    b = without_gaps(b.t()).t();
-  }
+  const bool transposed = sum.stride(1) != 1;  // then the library forms the transposed product
+  if (!transposed && reads_gaps(a, 1)) a = a.contiguous();
+  if (transposed && reads_gaps(b, 0)) b = b.t().contiguous().t();
   adds ? sum.addmm_(a, b) : at::mm_out(sum, a, b);
 }
 
