@@ -28,12 +28,10 @@ namespace py = pybind11;
 
 // What this build can do on this machine.
 static void bind_build(py::module_& m) {
-  // A bad MEMCHECK_CPU or MEMCHECK_FLOAT32_PRODUCTS fails the import, not a training step.
+  // A bad MEMCHECK_CPU fails the import, not a training step.
   memcheck::cpu_level();
-  memcheck::cpu_prefers_onednn();
   m.def("cpu_level", [] { return memcheck::cpu_level_name(memcheck::cpu_level()); });
   m.def("cpu_levels", &memcheck::cpu_levels);
-  m.def("cpu_prefers_onednn", &memcheck::cpu_prefers_onednn);
 #ifdef MEMCHECK_WITH_CUDA
   // On the default stream: a kernel that touches no memory needs no order.
   m.def("cuda_probe", [] { return launch_cuda_probe(nullptr); });
@@ -259,13 +257,12 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
           {"backward_scratch", plan.rows_bytes + plan.backward_states_bytes + plan.backward_scratch_bytes}};
 }
 
-static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype, bool copies,
+static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype,
                                                       const std::string& device) {
   const auto plan_of = is_cuda(device) ? memcheck::combinator_plan_cuda : memcheck::combinator_cpu.plan;
-  const auto plan = plan_of(N, E, dtype_named(dtype), copies);
-  return {{"rows", plan.rows},          {"preactivations", plan.preactivations_bytes},
-          {"chunk", plan.chunk_bytes},  {"copy", plan.copy_bytes},
-          {"wide", plan.wide_bytes},    {"sums", plan.sums_bytes},
+  const auto plan = plan_of(N, E, dtype_named(dtype));
+  return {{"rows", plan.rows},          {"kept_rows", plan.kept_rows}, {"preactivations", plan.preactivations_bytes},
+          {"chunk", plan.chunk_bytes},  {"wide", plan.wide_bytes},     {"sums", plan.sums_bytes},
           {"weight", plan.weight_bytes}};
 }
 
@@ -335,11 +332,11 @@ static void bind_plans(py::module_& m) {
       py::kw_only(), py::arg("dtype"), py::arg("rows"),
       "whether products of matrices with so many rows are formed in the dtype itself, not in float32");
   m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
-        py::arg("copies"), py::arg("device") = "cpu",
-        "rows of a chunk, and bytes: preactivations (kept for backward in performance mode), chunk (backward, and a "
-        "forward that keeps nothing), copy (beside it, where it copies: GEMM cannot take x in place), wide and sums "
-        "(where the weight is 16-bit and wants a gradient), weight (in float32 where the CPU has no products in 16 "
-        "bits; wide then serves all products). device: cpu or cuda");
+        py::arg("device") = "cpu",
+        "rows of a chunk, kept_rows where they are kept, and bytes: preactivations (kept for backward in performance "
+        "mode), chunk (backward, and a "
+        "forward that keeps nothing), wide and sums (where the weight is 16-bit and wants a gradient), weight (in "
+        "float32 where the CPU has no products in 16 bits; wide then serves all products). device: cpu or cuda");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
         py::arg("sequences") = py::none(), py::arg("packed") = false,

@@ -85,8 +85,8 @@ MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t beg
   for (int64_t row = begin; row < end; ++row) {
     const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E;
     scalar_t* grad_pair = static_cast<scalar_t*>(p.grad_preactivations) + row * 2 * p.E;
-    const scalar_t* grad_y = p.grad_y.template at<scalar_t>(row);
-    const int64_t stride = p.grad_y.column_stride;
+    const scalar_t* grad_y = static_cast<const scalar_t*>(p.grad_y.data) + row * p.grad_y.stride[0];
+    const int64_t stride = p.grad_y.stride[1];
     for (int64_t column = 0; column < p.E; column += kBlock) {
       const int64_t count = block_length(column, p.E);
       load_block(pair + column, count, a);
@@ -132,8 +132,8 @@ void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype, cudaStrea
   });
 }
 
-CombinatorPlan combinator_plan_of_machine(int64_t N, int64_t E, Dtype dtype, bool copies) {
-  return combinator_plan_cpu(N, E, dtype, copies, cpu_multiplies(dtype, N));
+CombinatorPlan combinator_plan_of_machine(int64_t N, int64_t E, Dtype dtype) {
+  return combinator_plan_cpu(N, E, dtype, cpu_multiplies(dtype, N));
 }
 
 const CombinatorKernels combinator_cpu{combinator_plan_of_machine, combinator_forward_cpu, combinator_backward_cpu};

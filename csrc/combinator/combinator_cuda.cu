@@ -73,23 +73,19 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(CombinatorForward p, 
 
 // grad_packed: grad_y can be read in the same packs as the pre-activations.
 template <typename scalar_t, int kCount>
-__global__ void __launch_bounds__(kThreads)
-    backward_kernel(const __grid_constant__ CombinatorBackward p, Tiling tiling, bool grad_packed) {
+__global__ void __launch_bounds__(kThreads) backward_kernel(CombinatorBackward p, Tiling tiling, bool grad_packed) {
   const int64_t block = gridDim.x - 1 - blockIdx.x;
-  const int64_t stride = p.grad_y.column_stride;
   for (int64_t column = tiling.column() * kCount; column < p.E; column += tiling.across() * kCount) {
-    // The addresses come before all loads, because many leading dimensions take many divisions.
-    const scalar_t* grad_y[kThreadRows];
-    unroll<kThreadRows>(
-        [&](int i) { grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride; });
     Pack<scalar_t, kCount> a[kThreadRows], b[kThreadRows], g[kThreadRows];
     unroll<kThreadRows>([&](int i) {
       const int64_t row = tiling.row(block, i);
       if (row >= p.rows) return;
       const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E + column;
+      const int64_t stride = p.grad_y.stride[1];
+      const scalar_t* grad_y = static_cast<const scalar_t*>(p.grad_y.data) + row * p.grad_y.stride[0] + column * stride;
       a[i] = load_pack<kCount>(pair);
       b[i] = load_pack<kCount>(pair + p.E);
-      g[i] = grad_packed ? load_pack<kCount>(grad_y[i]) : gather_pack<kCount>(grad_y[i], stride, kCount);
+      g[i] = grad_packed ? load_pack<kCount>(grad_y) : gather_pack<kCount>(grad_y, stride, kCount);
     });
     unroll<kThreadRows>([&](int i) {
       const int64_t row = tiling.row(block, i);
@@ -109,10 +105,8 @@ bool is_aligned(const void* data) {
 }
 
 // Whether every row begins at a multiple of 16 bytes and is contiguous.
-bool is_packed(const CombinatorRows& x, int64_t item) {
-  bool all = is_aligned(x.data) && x.column_stride == 1;
-  for (int64_t d = 0; d < x.dimensions; ++d) all = all && x.stride[d] * item % kPackBytes == 0;
-  return all;
+bool is_packed(const Strided<2>& x, int64_t item) {
+  return is_aligned(x.data) && x.stride[1] == 1 && x.stride[0] * item % kPackBytes == 0;
 }
 
 Tiling tiling_of(int64_t packs) {

@@ -1,9 +1,5 @@
 #include "common/cpu_products.h"
 
-#include <cstdlib>
-#include <stdexcept>
-#include <string>
-
 #include "common/cpu_level.h"
 
 #if MEMCHECK_CPU_HAS_LEVELS
@@ -25,19 +21,6 @@ bool processor_has_instructions([[maybe_unused]] Dtype dtype) {
 #endif
 }
 
-bool chosen_onednn() {
-  const bool has_products = cpu_level() >= CpuLevel::Avx512;
-  const char* value = std::getenv("MEMCHECK_FLOAT32_PRODUCTS");
-  if (value == nullptr) return has_products && processor_is_by_amd();
-  const std::string choice = value;
-  if (choice != "library" && choice != "onednn")
-    throw std::invalid_argument("MEMCHECK_FLOAT32_PRODUCTS must be library or onednn, got '" + choice + "'");
-  if (choice == "onednn" && !has_products)
-    throw std::invalid_argument(std::string("MEMCHECK_FLOAT32_PRODUCTS=onednn needs avx512, and the level is ") +
-                                cpu_level_name(cpu_level()));
-  return choice == "onednn";
-}
-
 }  // namespace
 
 bool cpu_has_instructions(Dtype dtype) {
@@ -50,11 +33,6 @@ bool cpu_has_instructions(Dtype dtype) {
 bool cpu_multiplies(Dtype dtype, int64_t rows) {
   constexpr int64_t kFewRows = 4;
   return rows < kFewRows || !MEMCHECK_CPU_HAS_LEVELS || cpu_has_instructions(dtype);
-}
-
-bool cpu_prefers_onednn() {
-  static const bool prefers = chosen_onednn();
-  return prefers;
 }
 
 }  // namespace memcheck

@@ -16,9 +16,4 @@ bool cpu_has_instructions(Dtype dtype);
 // always true.
 bool cpu_multiplies(Dtype dtype, int64_t rows);
 
-// Whether float32 matrices are multiplied by oneDNN and not by the library: on processors by AMD with AVX-512, of
-// which one was measured to be slower with MKL, or as MEMCHECK_FLOAT32_PRODUCTS=library|onednn asks. Chosen once.
-// Throws std::invalid_argument on another value, and on onednn at a level below AVX-512.
-bool cpu_prefers_onednn();
-
 }  // namespace memcheck

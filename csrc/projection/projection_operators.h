@@ -2,6 +2,8 @@
 
 #include "common/torch/arguments.h"
 
+// Projections of tokens: y = x w.
+
 namespace memcheck::operators {
 
 struct ProjectionArguments {
@@ -12,7 +14,7 @@ struct ProjectionArguments {
 };
 
 struct ProjectionBackwardArguments {
-  Tensor grad_y;                    // linear_r (B,S,R), linear_l (B,R,S)
+  Tensor grad_y;                    // that of y
   MaybeTensor x;                    // (B,S,E), for the gradient of w
   MaybeTensor w;                    // (E,R), for the gradient of x
   std::array<bool, 2> output_mask;  // of x and w
@@ -20,9 +22,10 @@ struct ProjectionBackwardArguments {
   auto fields() { return std::tie(grad_y, x, w, output_mask); }
 };
 
-// y = x w.
+// y (B,S,R)
 struct LinearR {
   static constexpr const char* schema = "linear_r(Tensor x, Tensor w) -> Tensor";
+  static constexpr bool channel_major = false;
   using Arguments = ProjectionArguments;
   using Results = std::tuple<Tensor>;
 };
@@ -30,13 +33,15 @@ struct LinearRBackward {
   static constexpr const char* schema =
       "linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
       " -> (Tensor grad_x, Tensor grad_w)";
+  static constexpr bool channel_major = false;
   using Arguments = ProjectionBackwardArguments;
   using Results = std::tuple<Tensor, Tensor>;
 };
 
-// The same with y (B,R,S).
+// y (B,R,S)
 struct LinearL {
   static constexpr const char* schema = "linear_l(Tensor x, Tensor w) -> Tensor";
+  static constexpr bool channel_major = true;
   using Arguments = ProjectionArguments;
   using Results = std::tuple<Tensor>;
 };
@@ -44,6 +49,7 @@ struct LinearLBackward {
   static constexpr const char* schema =
       "linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
       " -> (Tensor grad_x, Tensor grad_w)";
+  static constexpr bool channel_major = true;
   using Arguments = ProjectionBackwardArguments;
   using Results = std::tuple<Tensor, Tensor>;
 };

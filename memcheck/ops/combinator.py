@@ -28,8 +28,8 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
     Returns:
         y (...,E), contiguous. Kept for backward: the pre-activations (...,2E) in the dtype of x (not with
         low_memory), x if weight needs a gradient, weight if x does. Scratch: chunks of at most a sixteenth of x's
-        bytes, or 4 MiB if that is more. A gradient has its input's strides if these are dense, else it is
-        contiguous.
+        bytes (on CUDA half of them), or 4 MiB if that is more, and a copy of x or of the gradient of y if its leading
+        dimensions do not merge. A gradient has its input's strides if these are dense, else it is contiguous.
 
     Raises:
         ValueError: a shape or device. TypeError: a dtype.

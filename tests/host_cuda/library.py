@@ -44,7 +44,6 @@ COMMON = [
     "common/torch/parallel.cpp",
     "common/cpu_level.cpp",
     "common/cpu_products.cpp",
-    "common/torch/packed_product.cpp",
     "common/finding.cpp",
     "common/torch/device.cpp",
     "common/torch/sequences.cpp",

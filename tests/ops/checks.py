@@ -15,11 +15,6 @@ from torch import Tensor
 
 from memcheck._extension import _C
 
-HAS_AMX = torch.cpu._is_amx_tile_supported()
-# Found on a Xeon with AMX and torch 2.13, in the library's own products: sums in float32 are ordered by the number of
-# threads, as docs/operators/same-bits.md says, and the scratch of those in bfloat16 is 9,856 bytes larger.
-AMX_PRODUCTS = pytest.mark.xfail(HAS_AMX, reason="the library's products on a processor with AMX", strict=False)
-
 # The device of the tests' tensors, and the device whose kernels are tested. With --host-cuda they differ: CUDA kernels
 # run on CPU tensors.
 DEVICE = os.environ.get("MEMCHECK_TEST_DEVICE", "cpu")

@@ -28,6 +28,7 @@ Sizes = tuple[int, ...]
 Shapes = tuple[Sizes, ...]
 Options = dict[str, Any]
 MIB = 2**20
+ONEDNN_BYTES = 2 * MIB  # oneDNN takes an unknown amount of scratch for 16-bit products, with AMX more than 1 MiB.
 
 
 @dataclass(frozen=True)
@@ -558,21 +559,18 @@ def is_matrix(x: Tensor) -> bool:
 def combinator_plan(x: Tensor) -> dict[str, int]:
     E = x.shape[-1]
     dtype = str(x.dtype).removeprefix("torch.")
-    plan: dict[str, int] = _C.combinator_plan(
-        N=x.numel() // E, E=E, dtype=dtype, copies=not is_matrix(x), device=KERNELS
-    )
+    plan: dict[str, int] = _C.combinator_plan(N=x.numel() // E, E=E, dtype=dtype, device=KERNELS)
     return plan
 
 
 def combinator_memory(x: Tensor, weight: Tensor, low_memory: bool = False) -> Memory:
-    """oneDNN takes an unknown amount of scratch for 16-bit products; cuBLAS reports its own."""
     plan = combinator_plan(x)
     kept = 0 if low_memory else plan["preactivations"]
     in_float = plan["wide"] + plan["weight"] if plan["weight"] else 0
     exact = x.dtype in (torch.float32, torch.float64) or plan["weight"]
 
     def library(record: Record) -> int:
-        return record.library_workspace_bytes if x.is_cuda else 0 if exact else MIB
+        return record.library_workspace_bytes if x.is_cuda else 0 if exact else ONEDNN_BYTES
 
     backward = plan["chunk"] + plan["wide"] + plan["sums"] + plan["weight"]
     return Memory(kept, (0 if kept else plan["chunk"]) + in_float, plan["chunk"] + in_float, backward, library)

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from ops.checks import (
     DEVICE,
     HALF_DTYPES,
-    KERNELS,
     LAYOUTS,
-    ON_HOST,
     Function,
     assert_contract,
-    assert_threads_change_no_bit,
     every_second,
     run,
-    same_bits,
     transposed,
 )
-from ops.operators import LINEAR_L, LINEAR_R, MIB
+from ops.operators import LINEAR_L, LINEAR_R, MIB, ONEDNN_BYTES
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from memcheck import linear_l, linear_r, measure_memory
-from memcheck._extension import _C
 from memcheck.ops.reference import projection as reference
 from memcheck.predict.operators import scratch_of
 from memcheck.predict.operators.products import products_are_plain
@@ -80,49 +72,6 @@ def test_grad_w_of_many_rows(dtype: torch.dtype) -> None:
     assert_contract(LINEAR_L.contract(), *LINEAR_L.make(2, 2500, 33, 65, dtype))
 
 
-def packs_rows() -> bool:
-    return _C.cpu_level().startswith(("avx512", "amx")) and _C.cpu_multiplies(dtype="bfloat16", rows=100)
-
-
-@pytest.mark.cpu
-@pytest.mark.isolated
-@pytest.mark.skipif(not packs_rows(), reason="the CPU has no AVX512-BF16")
-@pytest.mark.parametrize("shape", [(2, 700, 129, 63), (2, 64, 300, 200)], ids=str)
-def test_threads_change_no_bit_of_grad_w(shape: tuple[int, int, int, int]) -> None:
-    inputs, grad_y = LINEAR_L.make(*shape, torch.bfloat16)
-    function = functools.partial(BACKWARD[linear_l], output_mask=[False, True])
-    [*assert_threads_change_no_bit((1, 2, 3), lambda: function(grad_y, *inputs)[1:])]
-
-
-@pytest.mark.cpu
-@pytest.mark.skipif(not packs_rows(), reason="the CPU has no AVX512-BF16")
-def test_no_row_is_converted_where_the_cpu_has_products() -> None:
-    inputs, grad_y = LINEAR_L.make(3, 200, 64, 70, torch.bfloat16)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        BACKWARD[linear_l](grad_y, *inputs, output_mask=[False, True])
-    # The sum, rounded, is the one copy.
-    assert [event.count for event in trace.key_averages() if event.key == "aten::copy_"] == [1]
-
-
-@pytest.mark.cpu
-@pytest.mark.isolated
-@pytest.mark.skipif(not _C.cpu_prefers_onednn(), reason="the library multiplies float32 matrices here")
-@pytest.mark.parametrize("shape", [(2, 330, 129, 65), (1, 1500, 300, 64), (1, 129, 64, 511)], ids=str)
-def test_float32_products_by_onednn(shape: tuple[int, int, int, int]) -> None:
-    """Of linear_r's products of many rows, those for y and grad_x. The number of threads and rows changes no bit."""
-    (x, w), grad_y = LINEAR_R.make(*shape, torch.float32)
-    assert_contract(LINEAR_R.contract(), (x, w), grad_y)
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
-        y = linear_r(x, w)
-        grad_x = BACKWARD[linear_r](grad_y, None, w, output_mask=[True, False])[0]
-    assert "aten::mm" not in {event.key for event in trace.key_averages()}
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert same_bits(linear_r(x, w), y)
-        assert same_bits(linear_r(x[:, :129], w), y[:, :129])
-        assert same_bits(BACKWARD[linear_r](grad_y, None, w, output_mask=[True, False])[0], grad_x)
-
-
 ROWS = {
     "apart": lambda x: every_second(x, 1),
     "the same": lambda x: x[:, :1].expand_as(x),
@@ -146,23 +95,6 @@ def test_many_rows(rows: str) -> None:
 # ---- memory
 
 
-def piece_rows(B: int, S: int, R: int, item: int) -> int:
-    """Returns the rows that are copied at a time if GEMM cannot read a gradient: a sixteenth of it, or 1 MiB."""
-    return min(max(max(B * S * R * item // 16, MIB) // (R * item), 1), S)
-
-
-def wide_rows(B: int, S: int, E: int, R: int, item: int) -> int:
-    """Returns the rows of x and the gradient that are converted to float32 at a time, in as many bytes."""
-    return min(max(max(B * S * R * item // 16, MIB) // (4 * (E + R)), 1), S)
-
-
-def products_of(function: Function, B: int, S: int, rows: int | None) -> int:
-    """Returns the number of products that grad_w sums: one if all rows form a matrix, else one per piece or batch."""
-    if rows is not None:
-        return B * -(-S // rows)
-    return 1 if function is linear_r else B
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("shape", [(1, 4096, 256, 512), (3, 2000, 128, 700), (2, 50, 64, 30)], ids=str)
@@ -170,8 +102,8 @@ def products_of(function: Function, B: int, S: int, rows: int | None) -> int:
 def test_memory_to_the_byte(
     function: Function, shape: tuple[int, int, int, int], dense: bool, dtype: torch.dtype
 ) -> None:
-    """An expanded gradient is copied in pieces. 16-bit sums of products take a float32 grad_w, and on the CPU some
-    float32 rows of both factors. If the CPU has no 16-bit products, all of them take such rows, and w in float32."""
+    """GEMM copies an expanded gradient. A sum of several 16-bit products takes a float32 grad_w, and on the CPU rows of
+    both factors in float32: a sixteenth of the gradient, or 1 MiB."""
     B, S, E, R = shape
     (x, w), _ = OPERATORS[function].make(*shape, dtype)
     record = measure_memory(function, x.requires_grad_(), w.requires_grad_(), dense_grad=dense)
@@ -179,24 +111,17 @@ def test_memory_to_the_byte(
     assert record.saved_bytes == 0
     assert record.gradient_bytes == x.nbytes + w.nbytes
     grad_y = record.output_bytes if dense else x.itemsize
-    rows = None if dense else piece_rows(B, S, R, x.itemsize)
-    piece = (rows or 0) * R * x.itemsize
-    is_sum = dtype == torch.bfloat16 and products_of(function, B, S, rows) > 1
-    wide = wide_rows(B, S, E, R, x.itemsize) * (E + R) if KERNELS == "cpu" else 0
-    sums = (E * R + wide) * 4 if is_sum else 0
-    # oneDNN takes an unknown amount of scratch from torch's allocator for 16-bit products; cuBLAS reports its own.
-    # CUDA on the host converts a part of both factors to float32.
-    widened = 2**18 if is_sum and ON_HOST else 0
-    library = record.library_workspace_bytes if DEVICE == "cuda" else 0 if dtype == torch.float32 else MIB + widened
-    forward = 0
-    if KERNELS == "cpu" and not _C.cpu_multiplies(dtype=str(dtype).removeprefix("torch."), rows=B * S):
-        # The rows of all batch entries merge where y is token-major, and its gradient token-major or expanded.
-        forward = (E * R + wide_rows(*((1, B * S) if function is linear_r else (B, S)), E, R, x.itemsize) * (E + R)) * 4
-        merged = (1, B * S) if function is linear_r or not dense else (B, S)
-        sums = (2 * E * R + wide_rows(*merged, E, R, x.itemsize) * (E + R)) * 4
-        piece = library = 0
-    assert 0 <= record.forward_peak_bytes - (held + forward) <= library
-    assert 0 <= record.backward_peak_bytes - (held + grad_y + record.gradient_bytes + piece + sums) <= library
+    copy = 0 if dense else record.output_bytes
+    # The rows of an expanded gradient merge, as those of a token-major one do.
+    sums = 0
+    if dtype == torch.bfloat16 and function is linear_l and dense and B > 1:
+        row = (E + R) * 4
+        wide = min(max(record.output_bytes // 16, MIB) // row, S) * row
+        sums = E * R * 4 + (wide if DEVICE == "cpu" else 0)
+    # cuBLAS reports its own scratch.
+    library = record.library_workspace_bytes if DEVICE == "cuda" else 0 if dtype == torch.float32 else ONEDNN_BYTES
+    assert 0 <= record.forward_peak_bytes - held <= library
+    assert 0 <= record.backward_peak_bytes - (held + grad_y + record.gradient_bytes + copy + sums) <= library
 
 
 @pytest.mark.cpu
@@ -208,7 +133,7 @@ def test_predicted_scratch_is_what_is_taken(
     function: Function, shape: tuple[int, int, int, int], dense: bool, dtype: torch.dtype
 ) -> None:
     name = str(dtype).removeprefix("torch.")
-    if _C.cpu_multiplies(dtype=name, rows=10) and not products_are_plain(name):
+    if not products_are_plain(name):
         pytest.skip("oneDNN takes scratch of its own")
     inputs, grad_y = OPERATORS[function].make(*shape, dtype)
     record = measure_memory(function, *(x.detach().requires_grad_() for x in inputs), dense_grad=dense)

@@ -114,17 +114,6 @@ def test_a_wrong_cpu_level_fails_the_import(value: str) -> None:
     assert f"MEMCHECK_CPU must be default, avx2, avx512, avx512_bf16 or amx, got '{value}'" in said
 
 
-def test_float32_products_are_chosen() -> None:
-    code = "from memcheck._extension import _C; print(_C.cpu_prefers_onednn())"
-    assert fork_python(code, MEMCHECK_FLOAT32_PRODUCTS="library").stdout == "False\n"
-    if "avx512" in _C.cpu_levels():
-        assert fork_python(code, MEMCHECK_FLOAT32_PRODUCTS="onednn").stdout == "True\n"
-    said = import_error(code, MEMCHECK_FLOAT32_PRODUCTS="onednn", MEMCHECK_CPU="default")
-    assert "MEMCHECK_FLOAT32_PRODUCTS=onednn needs avx512, and the level is default" in said
-    said = import_error(code, MEMCHECK_FLOAT32_PRODUCTS="mkl")
-    assert "MEMCHECK_FLOAT32_PRODUCTS must be library or onednn, got 'mkl'" in said
-
-
 def setup_for_cuda(tmp_path: Path, torch_has: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """setup.py under a torch that says it is a CUDA build, beside something that says it is nvcc."""
     nvcc = tmp_path / "bin" / "nvcc"

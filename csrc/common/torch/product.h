@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/native/CPUBlas.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
@@ -8,19 +9,24 @@
 #include <cstdint>
 #include <utility>
 
-#include "common/torch/packed_product.h"
-
 // Matrix products by the library's GEMM.
 
 namespace memcheck {
 
+// Whether oneDNN's products of AMX read what lies between rows of K numbers along a dimension of x: they read K up to a
+// multiple of 32, and multiply the rest by 0, which makes NaN of NaN.
+inline bool reads_gaps(const at::Tensor& x, int64_t dimension) {
+  const int64_t K = x.size(dimension);
+  return x.is_cpu() && K % 32 != 0 && x.stride(dimension) == 1 && x.stride(1 - dimension) > K &&
+         at::native::cpublas::could_pack(x.scalar_type());
+}
+
 // sum (M,N) = a (M,K) b (K,N), or += if it `adds`, all of one dtype.
-inline void multiply_same(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
-  if (adds) {
-    sum.addmm_(a, b);
-  } else if (!multiply_packed_floats(sum, a, b)) {
-    at::mm_out(sum, a, b);
-  }
+inline void multiply_same(at::Tensor sum, at::Tensor a, at::Tensor b, bool adds) {
+  const bool transposed = sum.stride(1) != 1;  // then the library forms the transposed product
+  if (!transposed && reads_gaps(a, 1)) a = a.contiguous();
+  if (transposed && reads_gaps(b, 0)) b = b.t().contiguous().t();
+  adds ? sum.addmm_(a, b) : at::mm_out(sum, a, b);
 }
 
 #ifndef MEMCHECK_HOST_CUDA
@@ -70,12 +76,11 @@ inline at::Tensor converted(const at::Tensor& x, const at::Tensor& memory) {
 }
 
 // sum (M,N) = a^T b, or += if it `adds`, for a (K,M) and b (K,N). memory: undefined where the library has products of
-// this dtype in that of sum. Else float32, one row of a and b or more: the rows are packed there, or converted to
-// float32, some at a time.
+// this dtype in that of sum. Else float32, one row of a and b or more: rows are converted there, some at a time.
 inline void multiply_transposed(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds,
                                 const at::Tensor& memory) {
   if (!memory.defined()) return multiply(sum, a.t(), b, adds);
-  if (sum.numel() == 0 || multiply_packed(sum, a, b, adds, memory)) return;
+  if (sum.numel() == 0) return;
   const int64_t rows = memory.numel() / (a.size(1) + b.size(1));
   for (int64_t row = 0; row < a.size(0); row += rows) {
     const int64_t count = std::min(rows, a.size(0) - row);

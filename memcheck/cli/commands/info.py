@@ -52,10 +52,9 @@ def build() -> dict[str, Any]:
 def cpu_choices() -> dict[str, Any]:
     """What the extension has chosen for this processor; None without it."""
     if MISSING is not None:
-        return dict.fromkeys(("level", "levels", "float32_products"))
+        return dict.fromkeys(("level", "levels"))
     compiled = extension("memcheck info")
-    products = "onednn" if compiled.cpu_prefers_onednn() else "library"
-    return {"level": compiled.cpu_level(), "levels": compiled.cpu_levels(), "float32_products": products}
+    return {"level": compiled.cpu_level(), "levels": compiled.cpu_levels()}
 
 
 def kernels() -> dict[str, list[str]]:

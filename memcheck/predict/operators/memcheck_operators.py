@@ -210,145 +210,118 @@ def laid_out_sink(call: OperatorCall) -> Iterator[Scratch]:
 
 def combinator(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.x)
-    yield Scratch("rows laid out for BLAS", plan["copy"])
-    yield from copied_weight(call.weight, plan)
+    keeps = call.keep_preactivations
+    rows = plan["kept_rows" if keeps else "rows"]
+    yield Scratch("rows of x", copy_of_rows(call.x))
+    yield Scratch("weight in float32", plan["weight"])
     yield Scratch("rows in float32", plan["wide"] if plan["weight"] else 0)
-    yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
+    yield Scratch("pre-activations of a chunk", 0 if keeps else plan["chunk"])
+    if not plan["weight"]:
+        yield Scratch("weight", copy_of_rows(call.weight))
+        yield Scratch("operands laid out for BLAS", laid_out_rows(call.x, rows) + laid_out_rows(call.weight))
     yield from unplanned_products(call, call.x)
 
 
 def combinator_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     wants_x, wants_weight = call.output_mask
-    plan = combinator_plan(call, call.outputs[0] if call.x is None else call.x)
-    if wants_x or call.preactivations is None:
-        yield from copied_weight(call.weight, plan)
-    yield Scratch("rows laid out for BLAS", plan["copy"])
+    plan = combinator_plan(call, call.grad_y)
+    recomputes = call.preactivations is None
+    yield Scratch("rows of the gradient", copy_of_rows(call.grad_y))
+    of_x = copy_of_rows(call.x) if wants_weight or recomputes else 0
+    yield Scratch("rows of x, and then of its gradient", max(of_x, copy_of_rows(call.outputs[0]) if wants_x else 0))
     yield Scratch("pre-activations of a chunk", plan["chunk"])
     if wants_weight or plan["weight"]:
         yield Scratch("rows in float32", plan["wide"])
     if wants_weight:
-        yield Scratch("gradient of the weight in float32", plan["sums"])
-        in_place = plan["sums"] or is_one_matrix(call.outputs[-1])
-        yield Scratch("gradient of the weight laid out for BLAS", 0 if in_place else call.outputs[-1].nbytes)
+        of_sum = plan["sums"] or copy_of_rows(call.outputs[-1])
+        yield Scratch("gradient of the weight, summed", of_sum)
+    if wants_x or recomputes:
+        yield Scratch("weight in float32", plan["weight"])
+    if not plan["weight"]:
+        of_weight = laid_out_rows(call.weight) if wants_x or recomputes else 0
+        of_chunk = laid_out_rows(call.x, plan["rows"]) if recomputes or (wants_weight and not plan["wide"]) else 0
+        yield Scratch("weight", copy_of_rows(call.weight) if wants_x or recomputes else 0)
+        yield Scratch("operands laid out for BLAS", of_weight + of_chunk if recomputes else max(of_weight, of_chunk))
     yield from unplanned_products(call, call.grad_y)
 
 
 def combinator_plan(call: OperatorCall, x: Tensor) -> dict[str, int]:
-    sizes = {"N": x.numel() // x.shape[-1], "E": x.shape[-1]}
-    return plan_of(call, "combinator", x, **sizes, copies=not is_one_matrix(x))
+    return plan_of(call, "combinator", x, N=x.numel() // x.shape[-1], E=x.shape[-1])
 
 
-def copied_weight(weight: Tensor, plan: dict[str, int]) -> Iterator[Scratch]:
-    """The copy that products read if they are formed in float32, or if GEMM cannot read the weight in place."""
-    yield Scratch("weight in float32", plan["weight"])
-    if not plan["weight"] and not is_one_matrix(weight):
-        yield Scratch("weight laid out for BLAS", weight.numel() * weight.element_size())
-
-
-def is_one_matrix(x: Tensor) -> bool:
-    """Whether GEMM can read all rows of (...,E) in place, as one matrix (N,E)."""
-    columns = x.shape[-1]
+def merges(x: Tensor) -> bool:
+    """Whether (...,E) can be viewed as a matrix (N,E)."""
     try:
-        strides = x.view(-1, columns).stride()
+        x.view(-1, x.shape[-1])
     except RuntimeError:
-        return False
-    rows = x.numel() // columns if columns else 0
-    row, column = strides
-    row = row if rows != 1 else max(1, columns) if column == 1 else 1
-    return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
+        return x.numel() == 0
+    return True
 
 
-def in_float(call: OperatorCall, x: Tensor) -> bool:
-    """Whether products are formed in float32, because the CPU has no instructions for those of 16-bit matrices."""
-    from memcheck._extension import _C
+def copy_of_rows(x: Tensor) -> int:
+    """The bytes of the copy of (...,E) whose rows are those of a matrix."""
+    return 0 if merges(x) else x.numel() * x.element_size()
 
-    rows = x.numel() // max(1, x.shape[-1])
-    return call.target.kind == "cpu" and not _C.cpu_multiplies(dtype=dtype_name(x), rows=rows)
+
+def laid_out_rows(x: Tensor, count: int | None = None) -> int:
+    """The bytes of the copy that GEMM needs of so many rows of (...,E), by default all, where they are a matrix."""
+    if x.numel() == 0 or not merges(x) or fits_blas(rows := x.view(-1, x.shape[-1])):
+        return 0
+    return (len(rows) if count is None else count) * x.shape[-1] * x.element_size()
 
 
 def unplanned_products(call: OperatorCall, x: Tensor) -> Iterator[Unknown]:
-    if call.target.kind == "cpu" and not in_float(call, x) and not products_are_plain(dtype_name(x)):
+    from memcheck._extension import _C
+
+    dtype, rows = dtype_name(x), x.numel() // max(1, x.shape[-1])
+    in_float = "combinator" in call.name and not _C.cpu_multiplies(dtype=dtype, rows=rows)
+    if call.target.kind == "cpu" and not in_float and not products_are_plain(dtype):
         yield Unknown(ONEDNN)
 
 
 def projection(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """One product over all rows if those of x and of y merge, else one for each batch entry.
-
-    An operand that GEMM cannot read in place is copied.
-    """
+    """An operand that GEMM cannot read in place is copied."""
     (y,) = call.outputs
-    rows_of_y = y.mT if call.name.endswith("linear_l") else y
-    if in_float(call, call.x):
-        yield Scratch("w in float32", call.w.numel() * 4)
-        yield wide_rows(rows_of_y, call.x, [rows_of_y, call.x])
-        return
-    whole = merges(call.x) and merges(rows_of_y)
-    x = Scratch("x laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)))
-    w = Scratch("w laid out for BLAS", laid_out(call.w))
+    y = y.mT if call.name.endswith("linear_l") else y
+    x = Scratch("x laid out for BLAS", laid_out(call.x, y, in_batch=call.target.kind == "cuda"))
+    w = Scratch("w laid out for BLAS", laid_out_rows(call.w))
     yield from (x, w) if call.name.endswith("linear_l") else (w, x)  # y^T = w^T x^T, where y is in rows.
     yield from unplanned_products(call, call.x)
 
 
 def projection_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """Products over all rows, or over pieces if the gradient must be copied.
+    """Products over all rows if these merge, else one for each batch entry.
 
-    Over pieces, the gradient of a 16-bit weight is summed in float32; on the CPU its factors are converted, too. If the
-    CPU has no instructions for 16-bit products, all are formed in float32.
+    Several products of 16-bit matrices are summed in float32, on the CPU from rows in float32.
     """
     grad: Tensor = call.grad_y.mT if "linear_l" in call.name else call.grad_y  # (B,S,R)
     yield from unplanned_products(call, grad)
     wants_x, wants_w = call.output_mask[:2]
-    if in_float(call, grad):
-        x = call.x if wants_w else call.outputs[0]
-        yield Scratch("w in float32", call.w.numel() * 4 if wants_x else 0)
-        yield Scratch("gradient of the weight in float32", call.outputs[-1].numel() * 4 if wants_w else 0)
-        if wants_x or wants_w:
-            yield wide_rows(grad, x, [grad, *[call.x] * wants_w, *[call.outputs[0]] * wants_x])
-        return
-    merged = merges(grad) and fits_blas(grad)
-    x_whole, w_whole = (
-        merged and wanted and merges(of) for wanted, of in ((wants_x, call.outputs[0]), (wants_w, call.x))
-    )
-    (B, S, R), copies = grad.shape, not fits_blas(grad)
-    rows = copied_rows(B, S, R, grad.element_size(), R * grad.element_size()) if copies else S
-    pieces = 1 if w_whole else B * -(-S // rows)
-    if copies:
-        yield Scratch("rows of the gradient laid out for BLAS", rows * R * grad.element_size())
-    sums = wants_w and grad.element_size() < 4 and pieces > 1
-    widens = sums and call.target.kind == "cpu"
-    of_sums = call.outputs[-1].numel() * 4 if sums else 0
-    columns = R + call.x.shape[2] if widens else 0
-    of_rows = copied_rows(B, S, R, grad.element_size(), columns * 4) * columns * 4 if widens else 0
-    parts = laid_out(call.x) * (B * S if w_whole else rows) // (B * S) if wants_w and not widens else 0
-    of_w = laid_out(call.w) if wants_x else 0
-    if x_whole and not w_whole:  # the gradient of x is finished before the others are allocated
-        of_w = max(0, of_w - of_sums - of_rows)
-    yield Scratch("operand laid out for BLAS", max(parts, of_w))
-    yield Scratch("gradient of the weight in float32", of_sums)
+    of_x = laid_out(grad, call.outputs[0], in_batch=call.target.kind == "cuda") if wants_x else 0
+    of_x += laid_out_rows(call.w) if wants_x else 0
+    of_w = sums = of_rows = 0
+    if wants_w:
+        x, item, whole = call.x, grad.element_size(), merges(grad) and merges(call.x)
+        if not whole and item == 2:
+            sums = call.outputs[-1].numel() * 4
+        if sums and call.target.kind == "cpu":
+            columns = 4 * (x.shape[2] + grad.shape[2])
+            of_rows = min(max(max(grad.numel() * item // 16, 2**20) // columns, 1), grad.shape[1]) * columns
+        else:
+            of_w = laid_out(x, grad) + laid_out(grad, x)
+    yield Scratch("operands laid out for BLAS", max(of_x - sums - of_rows, of_w, 0))
+    yield Scratch("gradient of the weight in float32", sums)
     yield Scratch("rows in float32", of_rows)
 
 
-def wide_rows(y: Tensor, x: Tensor, merged: list[Tensor]) -> Scratch:
-    """Rows of x (B,S,E) and y (B,S,R) in float32, over all batch entries if those of each of the tensors merge."""
-    (B, S, R), columns = y.shape, y.shape[2] + x.shape[2]
-    B, S = (1, B * S) if all(map(merges, merged)) else (B, S)
-    return Scratch("rows in float32", copied_rows(B, S, R, y.element_size(), columns * 4) * columns * 4)
-
-
-def laid_out(operand: Tensor, parts: int = 1) -> int:
-    """The bytes of the copy that GEMM needs of it or of one of its parts."""
-    return 0 if operand.numel() == 0 or fits_blas(operand) else operand.nbytes // parts
-
-
-def merges(x: Tensor) -> bool:
-    """Whether (B,S,R) can be viewed as (B S,R) without a copy."""
-    return x.numel() > 0 and (1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1))
-
-
-def copied_rows(B: int, S: int, R: int, element_bytes: int, row_bytes: int) -> int:
-    """The number of copied rows, as in csrc/projection/projection.h."""
-    size = max(B * S * R * element_bytes // 16, 2**20)
-    return min(max(size // row_bytes, 1), S)
+def laid_out(operand: Tensor, beside: Tensor, in_batch: bool = False) -> int:
+    """The bytes of the copy that GEMM needs of an operand (B,S,E), or of one of its batch entries, unless its rows and
+    those of the other tensor of the product merge, or all entries are in one call."""
+    if merges(operand) and merges(beside):
+        return laid_out_rows(operand)
+    if operand.numel() == 0 or fits_blas(operand):
+        return 0
+    return operand.numel() * operand.element_size() // (1 if in_batch else len(operand))
 
 
 def add_pair(name: str, example: str, forward: Rule, backward: Rule, **facts: Any) -> None:
