@@ -455,7 +455,7 @@ def derive(only: str) -> pd.DataFrame:
             continue
         library.sample_blocks(case.sampled)
         for of in passes(case):
-            terms = [derived.terms_of(row, registers[row["instance"]]) for row in rows_of(of)]
+            terms = [derived.terms_of(row, registers) for row in rows_of(of)]
             rows.append({"case": of.case, "pass": of.name, **pd.DataFrame(terms).sum()})
     library.sample_blocks(0)
     library.stand_for(library.this_gpu())

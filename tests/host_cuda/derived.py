@@ -28,8 +28,8 @@ def resident_blocks(threads: int, registers: int, shared_bytes: int) -> int:
     return min(64 // warps, 32, by_registers, (228 << 10) // (shared_bytes + 1024))
 
 
-def terms_of(row: Mapping[str, Any], registers: int) -> dict[str, float]:
-    """Milliseconds for each of `TERMS` of a kernel's counts, before they are weighed.
+def terms_of(row: Mapping[str, Any], registers: Mapping[str, int]) -> dict[str, float]:
+    """Milliseconds for each of `TERMS` of a kernel's counts, before they are weighed. registers: of a kernel's thread.
 
     launches: a microsecond each
     memory: distinct bytes of a launch, at the peak bandwidth
@@ -41,7 +41,8 @@ def terms_of(row: Mapping[str, Any], registers: int) -> dict[str, float]:
     turns = row["shared_read_turns"] + row["shared_write_turns"]
     rounds = 0.0
     if row["kernel"].startswith("linear_attention_") and row["kernel"].endswith("_tensor"):
-        resident = MULTIPROCESSORS * resident_blocks(row["threads"], registers, row["shared_bytes"])
+        of_thread = registers[row["instance"]]
+        resident = MULTIPROCESSORS * resident_blocks(row["threads"], of_thread, row["shared_bytes"])
         copied = 16 * row["copies"] / (row["blocks"] * row["threads"])
         rounds = row["launches"] * math.ceil(blocks / resident) * copied * row["awaits"] / row["bytes_in_flight"]
     seconds = {
