@@ -5,7 +5,7 @@
 Counts: the small cases of tests/host_cuda/count.py run under Nsight Compute (ncu), and each kernel's hardware counters
 stand beside benchmarks/results/cuda_counts/counts.csv. The host stands for an A100; another GPU may choose other
 variants of kernels, which are named. Times: the large cases run by themselves, timed by CUDA events, and stand beside
-the sum of their kernels' derived times in derived.csv, which is a lower estimate.
+the derived times of an H100 and their terms, from derived.csv.
 
 With --stalls, instead, the large cases and the prototypes of benchmarks/kernels run under Nsight Compute, and for each
 kernel it is stored where warps wait, and how busy the multiprocessors' parts are. A case that is stored of the same
@@ -37,8 +37,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from host_cuda import count  # noqa: E402
 from host_cuda.resources import demangled, spelled_alike  # noqa: E402
-
-from memcheck.core.devices import KNOWN_AS  # noqa: E402
 
 # What the host counts (the sum of these columns of counts.csv) and the metrics of Nsight Compute whose sum is the same.
 # Sectors of cp.async (ldgsts) are among those of loads, and the host does not count them apart; a wavefront is a turn
@@ -240,27 +238,22 @@ def watch_stalls(folder: Path) -> None:
 
 
 def times(rounds: int = 20) -> Iterator[dict[str, object]]:
-    """A row for every pass of the large cases: the median of its times, and the derived time where there is one."""
-    gpu = torch.cuda.get_device_name()
-    known = [name for name, pattern in KNOWN_AS.items() if pattern.fullmatch(gpu)]
-    derived = pd.read_csv(count.DERIVED)
-    derived = derived[derived["gpu"].isin(known)].groupby(["case", "pass"])["derived_ms"].sum()
-    if derived.empty:
-        print(f"derived times: {count.DERIVED.name} has none for {gpu}")
-    clock = clock_of("cuda")
+    """A row for every pass of the large cases: the median of its times, and what is derived for an H100."""
+    derived = pd.read_csv(count.DERIVED).set_index(["case", "pass"])
+    gpu, clock = torch.cuda.get_device_name(), clock_of("cuda")
     for case in cases_of(count.large_cases):
         for name, run in passes(case):
             for _ in range(3):
                 run()
             measured = statistics.median(clock(run) for _ in range(rounds))
-            lowest = derived.get((case.name, name), float("nan"))
+            known = derived.loc[case.name, name]
             yield {
                 "gpu": gpu,
                 "case": case.name,
                 "pass": name,
                 "measured ms": round(measured, 4),
-                "derived ms": lowest,
-                "measured/derived": round(measured / lowest, 2),
+                "measured/derived": round(measured / known["derived ms"], 2),
+                **known,
             }
         release("cuda")
 

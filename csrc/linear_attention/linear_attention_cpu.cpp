@@ -59,17 +59,20 @@ Head head_at(const LinearAttentionShape& n, int64_t index) {
   const int64_t outer = n.sequences.packed ? n.sequences.count : n.Hkv;
   const int64_t sequence = n.sequences.packed ? index % outer : index / outer;
   const Sequence place = sequence_of(n, sequence);
-  return {place, sequence, n.sequences.packed ? index / outer : index % outer, shape_of_head(n, place)};
+  return {.place = place,
+          .sequence = sequence,
+          .key_head = n.sequences.packed ? index / outer : index % outer,
+          .shape = shape_of_head(n, place)};
 }
 
-LinearAttentionForward part_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype) {
+LinearAttentionForward parameters_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype) {
   LinearAttentionForward p = batch;
   p.shape = head.shape;
   HeadStart(head, dtype).move({&p.q, &p.y}, {&p.k, &p.v}, {&p.decay.given}, {&p.initial, &p.last});
   return p;
 }
 
-LinearAttentionBackward part_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype) {
+LinearAttentionBackward parameters_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype) {
   LinearAttentionBackward p = batch;
   p.shape = head.shape;
   HeadStart(head, dtype)
@@ -183,7 +186,7 @@ using linear_cpu::Phase;
 template <typename acc_t>
 Finding check_decays_of_head(const LinearAttentionForward& batch, Dtype dtype, int64_t index) {
   const linear_cpu::Head head = linear_cpu::head_at(batch.shape, index);
-  const LinearAttentionDecay decay = linear_cpu::part_of(batch, head, dtype).decay;
+  const LinearAttentionDecay decay = linear_cpu::parameters_of(batch, head, dtype).decay;
   for (int64_t t = 0; t < head.place.keys; ++t) {
     const double value = *decay.given.at<const acc_t>(0, 0, t);
     if (!decay.allows(value)) return decay_finding(decay.logarithms, head.place.first_key + t, value);
@@ -212,9 +215,12 @@ void check_decays(const LinearAttentionForward& p, Dtype dtype) {
 LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape, Dtype dtype, int64_t threads) {
   const Deal deal(shape, threads);
   const int64_t cut = static_cast<int64_t>(deal.cut.size());
-  return {cut * deal.state_bytes(dtype, false), linear_cpu::forward_scratch_bytes(deal.longest, dtype) * deal.workers(),
-          deal.heads_with_rows() * deal.row_bytes(dtype), cut * deal.state_bytes(dtype, true),
-          linear_cpu::backward_scratch_bytes(deal.longest, dtype, deal.all_cut()) * deal.workers()};
+  const int64_t workers = deal.workers();
+  return {.forward_states_bytes = cut * deal.state_bytes(dtype, false),
+          .forward_scratch_bytes = linear_cpu::forward_scratch_bytes(deal.longest, dtype) * workers,
+          .rows_bytes = deal.heads_with_rows() * deal.row_bytes(dtype),
+          .backward_states_bytes = cut * deal.state_bytes(dtype, true),
+          .backward_scratch_bytes = linear_cpu::backward_scratch_bytes(deal.longest, dtype, deal.all_cut()) * workers};
 }
 
 void linear_attention_forward_cpu(const LinearAttentionForward& p, Dtype dtype, cudaStream_t) {

@@ -13,6 +13,7 @@
 #include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/sequence_tasks.h"
+#include "common/span.h"
 #include "common/tile_product.h"
 #include "linear_attention/linear_attention.h"
 
@@ -69,12 +70,7 @@ inline int64_t query_slots(const LinearAttentionShape& n) {
   return query_segments(n) - (n.causal ? 1 : 0);
 }
 
-struct Range {
-  int64_t begin, end;
-  MEMCHECK_INLINE int64_t count() const { return end - begin; }
-};
-
-inline Range segment_range(const LinearAttentionShape& shape, int64_t length, int64_t segment) {
+inline Span segment_span(const LinearAttentionShape& shape, int64_t length, int64_t segment) {
   const int64_t step = segment_length(shape, length);
   return {segment * step, std::min(length, (segment + 1) * step)};
 }
@@ -92,8 +88,8 @@ struct Head {
 Head head_at(const LinearAttentionShape& n, int64_t index);
 
 // The parameters of a head, but for its scratch.
-LinearAttentionForward part_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype);
-LinearAttentionBackward part_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype);
+LinearAttentionForward parameters_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype);
+LinearAttentionBackward parameters_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype);
 
 // What the tasks of one pass do. A head is a task, or it is cut and has tasks in every other pass.
 enum class Phase {
@@ -115,8 +111,8 @@ struct Task {
   int64_t piece;  // the segment, or the part of a scan
 
   // Positions of its keys. Causal, those of its queries too.
-  MEMCHECK_INLINE Range keys() const {
-    return phase == Phase::Whole ? Range{0, p.shape.T} : segment_range(p.shape, p.shape.T, piece);
+  MEMCHECK_INLINE Span keys() const {
+    return phase == Phase::Whole ? Span{0, p.shape.T} : segment_span(p.shape, p.shape.T, piece);
   }
 };
 
@@ -158,7 +154,7 @@ void run_pass(const Params& batch, Dtype dtype, const Deal& deal, Phase phase, c
     const Head head = head_at(deal.n, whole ? place : deal.cut[place]);
     if (whole ? deal.is_cut(head.shape) : piece >= pieces_of(phase, head.shape)) return;
     // No key needs the sum of the first segment's queries: there is none before them.
-    Task<Params> task{part_of(batch, head, dtype), dtype, phase, piece + (phase == Phase::QuerySums ? 1 : 0)};
+    Task<Params> task{parameters_of(batch, head, dtype), dtype, phase, piece + (phase == Phase::QuerySums ? 1 : 0)};
     task.p.states = static_cast<char*>(batch.states) + place * state_bytes;
     if constexpr (kBackward)
       task.p.rows = static_cast<char*>(batch.rows) + (whole && deal.n.sequences ? worker : place) * row_bytes;
@@ -172,7 +168,7 @@ void run_pass(const Params& batch, Dtype dtype, const Deal& deal, Phase phase, c
 // have no query; `rows` are those that have one.
 struct ChunkQueries {
   int64_t head, position;
-  Range rows;
+  Span rows;
 
   MEMCHECK_INLINE MatrixPlace place(Dtype dtype, const Strided<4>& x) const {
     return rows_at(dtype, x, 0, head, position + rows.begin);
@@ -460,14 +456,14 @@ struct ChunkDecays {
 
 // Row i of x is multiplied by factors[i].
 template <typename acc_t>
-MEMCHECK_INLINE void scale_rows(const Matrix<acc_t>& x, Range rows, const acc_t* factors) {
+MEMCHECK_INLINE void scale_rows(const Matrix<acc_t>& x, Span rows, const acc_t* factors) {
   for (int64_t row = rows.begin; row < rows.end; ++row)
     for (int64_t i = 0; i < x.stride; ++i) x.row(row)[i] *= factors[row];
 }
 
 // Scores of the queries and keys of a chunk, which are 0 for later keys, are multiplied by weights.
 template <typename acc_t>
-MEMCHECK_INLINE void scale_scores(const Matrix<acc_t>& scores, Range rows, const Matrix<acc_t>& weights) {
+MEMCHECK_INLINE void scale_scores(const Matrix<acc_t>& scores, Span rows, const Matrix<acc_t>& weights) {
   for (int64_t row = rows.begin; row < rows.end; ++row)
     for (int64_t i = 0; i < kChunk; ++i) scores.row(row)[i] *= weights.row(row)[i];
 }
@@ -528,7 +524,7 @@ MEMCHECK_INLINE acc_t feature_derivative(FeatureMap map, acc_t phi) {
 
 // Causal: a query sees the keys of its chunk up to its own row.
 template <typename acc_t>
-MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Range rows) {
+MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Span rows) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     acc_t* line = scores.row(row);
     for (int64_t i = 0; i < kChunk; ++i) line[i] = i <= row ? line[i] : acc_t(0);
@@ -537,7 +533,7 @@ MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Range rows) {
 
 // to = a b in the columns of keys that some row of a block sees. The other columns of the block are undefined.
 template <typename acc_t>
-MEMCHECK_INLINE void multiply_visible(const Matrix<acc_t>& a, Range rows, int64_t depth, const Matrix<acc_t>& b,
+MEMCHECK_INLINE void multiply_visible(const Matrix<acc_t>& a, Span rows, int64_t depth, const Matrix<acc_t>& b,
                                       const Matrix<acc_t>& to) {
   for (int64_t row = rows.begin, end; row < rows.end; row = end) {
     const int64_t columns = (row / kProductColumns + 1) * kProductColumns;
@@ -547,7 +543,7 @@ MEMCHECK_INLINE void multiply_visible(const Matrix<acc_t>& a, Range rows, int64_
 }
 
 template <typename acc_t>
-MEMCHECK_INLINE void clear_rows(const Matrix<acc_t>& x, Range rows) {
+MEMCHECK_INLINE void clear_rows(const Matrix<acc_t>& x, Span rows) {
   for (int64_t i = rows.begin * x.stride; i < rows.end * x.stride; ++i) x.data[i] = acc_t(0);
 }
 
@@ -574,7 +570,7 @@ MEMCHECK_INLINE void sum_lanes(int64_t rows, const Matrix<acc_t>& partial, acc_t
 
 // Adds keys to a state, chunk by chunk of so many, and leaves the last segment open.
 template <typename acc_t, typename OfHead>
-MEMCHECK_INLINE void sum_keys(OfHead& x, State<acc_t>& state, Range keys, int64_t chunk) {
+MEMCHECK_INLINE void sum_keys(OfHead& x, State<acc_t>& state, Span keys, int64_t chunk) {
   for (int64_t t = keys.begin; t < keys.end; t += chunk) {
     const int64_t count = std::min(chunk, keys.end - t);
     if (t > keys.begin && state.begins_at(t)) state.end_segment();

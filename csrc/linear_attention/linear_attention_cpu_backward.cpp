@@ -103,7 +103,7 @@ struct BackwardHead {
 
   // phi(q) and g of rows of a chunk of queries.
   MEMCHECK_INLINE void load_queries(const ChunkQueries& at, int64_t ahead) const {
-    load_pair(at.place(dtype, p.q), at.place(dtype, p.grad_y), at.rows.count(), ahead, q.rows_from(at.rows.begin),
+    load_pair(at.place(dtype, p.q), at.place(dtype, p.grad_y), at.rows.size(), ahead, q.rows_from(at.rows.begin),
               g.rows_from(at.rows.begin));
   }
 
@@ -129,8 +129,7 @@ struct BackwardHead {
   MEMCHECK_INLINE void add_queries(const ChunkQueries& at, bool sums_only) {
     const int64_t first = at.rows.begin;
     if (n.decayed) scale_rows(q, at.rows, decays.into);
-    queries.add_chunk(at.rows.count(), g.factor(first), q.rows_from(first), deltas(at) + first, q.row(first),
-                      sums_only);
+    queries.add_chunk(at.rows.size(), g.factor(first), q.rows_from(first), deltas(at) + first, q.row(first), sums_only);
   }
 
   // N from N^T.
@@ -148,13 +147,13 @@ struct BackwardHead {
     return keys.segment_length == 0 ? n.T : std::min(n.T, begin + keys.segment_length);
   }
 
-  // The states before every `step` positions of a range, from that before its first one. Null: as the sequence begins.
-  MEMCHECK_INLINE void form_states(const acc_t* first, Range range, int64_t step, acc_t* to) {
+  // The states before every `step` positions of a span, from that before its first one. Null: as the sequence begins.
+  MEMCHECK_INLINE void form_states(const acc_t* first, Span span, int64_t step, acc_t* to) {
     State<acc_t> state(keys.shape, to);
     state.start_from(first);
     if (first == nullptr && p.initial) state.load(p.initial, 1);
-    for (int64_t t = range.begin; t + kChunk < range.end; t += kChunk) {
-      if ((t - range.begin) % step == 0) {
+    for (int64_t t = span.begin; t + kChunk < span.end; t += kChunk) {
+      if ((t - span.begin) % step == 0) {
         const acc_t* before = to;
         state = State<acc_t>(keys.shape, to += keys.shape.size());
         state.start_from(before);
@@ -213,7 +212,7 @@ struct BackwardHead {
 
   // Adds what queries and keys of the chunk give, from scores and their weighed gradients in `products`: to every
   // position the sum over the queries from it on and the keys before it.
-  MEMCHECK_INLINE void add_pairs(Range rows) const {
+  MEMCHECK_INLINE void add_pairs(Span rows) const {
     alignas(64) acc_t sums[kChunk] = {}, of_pairs[kChunk];  // of each key, over the queries from a row on
     for (int64_t row = rows.end - 1; row >= 0; --row) {
       for (int64_t i = 0; i < kChunk && row >= rows.begin; ++i)
@@ -252,7 +251,7 @@ struct BackwardHead {
   }
 
   // to (kChunk) = a.b of each of the rows.
-  MEMCHECK_INLINE void dots(const Matrix<acc_t>& a, const Matrix<acc_t>& b, Range rows, acc_t* to) const {
+  MEMCHECK_INLINE void dots(const Matrix<acc_t>& a, const Matrix<acc_t>& b, Span rows, acc_t* to) const {
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const acc_t* x = a.row(row);
       const acc_t* y = b.row(row);
@@ -265,14 +264,14 @@ struct BackwardHead {
   }
 
   // Products of queries and keys of the same chunk become weights.
-  MEMCHECK_INLINE void weigh(const Matrix<acc_t>& weights, Range rows) const {
+  MEMCHECK_INLINE void weigh(const Matrix<acc_t>& weights, Span rows) const {
     mask_later_keys(weights, rows);
     if (n.decayed) scale_scores(weights, rows, decays.between);
   }
 
   // grad_q = M h, from the state and, causal, from the keys of the chunk. Leaves h scaled where there are decays, and
   // of_state = phi(q).(M h) of the state alone if the gradient of decays is wanted.
-  MEMCHECK_INLINE void multiply_by_key_sums(Range rows, acc_t* of_state) const {
+  MEMCHECK_INLINE void multiply_by_key_sums(Span rows, acc_t* of_state) const {
     const int64_t first = rows.begin;
     TileTerm<acc_t> seen{};
     if (n.causal) {
@@ -283,25 +282,25 @@ struct BackwardHead {
     if (n.decayed) scale_rows(g, rows, decays.into);
     const auto before = term(n.Dv, g.factor(first), keys.seen);
     if (p.grad_decay) {
-      tile_product(TileProduct::Set, rows.count(), grad_q.stride, before, grad_q.result(first));
+      tile_product(TileProduct::Set, rows.size(), grad_q.stride, before, grad_q.result(first));
       dots(q, grad_q, rows, of_state);
     }
-    tile_rows<acc_t>(rows.count(), grad_q.stride, before, seen, nullptr, grad_q.result(first));
+    tile_rows<acc_t>(rows.size(), grad_q.stride, before, seen, nullptr, grad_q.result(first));
   }
 
   // phi(q) and h of rows of a chunk, grad_q if it is wanted, and what rows give to grad_decay. Leaves 1 / den and
   // delta. Everything is formed with h instead of g, because phi(q).(M g) may overflow where phi(q).(M h) = g.y does
   // not.
   MEMCHECK_INLINE void differentiate_queries(const ChunkQueries& at) const {
-    const Range rows = at.rows;
+    const Span rows = at.rows;
     acc_t* const kept_inverse = inverses(at);
     acc_t* const kept_delta = deltas(at);
     load_queries(at, kChunk);
-    alignas(64) acc_t inverse[kChunk];
+    alignas(64) acc_t den[kChunk], inverse[kChunk];
     const acc_t eps = static_cast<acc_t>(p.eps);
-    dots(q, z, rows, inverse);
+    dots(q, z, rows, den);
     for (int64_t row = rows.begin; row < rows.end; ++row)
-      inverse[row] = n.normalize ? acc_t(1) / (inverse[row] + eps) : acc_t(1);
+      inverse[row] = n.normalize ? acc_t(1) / (den[row] + eps) : acc_t(1);
     scale_rows(g, rows, inverse);
     alignas(64) acc_t g_dot_y[kChunk], of_state[kChunk], of_z[kChunk];
     multiply_by_key_sums(rows, of_state);
@@ -318,15 +317,14 @@ struct BackwardHead {
       dots(q, {keys.vector_of(keys.seen), 0}, rows, of_z);
       add_queries_of_state(at, of_state, of_z);
     }
-    if (p.grad_q)
-      store_rows(dtype, at.place(dtype, p.grad_q), rows.count(), n.D, grad_q.row(rows.begin), grad_q.stride);
+    if (p.grad_q) store_rows(dtype, at.place(dtype, p.grad_q), rows.size(), n.D, grad_q.row(rows.begin), grad_q.stride);
   }
 
   // Causal, along the sequence: grad_q, 1 / den and delta.
-  MEMCHECK_INLINE void differentiate_along(Range range) {
-    for (int64_t t = range.begin; t < range.end; t += kChunk) {
-      const int64_t count = std::min(kChunk, range.end - t);
-      if (t > range.begin && keys.begins_at(t)) {
+  MEMCHECK_INLINE void differentiate_along(Span span) {
+    for (int64_t t = span.begin; t < span.end; t += kChunk) {
+      const int64_t count = std::min(kChunk, span.end - t);
+      if (t > span.begin && keys.begins_at(t)) {
         keys.end_segment();
         if (p.grad_decay)
           State<acc_t>(keys.shape, of_segments.at(t / keys.segment_length - 1)).start_from(keys.before.data);
@@ -335,21 +333,21 @@ struct BackwardHead {
       for (int64_t row = 0; row < count && p.grad_decay; ++row)
         *p.grad_decay.template at<acc_t>(0, 0, t + row) = acc_t(0);
       ChunkQueries at = queries_along(n, t, count);
-      if (at.rows.count() > 0) {
+      if (at.rows.size() > 0) {
         transpose_rows(v.data, v.stride, count, v.stride, v_transposed.data, kChunk);
         running_key_sums(count, count);
         for (; at.head < n.H; ++at.head) differentiate_queries(at);
       }
-      if (t + kChunk < range.end) add_keys(count, false);
+      if (t + kChunk < span.end) add_keys(count, false);
     }
   }
 
   // Not causal: every query sees what the state of keys holds. grad_q, and N and n of these queries.
-  MEMCHECK_INLINE void differentiate_all_queries(Range range) {
+  MEMCHECK_INLINE void differentiate_all_queries(Span span) {
     running_key_sums(kChunk, 0);
     for (int64_t head = 0; head < n.H; ++head) {
-      for (int64_t s = range.begin; s < range.end; s += kChunk) {
-        const ChunkQueries at{head, s, {0, std::min(kChunk, range.end - s)}};
+      for (int64_t s = span.begin; s < span.end; s += kChunk) {
+        const ChunkQueries at{head, s, {0, std::min(kChunk, span.end - s)}};
         differentiate_queries(at);
         add_queries(at, true);
       }
@@ -372,7 +370,7 @@ struct BackwardHead {
 
   // Adds to these what the queries of the same chunk give.
   MEMCHECK_INLINE void key_gradients_of_chunk(const ChunkQueries& at, int64_t count) const {
-    const Range rows = at.rows;
+    const Span rows = at.rows;
     const int64_t first = rows.begin;
     const acc_t* delta = deltas(at);
     multiply_visible(g, rows, n.Dv, v_transposed, products);
@@ -380,12 +378,12 @@ struct BackwardHead {
       for (int64_t i = 0; i < kChunk; ++i) products.row(row)[i] -= delta[row];
     weigh(products, rows);
     tile_product(TileProduct::Add, count, grad_k.stride,
-                 term(rows.count(), products.factor(first).transposed(), q.rows_from(first)), grad_k.result(0));
+                 term(rows.size(), products.factor(first).transposed(), q.rows_from(first)), grad_k.result(0));
     multiply_visible(q, rows, n.D, k_transposed, scores);
     if (p.grad_decay) add_pairs(rows);
     weigh(scores, rows);
     tile_product(TileProduct::Add, count, grad_v.stride,
-                 term(rows.count(), scores.factor(first).transposed(), g.rows_from(first)), grad_v.result(0));
+                 term(rows.size(), scores.factor(first).transposed(), g.rows_from(first)), grad_v.result(0));
   }
 
   MEMCHECK_INLINE void store_key_gradients(int64_t t, int64_t count) const {
@@ -397,10 +395,10 @@ struct BackwardHead {
 
   // Causal, back: grad_k and grad_v, or only N and n. The state then has all queries if they are the first and the
   // gradient of the initial state is wanted.
-  MEMCHECK_INLINE void differentiate_back(Range range, bool sums_only) {
-    const bool adds_first = sums_only || (p.grad_initial && range.begin == 0);
-    for (int64_t t = range.begin + (range.end - 1 - range.begin) / kChunk * kChunk; t >= range.begin; t -= kChunk) {
-      const int64_t count = std::min(kChunk, range.end - t);
+  MEMCHECK_INLINE void differentiate_back(Span span, bool sums_only) {
+    const bool adds_first = sums_only || (p.grad_initial && span.begin == 0);
+    for (int64_t t = span.begin + (span.end - 1 - span.begin) / kChunk * kChunk; t >= span.begin; t -= kChunk) {
+      const int64_t count = std::min(kChunk, span.end - t);
       if (!sums_only) {
         const acc_t* const before = p.grad_decay ? keys_before(t, count) : nullptr;
         load_keys(t, count, -kChunk);
@@ -413,23 +411,23 @@ struct BackwardHead {
         decays.load(p.decay, t, count);
       }
       queries.fade(decays.all);
-      for (ChunkQueries at = queries_along(n, t, count); at.head < n.H && at.rows.count() > 0; ++at.head) {
+      for (ChunkQueries at = queries_along(n, t, count); at.head < n.H && at.rows.size() > 0; ++at.head) {
         load_queries(at, -kChunk);
         scale_rows(g, at.rows, inverses(at));
         if (!sums_only) key_gradients_of_chunk(at, count);
-        if (adds_first || t > range.begin) add_queries(at, sums_only);
+        if (adds_first || t > span.begin) add_queries(at, sums_only);
       }
       if (!sums_only) queries.refresh();
-      if (t > range.begin && queries.begins_at(t)) queries.end_segment();
+      if (t > span.begin && queries.begins_at(t)) queries.end_segment();
       if (!sums_only) store_key_gradients(t, count);
     }
   }
 
   // Not causal: what the state of queries holds sees every key.
-  MEMCHECK_INLINE void differentiate_all_keys(Range range) {
+  MEMCHECK_INLINE void differentiate_all_keys(Span span) {
     transpose_query_state();
-    for (int64_t t = range.begin; t < range.end; t += kChunk) {
-      const int64_t count = std::min(kChunk, range.end - t);
+    for (int64_t t = span.begin; t < span.end; t += kChunk) {
+      const int64_t count = std::min(kChunk, span.end - t);
       load_keys(t, count);
       key_gradients_of_state(count);
       store_key_gradients(t, count);
@@ -442,7 +440,7 @@ struct BackwardHead {
 // M and z of the keys that the task's queries see before they go along with their own; KeySums: of the task's keys.
 template <typename acc_t>
 MEMCHECK_INLINE void start_keys_body(const BackwardTask& task, BackwardHead<acc_t>& x) {
-  const Range keys = task.keys();
+  const Span keys = task.keys();
   const bool whole = task.phase == Phase::Whole, continues = task.p.initial && keys.begin == 0;
   const Slots<acc_t> slots = slots_of<acc_t>(task.p, false);
   x.keys.start_from(task.phase == Phase::Queries ? slots.at(x.n.causal ? task.piece - 1 : slots.count - 1) : nullptr);
@@ -454,13 +452,13 @@ MEMCHECK_INLINE void start_keys_body(const BackwardTask& task, BackwardHead<acc_
 
 // grad_q. Not causal: and N and n of the task's queries.
 template <typename acc_t>
-MEMCHECK_INLINE void query_part_body(const BackwardTask& task, BackwardHead<acc_t>& x) {
+MEMCHECK_INLINE void query_gradients_body(const BackwardTask& task, BackwardHead<acc_t>& x) {
   if (x.n.causal) return x.differentiate_along(task.keys());
   const bool whole = task.phase == Phase::Whole;
   const int64_t end = whole ? query_segments(x.n) : task.piece + 1;
   x.queries.clear();
   for (int64_t segment = whole ? 0 : task.piece; segment < end; ++segment) {
-    x.differentiate_all_queries(segment_range(x.n, x.n.S, segment));
+    x.differentiate_all_queries(segment_span(x.n, x.n.S, segment));
     if (whole) x.queries.end_segment();
   }
   if (!whole) x.queries.store_segment(slots_of<acc_t>(task.p, true).at(task.piece), false);
@@ -468,9 +466,9 @@ MEMCHECK_INLINE void query_part_body(const BackwardTask& task, BackwardHead<acc_
 
 // grad_k and grad_v; QuerySums: N and n of the task's queries.
 template <typename acc_t>
-MEMCHECK_INLINE void key_part_body(const BackwardTask& task, BackwardHead<acc_t>& x) {
+MEMCHECK_INLINE void key_gradients_body(const BackwardTask& task, BackwardHead<acc_t>& x) {
   const LinearAttentionBackward& p = task.p;
-  const Range keys = task.keys();
+  const Span keys = task.keys();
   const bool sums_only = task.phase == Phase::QuerySums, ends = p.grad_last && keys.end == p.shape.T;
   const Slots<acc_t> slots = slots_of<acc_t>(p, true);
   if (task.phase == Phase::Keys) {
@@ -490,8 +488,8 @@ MEMCHECK_INLINE void key_part_body(const BackwardTask& task, BackwardHead<acc_t>
 #define MEMCHECK_BACKWARD_PART(name) \
   MEMCHECK_PER_CPU_LEVEL(acc_t, name, (const BackwardTask& task, BackwardHead<acc_t>& x), (task, x))
 MEMCHECK_BACKWARD_PART(start_keys)
-MEMCHECK_BACKWARD_PART(query_part)
-MEMCHECK_BACKWARD_PART(key_part)
+MEMCHECK_BACKWARD_PART(query_gradients)
+MEMCHECK_BACKWARD_PART(key_gradients)
 #undef MEMCHECK_BACKWARD_PART
 
 // Whether anything is wanted that needs N and n.
@@ -508,14 +506,14 @@ void run_backward(const BackwardTask& task, Arena arena) {
   }
   BackwardHead<acc_t> x(arena, task);
   if (whole || task.phase == Phase::KeySums || task.phase == Phase::Queries) start_keys(task, x);
-  if (whole || task.phase == Phase::Queries) query_part(task, x);
-  if (whole ? wants_keys(task.p) : task.phase == Phase::QuerySums || task.phase == Phase::Keys) key_part(task, x);
+  if (whole || task.phase == Phase::Queries) query_gradients(task, x);
+  if (whole ? wants_keys(task.p) : task.phase == Phase::QuerySums || task.phase == Phase::Keys) key_gradients(task, x);
 }
 
 }  // namespace
 
 int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool all_cut) {
-  BackwardTask task{{}, dtype, all_cut ? Phase::Keys : Phase::Whole, 0};
+  BackwardTask task{.p = {}, .dtype = dtype, .phase = all_cut ? Phase::Keys : Phase::Whole, .piece = 0};
   task.p.shape = n;
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<BackwardHead<decltype(acc)>>(task); });
 }

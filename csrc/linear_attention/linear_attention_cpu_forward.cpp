@@ -88,7 +88,7 @@ struct ForwardHead {
   // ---- queries
 
   // inverse = 1 / den of each row: phi(q).z of the keys before, in the state, and the scores of the keys at hand.
-  MEMCHECK_INLINE void inverse_denominators(Range rows, bool keys_at_hand, acc_t* inverse) const {
+  MEMCHECK_INLINE void inverse_denominators(Span rows, bool keys_at_hand, acc_t* inverse) const {
     const acc_t* z = state.vector_of(state.seen);
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       alignas(64) acc_t sums[kTileLanes] = {};
@@ -105,14 +105,14 @@ struct ForwardHead {
 
   // y of rows of a chunk, from the state and, causal, from the keys of the chunk.
   MEMCHECK_INLINE void attend(const ChunkQueries& queries) {
-    const Range rows = queries.rows;
+    const Span rows = queries.rows;
     const int64_t first = rows.begin;
     const MatrixPlace q_place = queries.place(dtype, p.q);
     const MatrixPlace y_place = queries.place(dtype, p.y);
     const bool direct = lies_as_scratch<acc_t>(dtype, y_place, n.Dv);
     const Matrix<acc_t> to = direct ? in_memory<acc_t>(y_place) : y;
-    load_features(n, dtype, q_place, rows.count(), {}, {}, q.rows_from(first));
-    NextPair next_queries{rows_after(dtype, q_place, kChunk, n.D), {}, rows.count()};
+    load_features(n, dtype, q_place, rows.size(), {}, {}, q.rows_from(first));
+    NextPair next_queries{rows_after(dtype, q_place, kChunk, n.D), {}, rows.size()};
     TileTerm<acc_t> seen{};
     if (n.causal) {
       multiply_visible(q, rows, n.D, k_transposed, scores);
@@ -125,19 +125,19 @@ struct ForwardHead {
     }
     alignas(64) acc_t inverse[kChunk];
     if (n.normalize) inverse_denominators(rows, n.causal, inverse);
-    tile_rows<acc_t>(rows.count(), y.stride, term(n.D, q.factor(first), state.seen), seen,
+    tile_rows<acc_t>(rows.size(), y.stride, term(n.D, q.factor(first), state.seen), seen,
                      n.normalize ? inverse + first : nullptr, to.result(0), &next_queries);
-    if (!direct) store_rows(dtype, y_place, rows.count(), n.Dv, to.data, to.stride);
+    if (!direct) store_rows(dtype, y_place, rows.size(), n.Dv, to.data, to.stride);
   }
 
   // Causal: queries and keys of the same positions. The state then has all keys if they are the last and it is wanted.
-  MEMCHECK_INLINE void attend_along(Range keys) {
+  MEMCHECK_INLINE void attend_along(Span keys) {
     for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
       const int64_t count = std::min(kChunk, keys.end - t);
       if (t > keys.begin && state.begins_at(t)) state.end_segment();
       load_keys(t, count);
       ChunkQueries queries = queries_along(n, t, count);
-      if (queries.rows.count() > 0) {
+      if (queries.rows.size() > 0) {
         transpose_rows(k.data, k.stride, count, k.stride, k_transposed.data, kChunk);
         for (; queries.head < n.H; ++queries.head) attend(queries);
       }
@@ -146,7 +146,7 @@ struct ForwardHead {
   }
 
   // Queries that all see what the state holds.
-  MEMCHECK_INLINE void attend_to_all(Range queries) {
+  MEMCHECK_INLINE void attend_to_all(Span queries) {
     for (int64_t head = 0; head < n.H; ++head)
       for (int64_t s = queries.begin; s < queries.end; s += kChunk)
         attend({head, s, {0, std::min(kChunk, queries.end - s)}});
@@ -172,7 +172,7 @@ struct ForwardHead {
   MEMCHECK_INLINE void run(const ForwardTask& task) {
     const Slots<acc_t> slots = slots_of<acc_t>(p, false);
     const bool whole = task.phase == Phase::Whole;
-    const Range keys = task.keys();
+    const Span keys = task.keys();
     const bool continues = p.initial && keys.begin == 0 && n.causal;
     state.start_from(task.phase == Phase::Queries ? slots.at(n.causal ? task.piece - 1 : slots.count - 1) : nullptr);
     if (continues) state.load(p.initial, 1);
@@ -185,7 +185,7 @@ struct ForwardHead {
     } else {
       if (whole) state.end_segment();
       if (p.initial) add_initial();
-      attend_to_all(whole ? Range{0, n.S} : segment_range(n, n.S, task.piece));
+      attend_to_all(whole ? Span{0, n.S} : segment_span(n, n.S, task.piece));
     }
     if (p.last && keys.end == n.T) state.store(p.last, 1);
   }
@@ -202,7 +202,7 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, run_forward, (const ForwardTask& task, Arena arena
 }  // namespace
 
 int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
-  ForwardTask task{{}, dtype, Phase::Whole, 0};
+  ForwardTask task{.p = {}, .dtype = dtype, .phase = Phase::Whole, .piece = 0};
   task.p.shape = n;
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<ForwardHead<decltype(acc)>>(task); });
 }

@@ -26,7 +26,7 @@ int64_t forward_bytes(const SoftplusAttentionPlan& plan, bool keeps_carries) {
 }
 
 // Where a sequence is in a batch.
-struct Part {
+struct SequenceInBatch {
   const SoftplusAttentionShape& shape;
   Dtype dtype;
   int64_t index;
@@ -41,25 +41,24 @@ struct Part {
 };
 
 // The parameters of one sequence: a dense batch of one row.
-SoftplusAttentionForward parameters_of(SoftplusAttentionForward p, const Part& part) {
-  p.shape = shape_of(p.shape, part.x);
-  p.q = part.queries(p.q);
-  p.k = part.keys(p.k);
-  p.v = part.keys(p.v);
-  p.y = part.queries(p.y);
-  if (p.carries) p.carries = static_cast<char*>(p.carries) + part.first_carry_byte();
-  for (Strided<3>* x : {&p.state.before, &p.state.before_rest, &p.state.after, &p.state.after_rest})
-    *x = part.state(*x);
+SoftplusAttentionForward parameters_of(SoftplusAttentionForward p, const SequenceInBatch& one) {
+  p.shape = shape_of(p.shape, one.x);
+  p.q = one.queries(p.q);
+  p.k = one.keys(p.k);
+  p.v = one.keys(p.v);
+  p.y = one.queries(p.y);
+  if (p.carries) p.carries = static_cast<char*>(p.carries) + one.first_carry_byte();
+  for (Strided<3>* x : {&p.state.before, &p.state.before_rest, &p.state.after, &p.state.after_rest}) *x = one.state(*x);
   return p;
 }
 
-SoftplusAttentionBackward parameters_of(SoftplusAttentionBackward p, const Part& part) {
-  p.shape = shape_of(p.shape, part.x);
-  for (Strided<3>* x : {&p.grad_y, &p.q, &p.grad_q}) *x = part.queries(*x);
-  for (Strided<3>* x : {&p.k, &p.v, &p.grad_k, &p.grad_v}) *x = part.keys(*x);
-  p.carries = static_cast<const char*>(p.carries) + part.first_carry_byte();
+SoftplusAttentionBackward parameters_of(SoftplusAttentionBackward p, const SequenceInBatch& one) {
+  p.shape = shape_of(p.shape, one.x);
+  for (Strided<3>* x : {&p.grad_y, &p.q, &p.grad_q}) *x = one.queries(*x);
+  for (Strided<3>* x : {&p.k, &p.v, &p.grad_k, &p.grad_v}) *x = one.keys(*x);
+  p.carries = static_cast<const char*>(p.carries) + one.first_carry_byte();
   for (Strided<3>* x : {&p.before, &p.grad_after, &p.grad_after_rest, &p.grad_before, &p.grad_before_rest})
-    *x = part.state(*x);
+    *x = one.state(*x);
   return p;
 }
 
@@ -71,7 +70,7 @@ void each_sequence(const Parameters& p, Dtype dtype, const BytesOf& bytes_of, co
       .each(
           scratch_of(p.shape, dtype, bytes_of), p.scratch,
           [&](int64_t index, const Sequence& x) { return parameters_of(p, {p.shape, dtype, index, x}); },
-          [&](const Parameters& one) { run(one, dtype); });
+          [&](const Parameters& of_one) { run(of_one, dtype); });
 }
 
 }  // namespace
@@ -82,9 +81,13 @@ SoftplusAttentionPlan plan(const SoftplusAttentionShape& shape, Dtype dtype, int
   const bool split_keys = splits(shape, shape.key_chunks(), threads);
   const int64_t workers = workers_bytes(shape, dtype, threads);
   if (shape.causal)
-    return {split_keys ? carries : 0, 0, workers + (split_keys ? 2 * (shape.key_chunks() - 1) * slot : 0)};
+    return {.forward_carries_bytes = split_keys ? carries : 0,
+            .forward_scratch_bytes = 0,
+            .backward_scratch_bytes = workers + (split_keys ? 2 * (shape.key_chunks() - 1) * slot : 0)};
   const bool split_queries = splits(shape, shape.query_chunks(), threads);
-  return {carries, split_keys ? 2 * shape.key_chunks() * slot : 0, (split_queries ? shape.query_chunks() : 1) * slot};
+  return {.forward_carries_bytes = carries,
+          .forward_scratch_bytes = split_keys ? 2 * shape.key_chunks() * slot : 0,
+          .backward_scratch_bytes = (split_queries ? shape.query_chunks() : 1) * slot};
 }
 
 }  // namespace softplus_cpu
@@ -97,7 +100,9 @@ SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& 
   const auto most = [&](auto bytes_of) { return tasks.scratch_bytes(scratch_of(shape, dtype, bytes_of)); };
   const int64_t kept = most([](const auto& plan) { return forward_bytes(plan, true); });
   const int64_t not_kept = most([](const auto& plan) { return forward_bytes(plan, false); });
-  return {not_kept - kept, kept, most([](const auto& plan) { return plan.backward_scratch_bytes; })};
+  return {.forward_carries_bytes = not_kept - kept,
+          .forward_scratch_bytes = kept,
+          .backward_scratch_bytes = most([](const auto& plan) { return plan.backward_scratch_bytes; })};
 }
 
 void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t) {

@@ -19,29 +19,38 @@ struct KeyScratch {
   acc_t softplus_k[kPositions * kTileLanes];
   acc_t sigmoid_k[kPositions * kTileLanes];
   acc_t v[kPositions * kTileLanes];
-  acc_t w[kPositions * kTileLanes];   // Z, then w, then W, then grad_v
-  acc_t wm[kPositions * kTileLanes];  // A, then w m, then X, then grad_k
+  acc_t pair[2][kPositions * kTileLanes];  // of KeyTile: one pair after the other
 };
 
 template <typename acc_t>
 using ChunkScratch = KeyScratch<acc_t, kCarrySpacing>;
 
-// One tile of it.
+// One tile of it. Each of the four pairs lies where the one before it lay, which is then not needed any more.
 template <typename acc_t>
 struct KeyTile {
-  acc_t *softplus_k, *sigmoid_k, *v, *w, *wm;
+  acc_t *softplus_k, *sigmoid_k, *v;
+  acc_t *z, *a;           // Z and A of the query whose last key it is
+  acc_t *w, *wm;          // w and w m of that query
+  acc_t *w_sum, *wm_sum;  // W and X
+  acc_t *grad_v, *grad_k;
 
   template <int64_t kPositions>
   MEMCHECK_INLINE KeyTile(KeyScratch<acc_t, kPositions>& scratch, int64_t position)
       : softplus_k(scratch.softplus_k + position * kTileLanes),
         sigmoid_k(scratch.sigmoid_k + position * kTileLanes),
         v(scratch.v + position * kTileLanes),
-        w(scratch.w + position * kTileLanes),
-        wm(scratch.wm + position * kTileLanes) {}
+        z(scratch.pair[0] + position * kTileLanes),
+        a(scratch.pair[1] + position * kTileLanes),
+        w(z),
+        wm(a),
+        w_sum(z),
+        wm_sum(a),
+        grad_v(z),
+        grad_k(a) {}
 };
 
 // Positions of a tile. The next tile begins `ahead` positions further.
-struct Span {
+struct TilePositions {
   int64_t begin;
   int rows;
   int64_t ahead;
@@ -49,23 +58,23 @@ struct Span {
 
 // softplus(k), sigmoid(k) and v of a tile of keys.
 template <typename acc_t>
-MEMCHECK_INLINE void load_keys(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task, const Span& span,
-                               const KeyTile<acc_t>& x) {
-  const MatrixPlace k = key_tile(dtype, p.k, task, span.begin);
-  const MatrixPlace v = key_tile(dtype, p.v ? p.v : p.k, task, span.begin);
-  load_tile(dtype, k, span.rows, task.lanes, x.softplus_k);
+MEMCHECK_INLINE void load_keys(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                               const TilePositions& at, const KeyTile<acc_t>& x) {
+  const MatrixPlace k = key_tile(dtype, p.k, task, at.begin);
+  const MatrixPlace v = key_tile(dtype, p.v ? p.v : p.k, task, at.begin);
+  load_tile(dtype, k, at.rows, task.lanes, x.softplus_k);
   if (p.v) {
-    load_tile(dtype, v, span.rows, task.lanes, x.v);
+    load_tile(dtype, v, at.rows, task.lanes, x.v);
   } else {
-    for (int64_t i = 0; i < span.rows * kTileLanes; ++i) x.v[i] = acc_t(0);
+    for (int64_t i = 0; i < at.rows * kTileLanes; ++i) x.v[i] = acc_t(0);
   }
-  const NextTile<acc_t> next_k(dtype, k, span.ahead);
-  const NextTile<acc_t> next_v(dtype, v, span.ahead);
+  const NextTile<acc_t> next_k(dtype, k, at.ahead);
+  const NextTile<acc_t> next_v(dtype, v, at.ahead);
   with_maths<acc_t>(dtype, [&](auto maths) MEMCHECK_INLINE_LAMBDA {
     using Maths = decltype(maths);
     alignas(64) acc_t e[kTileElements];
-    exponentials_of_rows<Maths, acc_t>({x.softplus_k, kTileLanes}, span.rows, next_k, e);
-    for (int64_t row = 0; row < span.rows; ++row) {
+    exponentials_of_rows<Maths, acc_t>({x.softplus_k, kTileLanes}, at.rows, next_k, e);
+    for (int64_t row = 0; row < at.rows; ++row) {
       next_v.prefetch(row);
       for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
         const SoftplusSigmoid<acc_t> k = softplus_and_sigmoid_from_exponential<Maths>(x.softplus_k[i], e[i]);
@@ -95,64 +104,64 @@ MEMCHECK_INLINE void differentiate_query_row(const acc_t* __restrict q, const ac
 // grad_q of a tile of queries. w and w m replace Z and A.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_queries(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
-                                           const Span& span, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
+                                           const TilePositions& at, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
   alignas(64) acc_t q_tile[kTileElements];
   alignas(64) acc_t g_tile[kTileElements];
   alignas(64) acc_t grad_q_tile[kTileElements];
   alignas(64) acc_t e[kTileElements];
-  const MatrixPlace q_place = query_tile(dtype, p.q, task, span.begin);
-  const MatrixPlace g_place = query_tile(dtype, p.grad_y, task, span.begin);
+  const MatrixPlace q_place = query_tile(dtype, p.q, task, at.begin);
+  const MatrixPlace g_place = query_tile(dtype, p.grad_y, task, at.begin);
   const bool writes = write_grad_q && p.grad_q;
-  const MatrixPlace grad_q_place = query_tile(dtype, p.grad_q ? p.grad_q : p.q, task, span.begin);
-  const TileRows<const acc_t> q = rows_to_read(dtype, q_place, span.rows, task.lanes, q_tile);
-  const TileRows<const acc_t> g = rows_to_read(dtype, g_place, span.rows, task.lanes, g_tile);
+  const MatrixPlace grad_q_place = query_tile(dtype, p.grad_q ? p.grad_q : p.q, task, at.begin);
+  const TileRows<const acc_t> q = rows_to_read(dtype, q_place, at.rows, task.lanes, q_tile);
+  const TileRows<const acc_t> g = rows_to_read(dtype, g_place, at.rows, task.lanes, g_tile);
   const TileRows<acc_t> grad_q =
       writes ? rows_to_write(dtype, grad_q_place, task.lanes, grad_q_tile) : TileRows<acc_t>{grad_q_tile, kTileLanes};
-  const NextTile<acc_t> next_q(dtype, q_place, span.ahead);
-  const NextTile<acc_t> next_g(dtype, g_place, span.ahead);
-  const NextTile<acc_t> next_grad_q(dtype, grad_q_place, span.ahead);
+  const NextTile<acc_t> next_q(dtype, q_place, at.ahead);
+  const NextTile<acc_t> next_g(dtype, g_place, at.ahead);
+  const NextTile<acc_t> next_grad_q(dtype, grad_q_place, at.ahead);
   const acc_t eps = static_cast<acc_t>(p.eps);
   with_maths<acc_t>(dtype, [&](auto maths) MEMCHECK_INLINE_LAMBDA {
     using Maths = decltype(maths);
-    exponentials_of_rows<Maths>(q, span.rows, next_q, e);
-    for (int64_t row = 0; row < span.rows; ++row) {
+    exponentials_of_rows<Maths>(q, at.rows, next_q, e);
+    for (int64_t row = 0; row < at.rows; ++row) {
       next_g.prefetch(row);
       next_grad_q.prefetch(row);
       const int64_t i = row * kTileLanes;
       differentiate_query_row<Maths>(q[row], e + i, g[row], eps, grad_q[row], z_to_w + i, a_to_wm + i);
     }
   });
-  if (writes) store_written(dtype, grad_q_place, span.rows, task.lanes, grad_q_tile);
+  if (writes) store_written(dtype, grad_q_place, at.rows, task.lanes, grad_q_tile);
 }
 
 // grad_v and grad_k replace W and X in a row of a tile of keys.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_key_row(const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v,
-                                           acc_t* __restrict w_to_grad_v, acc_t* __restrict wm_to_grad_k) {
+                                           acc_t* __restrict w_sum_to_grad_v, acc_t* __restrict wm_sum_to_grad_k) {
   for (int64_t lane = 0; lane < kTileLanes; ++lane) {
     const SoftplusSigmoid<acc_t> k{softplus_k[lane], sigmoid_k[lane]};
-    const auto gradients = softplus_key_gradients(k, v[lane], w_to_grad_v[lane], wm_to_grad_k[lane]);
-    wm_to_grad_k[lane] = gradients.grad_k;
-    w_to_grad_v[lane] = gradients.grad_v;
+    const auto gradients = softplus_key_gradients(k, v[lane], w_sum_to_grad_v[lane], wm_sum_to_grad_k[lane]);
+    wm_sum_to_grad_k[lane] = gradients.grad_k;
+    w_sum_to_grad_v[lane] = gradients.grad_v;
   }
 }
 
 // grad_k and grad_v of a tile of keys, from W and X of each.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_keys(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
-                                        const Span& span, const KeyTile<acc_t>& x) {
-  const MatrixPlace grad_k = key_tile(dtype, p.grad_k ? p.grad_k : p.k, task, span.begin);
-  const MatrixPlace grad_v = key_tile(dtype, p.grad_v ? p.grad_v : p.k, task, span.begin);
-  const NextTile<acc_t> next_grad_k(dtype, grad_k, span.ahead);
-  const NextTile<acc_t> next_grad_v(dtype, grad_v, span.ahead);
-  for (int64_t row = 0; row < span.rows; ++row) {
+                                        const TilePositions& at, const KeyTile<acc_t>& x) {
+  const MatrixPlace grad_k = key_tile(dtype, p.grad_k ? p.grad_k : p.k, task, at.begin);
+  const MatrixPlace grad_v = key_tile(dtype, p.grad_v ? p.grad_v : p.k, task, at.begin);
+  const NextTile<acc_t> next_grad_k(dtype, grad_k, at.ahead);
+  const NextTile<acc_t> next_grad_v(dtype, grad_v, at.ahead);
+  for (int64_t row = 0; row < at.rows; ++row) {
     const int64_t i = row * kTileLanes;
     next_grad_k.prefetch(row);
     next_grad_v.prefetch(row);
-    differentiate_key_row(x.softplus_k + i, x.sigmoid_k + i, x.v + i, x.w + i, x.wm + i);
+    differentiate_key_row(x.softplus_k + i, x.sigmoid_k + i, x.v + i, x.w_sum + i, x.wm_sum + i);
   }
-  if (p.grad_v) store_tile(dtype, grad_v, span.rows, task.lanes, x.w);
-  if (p.grad_k) store_tile(dtype, grad_k, span.rows, task.lanes, x.wm);
+  if (p.grad_v) store_tile(dtype, grad_v, at.rows, task.lanes, x.grad_v);
+  if (p.grad_k) store_tile(dtype, grad_k, at.rows, task.lanes, x.grad_k);
 }
 
 // ---- chunks
@@ -174,18 +183,18 @@ MEMCHECK_INLINE void differentiate_along(const SoftplusAttentionBackward& p, Dty
     // Chunks come last first, so the tile after the last one of a chunk is the first of the chunk before.
     const int64_t ahead = t + kTileRows < end ? kTileRows : start - kCarrySpacing - t;
     const KeyTile<acc_t> x(scratch, t - start);
-    load_keys(p, dtype, task, {t, rows, ahead}, x);
+    load_keys(p, dtype, task, {.begin = t, .rows = rows, .ahead = ahead}, x);
     for (int64_t i = 0; i < rows * kTileLanes; ++i) {
-      x.w[i] = x.softplus_k[i];
-      x.wm[i] = x.softplus_k[i] * x.v[i];
+      x.z[i] = x.softplus_k[i];
+      x.a[i] = x.softplus_k[i] * x.v[i];
     }
-    sums.first.template scan<false>(x.w, rows);
-    sums.second.template scan<false>(x.wm, rows);
+    sums.first.template scan<false>(x.z, rows);
+    sums.second.template scan<false>(x.a, rows);
     const int first = first_row_with_query(p.shape, t, rows);
     for (int64_t i = 0; i < first * kTileLanes; ++i) x.w[i] = x.wm[i] = acc_t(0);
     if (first == rows) continue;
-    const Span queries{t - (p.shape.T - p.shape.S) + first, rows - first, ahead};
-    differentiate_queries(p, dtype, task, queries, write_grad_q, x.w + first * kTileLanes, x.wm + first * kTileLanes);
+    const TilePositions queries{.begin = t - (p.shape.T - p.shape.S) + first, .rows = rows - first, .ahead = ahead};
+    differentiate_queries(p, dtype, task, queries, write_grad_q, x.z + first * kTileLanes, x.a + first * kTileLanes);
   }
 }
 
@@ -200,9 +209,9 @@ MEMCHECK_INLINE void differentiate_back(const SoftplusAttentionBackward& p, Dtyp
   for (int64_t t = start + (end - 1 - start) / kTileRows * kTileRows; t >= start; t -= kTileRows) {
     const int rows = rows_from(t, end);
     const KeyTile<acc_t> x(scratch, t - start);
-    later.first.template scan<true>(x.w, rows);
-    later.second.template scan<true>(x.wm, rows);
-    if (!sums_only) differentiate_keys(p, dtype, task, {t, rows, -kTileRows}, x);
+    later.first.template scan<true>(x.w_sum, rows);
+    later.second.template scan<true>(x.wm_sum, rows);
+    if (!sums_only) differentiate_keys(p, dtype, task, {.begin = t, .rows = rows, .ahead = -kTileRows}, x);
   }
 }
 
@@ -217,15 +226,16 @@ template <typename acc_t>
 MEMCHECK_INLINE void differentiate_query_chunk(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
                                                int64_t chunk, const RunningPair<acc_t>& totals,
                                                RunningSum<acc_t>& w_sum) {
-  alignas(64) acc_t w[kTileElements];
-  alignas(64) acc_t wm[kTileElements];
+  alignas(64) acc_t z_to_w[kTileElements];
+  alignas(64) acc_t a_to_wm[kTileElements];
   const int64_t end = chunk_end(chunk, p.shape.S);
   for (int64_t s = chunk * kCarrySpacing; s < end; s += kTileRows) {
     const int rows = rows_from(s, end);
-    fill_rows(w, rows, totals.first.before);
-    fill_rows(wm, rows, totals.second.before);
-    differentiate_queries(p, dtype, task, {s, rows, kTileRows}, true, w, wm);
-    w_sum.template scan<false>(w, rows);
+    fill_rows(z_to_w, rows, totals.first.before);
+    fill_rows(a_to_wm, rows, totals.second.before);
+    const TilePositions at{.begin = s, .rows = rows, .ahead = kTileRows};
+    differentiate_queries(p, dtype, task, at, true, z_to_w, a_to_wm);
+    w_sum.template scan<false>(z_to_w, rows);
   }
   w_sum.end_chunk();
 }
@@ -238,11 +248,11 @@ MEMCHECK_INLINE void differentiate_key_chunk(const SoftplusAttentionBackward& p,
   const KeyTile<acc_t> x(scratch, 0);
   const int64_t end = chunk_end(task.chunk, p.shape.T);
   for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
-    const Span span{t, rows_from(t, end), kTileRows};
-    load_keys(p, dtype, task, span, x);
-    fill_rows(x.w, span.rows, w_sum);
-    fill_rows(x.wm, span.rows, wm_sum);
-    differentiate_keys(p, dtype, task, span, x);
+    const TilePositions at{.begin = t, .rows = rows_from(t, end), .ahead = kTileRows};
+    load_keys(p, dtype, task, at, x);
+    fill_rows(x.w_sum, at.rows, w_sum);
+    fill_rows(x.wm_sum, at.rows, wm_sum);
+    differentiate_keys(p, dtype, task, at, x);
   }
 }
 

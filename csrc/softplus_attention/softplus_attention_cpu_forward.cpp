@@ -243,7 +243,16 @@ template <typename acc_t>
 MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, Dtype dtype, int64_t begin, int64_t end) {
   const Dtype acc = sizeof(acc_t) == sizeof(double) ? Dtype::Float64 : Dtype::Float32;
   const SoftplusAttentionShape shape{p.B, 1, p.T, p.R, false};
-  const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr, 1};
+  const SoftplusAttentionForward forward{.shape = shape,
+                                         .eps = p.eps,
+                                         .q = p.q,
+                                         .k = p.k,
+                                         .v = p.v,
+                                         .y = p.y,
+                                         .carries = nullptr,
+                                         .scratch = nullptr,
+                                         .threads = 1,
+                                         .state = {}};
   for (int64_t index = begin; index < end; ++index) {
     const Task task = task_of(shape, index, 1);
     RunningPair<acc_t> sums;

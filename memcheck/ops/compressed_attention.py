@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -21,6 +22,7 @@ from memcheck.ops.checks import (
 from memcheck.ops.compressed_attention_rooms import blocks_in, memory_after
 from memcheck.ops.compressed_attention_states import (
     LONGEST,
+    Arguments,
     CompressedAttentionState,
     attend,
     check_new,
@@ -35,6 +37,8 @@ from memcheck.ops.compressed_attention_windows import (
     CompressedAttentionWindowState,
     check_window,
     go_on,
+    goes_on_as_it_is,
+    one_position,
     state_of_prompt,
 )
 
@@ -391,38 +395,42 @@ def compressed_attention_step(
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     check_scale(op, scale)
-    options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
-    if window is None and isinstance(state, CompressedAttentionState) and _is_plain_step(q, k, v, state, factor):
+    options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
+    of_blocks = Blocks(factor, window)
+    plain = _is_plain_step(q, k, v, state, of_blocks)
+    if plain and isinstance(state, CompressedAttentionState):
         try:
-            return _one_position(q, k, v, state, strict, scale)
+            return _one_position(q, k, v, state, options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # The operator has other names for the tensors of the state.
             check_new(op, q, k, v)
             state_before(op, "state", state, k, factor)
             raise
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-    return go_on(op, (q, k, v), None, state, Blocks(factor, window), options)
+    if plain and isinstance(state, CompressedAttentionWindowState):
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of the operator; what follows has its names
+            return one_position(op, q, k, v, state, options)
+    options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
+    return go_on(op, (q, k, v), None, state, of_blocks, options)
 
 
-def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, factor: int) -> bool:
+def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: object, blocks: Blocks) -> bool:
     """Whether the operator computes the step: one position, of plain tensors, without transforms."""
     if torch.compiler.is_compiling() or derivatives.transformed():
         return False
-    return (
-        type(state) is CompressedAttentionState
-        and type(q) is type(k) is type(v) is Tensor
-        and k.dim() == 4
-        and k.shape[2] == 1
-        and type(factor) is int
-        and factor == state.factor
-    )
+    if not (type(q) is type(k) is type(v) is Tensor and k.dim() == 4 and k.shape[2] == 1):
+        return False
+    if type(state) is CompressedAttentionWindowState:
+        return goes_on_as_it_is(q, k, v, state, blocks)
+    if type(state) is not CompressedAttentionState or blocks.window is not None:
+        return False
+    return type(blocks.factor) is int and blocks.factor == state.factor
 
 
 def _one_position(
-    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, strict: bool, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, options: Arguments
 ) -> tuple[Tensor, CompressedAttentionState]:
     """The step for k and v (B,Hkv,1,D) by one operator, which checks all arguments."""
-    options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
     kc, vc, k_sum, v_sum, positions, factor = state
     if positions + 1 != factor:
         y, k_sum, v_sum = _step(q, k, v, kc, vc, k_sum, v_sum, positions, factor=factor, **options)

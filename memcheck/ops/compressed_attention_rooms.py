@@ -47,11 +47,15 @@ def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int
     return copies[0], copies[1], 0
 
 
-def blocks_in(room: tuple[Tensor, Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
+def blocks_in(room: Sequence[Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
     """`count` blocks of a room, which the next state gets."""
-    kc, vc = places_in(room[0], start, count), places_in(room[1], start, count)
+    return with_room(places_in(room[0], start, count), places_in(room[1], start, count), room)
+
+
+def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """kc and vc, views of a room, which the next state gets with them."""
     key = id(kc)
-    ROOMS[key] = Room(*room, weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
+    ROOMS[key] = Room(room[0], room[1], weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
     return kc, vc
 
 
@@ -70,5 +74,5 @@ def appended(old: Sequence[Tensor], new: Sequence[Tensor], in_place: bool) -> tu
         return torch.cat([kc, new_kc], 2), torch.cat([vc, new_vc], 2)
     *room, start = memory_after(kc, vc, more)
     for x, blocks in zip(room, new, strict=True):
-        x[:, :, start + count : start + count + more] = blocks
-    return blocks_in((room[0], room[1]), count + more, start)
+        x.narrow(2, start + count, more).copy_(blocks)
+    return blocks_in(room, count + more, start)

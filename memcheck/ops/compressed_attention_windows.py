@@ -10,8 +10,9 @@ from torch import Tensor
 
 from memcheck.ops import derivatives
 from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
-from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in
+from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, with_room
 from memcheck.ops.compressed_attention_states import (
+    FORWARDS,
     LONGEST,
     POOLED,
     Arguments,
@@ -126,6 +127,34 @@ def _one_goes_on(
     return attend(POOLED, (q, state.kc, state.vc), sink, sizes, options, near), state
 
 
+def goes_on_as_it_is(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionWindowState, blocks: Blocks) -> bool:
+    """Whether new positions k and v (B,Hkv,n,D) can be written behind those of the state as they are."""
+    kc, vc, of, of_values = state[:4]
+    return (
+        type(kc) is type(vc) is type(of) is type(of_values) is Tensor
+        and kc.shape == vc.shape
+        and of.shape == of_values.shape
+        and k.shape == v.shape
+        and q.shape[2:] == k.shape[2:]
+        and k.shape[2] <= of.shape[2]
+        and (k.shape[:2], k.shape[3]) == (of.shape[:2], of.shape[3])
+        and k.dtype == v.dtype == of.dtype
+        and k.device == v.device == of.device
+        and state[4:] == blocks[:2]
+        and not torch.is_autocast_enabled(k.device.type)
+    )
+
+
+def one_position(
+    op: str, q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionWindowState, options: Arguments
+) -> tuple[Tensor, CompressedAttentionWindowState]:
+    """A step of plain tensors for which goes_on_as_it_is. The operator checks the other arguments."""
+    near, kept_from = _grown(state, k, v)
+    after = state_after(op, state, near, kept_from, Blocks(*state[4:]))
+    sizes = {"factor": after.factor, "window": after.window, "kv_len": positions_of(after)}
+    return FORWARDS[POOLED](q, after.kc, after.vc, None, *near, **sizes, **options)[0], after
+
+
 def _sequences_go_on(
     op: str,
     inputs: Inputs,
@@ -173,15 +202,21 @@ def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
     """
     count, more = old.k.shape[2], k.shape[2]
     if more <= count and grows_in_place(k, v, old[:4]):
-        *room, start = memory_after(old.k, old.v, more)
-        for x, new in zip(room, (k, v), strict=True):
-            x[:, :, start + count : start + count + more] = new
-        near = (places_in(room[0], start, count + more), places_in(room[1], start, count + more))
-        return near, lambda n: blocks_in((room[0], room[1]), count + more - n, start + n)
+        return _grown(old, k, v)
     if not count:
         return (k, v), lambda n: (k[:, :, n:].clone(), v[:, :, n:].clone())
     near = (torch.cat([old.k, k], 2), torch.cat([old.v, v], 2))
     return near, lambda n: (near[0][:, :, n:].clone(), near[1][:, :, n:].clone()) if n else near
+
+
+def _grown(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[Pair, Callable[[int], Pair]]:
+    """`joined` in memory that the states share."""
+    *room, start = memory_after(old.k, old.v, k.shape[2])
+    behind, count = start + old.k.shape[2], old.k.shape[2] + k.shape[2]
+    for x, new in zip(room, (k, v), strict=True):
+        x.narrow(2, behind, k.shape[2]).copy_(new)
+    near = (places_in(room[0], start, count), places_in(room[1], start, count))
+    return near, lambda n: blocks_in(room, count - n, start + n) if n else with_room(*near, room)
 
 
 def state_after(

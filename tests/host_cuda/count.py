@@ -3,7 +3,7 @@
 python tests/host_cuda/count.py            counts, prints tables, and stores them in benchmarks/results/cuda_counts
 python tests/host_cuda/count.py --check    exit code 1 if a count is larger than the stored one
 python tests/host_cuda/count.py --lines    the lines of the kernels that cost most
-python tests/host_cuda/count.py --derive   blocks, waves and derived times of large shapes on GPUs; stores them too
+python tests/host_cuda/count.py --derive   derived times of large shapes on an H100; stores them too
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -27,11 +28,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from host_cuda import counters, library, occupancy  # noqa: E402
+from host_cuda import counters, derived, library  # noqa: E402
 from host_cuda.resources import REGISTERS, spelled_alike  # noqa: E402
 
 import memcheck  # noqa: E402
-from memcheck.core.devices import ROWS as DEVICES  # noqa: E402
 
 STORED = ROOT / "benchmarks" / "results" / "cuda_counts" / "counts.csv"
 DERIVED = STORED.with_name("derived.csv")
@@ -340,7 +340,7 @@ def passes(case: Case) -> Iterator[Pass]:
     yield Pass(case.name, "backward", case.backward_floor(leaves, y), library.counts())
 
 
-def rows_of(of: Pass) -> Iterator[dict[str, object]]:
+def rows_of(of: Pass) -> Iterator[dict[str, Any]]:
     """A row for every kernel."""
     for kernel, launches in counters.by_kernel(of.launches):
 
@@ -432,14 +432,7 @@ def growths(counts: pd.DataFrame, stored: pd.DataFrame) -> list[str]:
     return lines
 
 
-# ---- what GPUs would make of the counts
-
-GPUS = ["A100-80GB", "A40", "L40S", "H100-80GB-SXM", "B200", "RTX-5090"]
-FLOPS_OF_MMA = 2 * 16 * 8 * 16
-# Special functions in a cycle of a multiprocessor (CUDA programming guide, "Arithmetic Instructions").
-SPECIAL_LANES = 16
-# Of a load from global memory. Assumed: published measurements are from 400 to 800.
-LATENCY_CYCLES = 600
+# ---- derived times
 
 
 @functools.cache
@@ -448,104 +441,27 @@ def instructions() -> dict[int, counters.Numbers]:
     return counters.instructions_of(library.loaded_path())
 
 
-def registers_of(instance: str, capability: str) -> int:
-    """Of a thread, in the binary of a compute capability. Raises KeyError for a kernel that is not stored."""
-    return _registers()[instance, f"sm_{capability.replace('.', '')}"]
-
-
-@functools.cache
-def _registers() -> dict[tuple[str, str], int]:
-    rows = pd.read_csv(REGISTERS).to_dict("records")
-    return {(spelled_alike(row["kernel"]), row["architecture"]): row["registers"] for row in rows}
-
-
-def derived(row: dict[str, object], gpu: dict[str, str]) -> dict[str, object]:
-    """What a kernel would do on a GPU. Times are milliseconds; the derived time is the largest of its terms, a lower
-    estimate, and no measurement. A term is NaN if the GPU's figure is not known.
-
-    memory: bytes that its blocks touch, each once for a launch, at the peak bandwidth
-    tensor: products on tensor cores, at their peak, on the multiprocessor that has most blocks
-    fma: multiply-adds, sums and products outside of tensor cores, at their peak, on that multiprocessor
-    special: exponentials, logarithms, divisions and roots, one instruction each, on that multiprocessor
-    shared: turns of the banks of shared memory on that multiprocessor
-    latency: rounds of copies in flight, one after the other, in every wave of blocks; one round if a kernel has none
-    """
-    count = {name: int(value) for name, value in row.items() if isinstance(value, int)}
-    capability = gpu["architecture"]
-    registers = registers_of(str(row["instance"]), capability)
-    resident, limit = occupancy.blocks_per_multiprocessor(
-        capability, count["threads"], registers, count["shared_bytes"]
-    )
-    limits = occupancy.LIMITS[capability]
-    multiprocessors = int(gpu["multiprocessors"])
-    bandwidth, tensor, fma = (float(gpu[name] or "nan") for name in ("bandwidth_gb_s", "tensor_tflops", "fma_tflops"))
-    clock = fma * 1e12 / (multiprocessors * limits.fma_lanes * 2)
-    blocks = count["blocks"] // count["launches"]
-    most_blocks = math.ceil(blocks / multiprocessors) / blocks  # the share of the busiest multiprocessor
-    waves = math.ceil(blocks / (multiprocessors * resident)) if resident else math.nan
-    turns = count["shared_read_turns"] + count["shared_write_turns"]
-    # Copies of a thread, by those that are in flight when it waits.
-    copied = 16 * count["copies"] / (count["blocks"] * count["threads"])
-    rounds = copied / (count["bytes_in_flight"] / count["awaits"]) if count["bytes_in_flight"] else 1.0
-    products = count["mma"] * FLOPS_OF_MMA
-    terms = {
-        "memory": count["distinct_sectors"] * 32 / (bandwidth * 1e9),
-        "tensor": products * most_blocks / (tensor * 1e12 / multiprocessors) if products else 0.0,
-        "fma": count["fma"] * most_blocks / (limits.fma_lanes * clock),
-        "special": count["special"] * most_blocks / (SPECIAL_LANES * clock),
-        "shared": turns * most_blocks / clock,
-        "latency": count["launches"] * waves * max(1.0, rounds) * LATENCY_CYCLES / clock,
-    }
-    longest = max(terms, key=lambda name: 0.0 if math.isnan(terms[name]) else terms[name])
-    return {
-        "gpu": gpu["name"],
-        **{name: row[name] for name in KEYS},
-        "blocks": blocks,
-        "threads": count["threads"],
-        "shared_kib": round(count["shared_bytes"] / 1024, 1),
-        "registers": registers,
-        "resident_blocks": resident,
-        "limited_by": limit,
-        "waves": waves,
-        "occupancy": round(resident * math.ceil(count["threads"] / 32) / limits.warps, 2),
-        "busy_multiprocessors": round(min(1.0, blocks / multiprocessors), 2),
-        "idle_awaits": round(count["idle_awaits"] / count["awaits"], 2) if count["awaits"] else math.nan,
-        "floor_ms": float(f"{int(row['floor']) / (bandwidth * 1e6):.3g}"),
-        **{f"{name}_ms": float(f"{1e3 * seconds:.3g}") for name, seconds in terms.items()},
-        "derived_ms": float(f"{1e3 * terms[longest]:.3g}") if resident else math.nan,
-        "longest": longest if resident else "does not launch",
-    }
-
-
 def derive(only: str) -> pd.DataFrame:
-    """A row for every large case, pass, kernel and GPU."""
-    gpus = [next(row for row in DEVICES if row["name"] == name) for name in GPUS]
+    """A row for every pass of the large cases: the terms of its kernels on an H100, and the derived time."""
+    stored = pd.read_csv(REGISTERS).query("architecture == 'sm_90'").to_dict("records")
+    registers = {spelled_alike(row["kernel"]): row["registers"] for row in stored}
     # What blocks that do not run would have written is zero, and finite: memory is fresh from the system.
     m_mmap_threshold = -3
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 64 << 10)
-    # Kernels choose their variant by the shared memory that a block may have. What a case launches where that is most,
-    # it launches wherever its blocks fit.
-    of_limit: dict[int, list[dict[str, object]]] = {}
-    known: dict[str, list[dict[str, object]]] = {}
-    for allowed in sorted({shared_bytes_of(gpu) for gpu in gpus}, reverse=True):
-        alike = [gpu for gpu in gpus if shared_bytes_of(gpu) == allowed]
-        library.stand_for(alike[0]["architecture"])
-        rows = of_limit.setdefault(allowed, [])
-        for case in large_cases():
-            if only not in case.name:
-                continue
-            counted = known.get(case.name)
-            if counted is None or max(int(str(row["shared_bytes"])) for row in counted) > allowed:
-                library.sample_blocks(case.sampled)
-                counted = known[case.name] = [row for of in passes(case) for row in rows_of(of)]
-            rows += [derived(row, gpu) for gpu in alike for row in counted]
+    library.stand_for("9.0")
+    rows: list[dict[str, object]] = []
+    for case in large_cases():
+        if only not in case.name:
+            continue
+        library.sample_blocks(case.sampled)
+        for of in passes(case):
+            terms = [derived.terms_of(row, registers) for row in rows_of(of)]
+            rows.append({"case": of.case, "pass": of.name, **pd.DataFrame(terms).sum()})
     library.sample_blocks(0)
     library.stand_for(library.this_gpu())
-    return pd.DataFrame([row for allowed in sorted(of_limit) for row in of_limit[allowed]])
-
-
-def shared_bytes_of(gpu: dict[str, str]) -> int:
-    return occupancy.LIMITS[gpu["architecture"]].shared_bytes_per_block
+    table = pd.DataFrame(rows)
+    table["derived ms"] = derived.derived_ms(table)
+    return table.round(6)
 
 
 def sampling_errors() -> list[str]:
@@ -610,7 +526,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the stored counts; store nothing")
     parser.add_argument("--lines", action="store_true", help="the lines of the kernels that cost most; store nothing")
-    parser.add_argument("--derive", action="store_true", help="large shapes on GPUs; some blocks of each launch run")
+    parser.add_argument("--derive", action="store_true", help="large shapes on an H100; some blocks of each launch run")
     parser.add_argument("--only", default="", help="cases whose names contain this; store nothing")
     arguments = parser.parse_args()
     os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
@@ -621,9 +537,7 @@ def main() -> int:
         return 1 if os.environ.get("CI") else 0
     if arguments.derive:
         table = derive(arguments.only)
-        print(table.to_string(index=False, na_rep=""), "\n")
-        whole = table.groupby(["gpu", "case", "pass"], sort=False)[["floor_ms", "derived_ms"]]
-        print(whole.agg({"floor_ms": "first", "derived_ms": "sum"}).to_string())
+        print(table.to_string(index=False))
         if not arguments.only:
             table.to_csv(DERIVED, index=False)
         return 0

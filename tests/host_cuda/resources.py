@@ -1,5 +1,5 @@
-"""Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, shared memory of a block
-from launches on the host, and how many blocks a multiprocessor holds at once.
+"""Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, and threads and shared
+memory of a block from launches on the host.
 
 python tests/host_cuda/resources.py            those that are stored; sources that have changed since are compiled
 python tests/host_cuda/resources.py --store    compiles these sources for every architecture, and stores their registers
@@ -23,8 +23,6 @@ import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-
-from host_cuda import occupancy  # noqa: E402
 
 CSRC = ROOT / "csrc"
 REGISTERS = ROOT / "benchmarks" / "results" / "cuda_counts" / "registers.csv"
@@ -180,23 +178,17 @@ def blocks() -> dict[str, dict[str, Block]]:
 
 
 def side_by_side(rows: list[Row], asked: dict[str, dict[str, Block]]) -> list[dict[str, object]]:
-    """Returns a row per kernel, with a column per architecture: registers, spilled bytes, the blocks that a
-    multiprocessor holds at once, and what allows no more."""
+    """Returns a row per kernel, with a column per architecture: registers and spilled bytes."""
     table: dict[str, dict[str, object]] = {}
     for row in rows:
         name, capability = str(row["kernel"]), capability_of(str(row["architecture"]))
         line = table.setdefault(name, {"kernel": name, "threads": "", "KiB": ""})
-        text = f"{row['registers']}" + (f" +{row['spilled']}" if row["spilled"] else "")
         block = asked.get(FIRST_WITH_LIMIT[capability], {}).get(spelled_alike(name))
         if block is not None:
-            allowed, limit = occupancy.blocks_per_multiprocessor(
-                capability, block.threads, int(str(row["registers"])), block.shared_bytes
-            )
-            text += f": {allowed} ({limit})"
             kib = f"{block.shared_bytes / 1024:.1f}"
             known = str(line["KiB"])
             line |= {"threads": block.threads, "KiB": known if kib in known.split("/") else f"{known}/{kib}".strip("/")}
-        line[str(row["architecture"])] = text
+        line[str(row["architecture"])] = f"{row['registers']}" + (f" +{row['spilled']}" if row["spilled"] else "")
     return [table[name] for name in sorted(table)]
 
 
@@ -249,7 +241,7 @@ def main() -> int:
     if stores:
         store(rows)
     print("Threads and KiB of shared memory: of a block, the most of all launches; several KiB where GPUs differ.")
-    print("sm_*: registers of a thread, + bytes spilled: blocks that a multiprocessor holds at once (the limit)")
+    print("sm_*: registers of a thread, + bytes spilled")
     print(pd.DataFrame(side_by_side(rows, asked)).to_string(index=False, na_rep=""))
     return 0
 

@@ -82,6 +82,9 @@ CALLS: dict[str, Callable[[], Arguments]] = {
         **{"q": ones(2, 4, 5, 3), "kc": ones(2, 2, 4, 3), "vc": ones(2, 2, 4, 3), "factor": 2, "kv_len": 7}
     },
     "compressed_attention_step": lambda: heads(1, 1, factor=4, scale=None, state=state_of(9, factor=4)),
+    "compressed_attention_step with a window": lambda: heads(
+        1, 1, factor=2, window=3, scale=None, state=state_of(9, factor=2, window=3)
+    ),
     "compressed_attention_state": lambda: {"k": ones(2, 2, 1, 3), "v": ones(2, 2, 1, 3), "factor": 4},
     "merge_attention": lambda: {"outputs": [ones(1, 2, 4, 3)] * 2, "lses": [ones(1, 2, 4)] * 2},
     "combinator": lambda: {"x": ones(2, 5, 7), "weight": ones(2, 7, 7)},

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from host_cuda import count, counters, library, occupancy
+from host_cuda import count, counters, library
 from host_cuda.build import Target, build, folder_of
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -267,72 +267,3 @@ def test_lse_is_copied_only_where_blocks_are_sampled(sampled: bool, monkeypatch:
         with Copies() as copies:
             case.function(*inputs)
         assert copies.count == sampled, case.name
-
-
-OCCUPANCY = """
-#include <cuda_occupancy.h>
-#include <cstdio>
-int main() {
-  int major, minor, warps, shared_all, shared_block, threads, registers, shared;
-  while (std::scanf("%d.%d %d %d %d %d %d %d", &major, &minor, &warps, &shared_all, &shared_block, &threads, &registers,
-                    &shared) == 8) {
-    cudaOccDeviceProp gpu;
-    gpu.computeMajor = major;
-    gpu.computeMinor = minor;
-    gpu.maxThreadsPerBlock = 1024;
-    gpu.maxThreadsPerMultiprocessor = 32 * warps;
-    gpu.regsPerBlock = gpu.regsPerMultiprocessor = 65536;
-    gpu.warpSize = 32;
-    gpu.sharedMemPerBlock = 48 << 10;
-    gpu.sharedMemPerMultiprocessor = shared_all;
-    gpu.sharedMemPerBlockOptin = shared_block;
-    gpu.reservedSharedMemPerBlock = 1024;
-    gpu.numSms = 100;
-    cudaOccFuncAttributes kernel;
-    kernel.maxThreadsPerBlock = 1024;
-    kernel.numRegs = registers;
-    kernel.maxDynamicSharedSizeBytes = shared_block;
-    kernel.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
-    cudaOccDeviceState state;
-    state.carveoutConfig = SHAREDMEM_CARVEOUT_MAX_SHARED;
-    cudaOccResult result;
-    const int status = cudaOccMaxActiveBlocksPerMultiprocessor(&result, &gpu, &kernel, &state, threads, shared);
-    std::printf("%d\\n", status == CUDA_OCC_SUCCESS ? result.activeBlocksPerMultiprocessor : -1);
-  }
-}
-"""
-
-
-def test_resident_blocks_are_those_of_cuda(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
-    """As cuda_occupancy.h has them."""
-    for tool in ("nvcc", "g++"):
-        require_tool(tool)
-    (tmp_path / "occupancy.cpp").write_text(OCCUPANCY)
-    program = tmp_path / "occupancy"
-    include = ["-isystem", library.cuda_include()]
-    subprocess.run(["g++", "-std=c++17", *include, tmp_path / "occupancy.cpp", "-o", program], check=True)
-    kernels = [
-        (capability, threads, registers, shared)
-        for capability, limits in occupancy.LIMITS.items()
-        for threads in (32, 96, 128, 256, 512, 1024)
-        for registers in (16, 40, 63, 64, 72, 128, 168, 255)
-        for shared in (0, 1, 8192, 36500, 49100, 75000, 99 << 10, limits.shared_bytes_per_block)
-        # The launch of a block that takes more than all registers fails.
-        if threads * -(-registers // 8) * 8 <= 64 << 10 and shared <= limits.shared_bytes_per_block
-    ]
-    lines = []
-    for capability, threads, registers, shared in kernels:
-        limits = occupancy.LIMITS[capability]
-        of_gpu = f"{capability} {limits.warps} {limits.shared_bytes} {limits.shared_bytes_per_block}"
-        lines.append(f"{of_gpu} {threads} {registers} {shared}")
-    done = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True, check=True)
-    blocks = [occupancy.blocks_per_multiprocessor(*kernel)[0] for kernel in kernels]
-    assert blocks == [int(line) for line in done.stdout.split()]
-
-
-def test_what_limits_resident_blocks() -> None:
-    assert occupancy.blocks_per_multiprocessor("9.0", 128, 255, 1000) == (2, "registers")
-    assert occupancy.blocks_per_multiprocessor("9.0", 128, 32, 110_000) == (2, "shared memory")
-    assert occupancy.blocks_per_multiprocessor("8.6", 512, 32, 0) == (3, "warps")
-    assert occupancy.blocks_per_multiprocessor("8.6", 32, 32, 0) == (16, "blocks")
-    assert occupancy.blocks_per_multiprocessor("8.6", 128, 32, 100 << 10) == (0, "shared memory")
