@@ -39,14 +39,13 @@ MEMCHECK_INLINE acc_t& number_of(const Strided<3>& x, const QueryTile& tile, int
   return *x.at<acc_t>(tile.b, tile.head + row / tile.positions, tile.position(row));
 }
 
-// to (rows,columns_of(D)) = a tile of x, (B,H,S,D).
-template <typename Rows>
-MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D,
-                                  typename Rows::acc_t* to) {
-  const int64_t columns = Rows::columns_of(D);
+// to (rows,padded_columns(D)) = a tile of x, (B,H,S,D).
+template <typename acc_t>
+MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D, acc_t* to) {
+  const int64_t columns = padded_columns(D);
   for (int64_t head = 0; head < tile.heads; ++head)
-    Rows::load(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
-               to + head * tile.positions * columns);
+    load_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
+              to + head * tile.positions * columns, columns);
 }
 
 template <typename acc_t>
@@ -72,7 +71,7 @@ struct Sight {
   int64_t count;               // of columns in the tile
   int64_t by_all;              // all queries see the columns before this one, from not_by_all on
   int64_t not_by_all = 0;      // not all queries see the columns before this one
-  acc_t start[kQueries];       // the first column of each query, set if not_by_all > 0
+  acc_t start[kQueries] = {};  // the first column of each query, set if not_by_all > 0
   acc_t limit[kQueries] = {};  // the column behind the last of each query, set if by_all < count
 
   // Of the tile from column j on.
@@ -121,16 +120,5 @@ struct Sight {
     }
   }
 };
-
-// Scores of absent blocks become -inf. That of block j and query i is at j of_block + i of_query, for `queries` of
-// them.
-template <typename Rows>
-MEMCHECK_INLINE void hide_absent(const Rows& kc, int64_t queries, int64_t of_block, int64_t of_query,
-                                 typename Rows::acc_t* scores) {
-  for (int64_t j = 0; j < kc.count; ++j) {
-    if (!kc.is_absent(j)) continue;
-    for (int64_t i = 0; i < queries; ++i) scores[j * of_block + i * of_query] = minus_infinity<typename Rows::acc_t>();
-  }
-}
 
 }  // namespace memcheck::compressed_cpu
