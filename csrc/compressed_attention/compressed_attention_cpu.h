@@ -166,8 +166,7 @@ MEMCHECK_INLINE TileFactor<acc_t> along_lanes(const acc_t* weights) {
 
 // ---- columns of scores
 
-// What queries attend to: blocks, or the positions of a window. Query s sees those from begin(s) to end(s), which may
-// be none.
+// What queries attend to: blocks, or the positions of a window.
 struct Columns {
   const CompressedAttentionShape& shape;
   const CompressedAttentionWindow& window;
@@ -187,13 +186,14 @@ struct Columns {
         k(of_positions ? p.window.k : p.kc),
         v(of_positions ? p.window.v : p.vc) {}
 
-  MEMCHECK_INLINE int64_t begin(int64_t s) const { return of_window ? window.positions(shape, s).begin : 0; }
-  MEMCHECK_INLINE int64_t end(int64_t s) const { return of_window ? window.positions(shape, s).end : shape.visible(s); }
-  // The queries from the first one that sees column j, and before the first one that sees none up to j any more.
-  MEMCHECK_INLINE int64_t first_query(int64_t j) const {
-    return of_window ? window.queries(shape, j).begin : shape.first_query(j);
+  // Those that query s sees, which may be none.
+  MEMCHECK_INLINE Span seen_by(int64_t s) const {
+    return of_window ? window.positions(shape, s) : Span{0, shape.visible(s)};
   }
-  MEMCHECK_INLINE int64_t end_of_queries(int64_t j) const { return of_window ? window.queries(shape, j).end : shape.S; }
+  // The queries from the first one that sees column j, and before the first one that sees none up to j any more.
+  MEMCHECK_INLINE Span queries(int64_t j) const {
+    return of_window ? window.queries(shape, j) : Span{shape.first_query(j), shape.S};
+  }
 };
 
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run

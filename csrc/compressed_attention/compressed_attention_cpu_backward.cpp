@@ -109,8 +109,8 @@ MEMCHECK_INLINE void each_tile_of_columns(const CompressedAttentionWindowBackwar
   for (const bool of_window : {false, true}) {
     if (of_window && p.window.size == 0) return;
     const Columns columns(p, of_window);
-    const int64_t end = end_of_columns(columns, tile);
-    for (int64_t j = begin_of_columns(columns, tile); j < end; j = end_of_tile(columns, j)) run(columns, j);
+    const Span seen = columns_seen(columns, tile);
+    for (int64_t j = seen.begin; j < seen.end; j = end_of_tile(columns, j)) run(columns, j);
   }
 }
 
@@ -258,37 +258,32 @@ MEMCHECK_INLINE void load_lanes(Dtype dtype, const Strided<4>& x, const KeyTile&
   transpose_rows(rows, columns, tile.count, columns, to, kLanes);
 }
 
-// Queries from s on of one head.
-struct QueryRange {
-  int64_t head, s, count;
-};
-
 // scores (count,kLanes) become the weights of softmax, 0 where a query does not see a block.
 template <typename acc_t>
 MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionWindowBackward& p, const Columns& of,
-                                       const KeyTile& tile, const QueryRange& queries, acc_t* __restrict scores) {
+                                       const KeyTile& tile, int64_t head, Span queries, acc_t* __restrict scores) {
   // A loop of its own: fused with the subtraction, a score would be rounded otherwise than in its lse.
-  scale_all(queries.count * kLanes, static_cast<acc_t>(p.scale), scores);
-  const bool all_seen = of.end(queries.s) >= tile.j + tile.count && of.begin(queries.s + queries.count - 1) <= tile.j;
-  for (int64_t row = 0; row < queries.count; ++row) {
-    acc_t* line = scores + row * kLanes;
-    const acc_t shift = softmax_shift(*p.lse.at<acc_t>(tile.b, queries.head, queries.s + row));
+  scale_all(queries.size() * kLanes, static_cast<acc_t>(p.scale), scores);
+  const bool all_seen =
+      of.seen_by(queries.begin).end >= tile.j + tile.count && of.seen_by(queries.end - 1).begin <= tile.j;
+  for (int64_t s = queries.begin; s < queries.end; ++s) {
+    acc_t* line = scores + (s - queries.begin) * kLanes;
+    const acc_t shift = softmax_shift(*p.lse.at<acc_t>(tile.b, head, s));
     for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = softmax_weight(line[lane], shift);
     if (all_seen) continue;
-    const int64_t seen = of.end(queries.s + row) - tile.j;
-    for (int64_t lane = seen < 0 ? 0 : seen; lane < kLanes; ++lane) line[lane] = acc_t(0);
-    const int64_t unseen = of.begin(queries.s + row) - tile.j;
-    for (int64_t lane = 0; lane < unseen && lane < kLanes; ++lane) line[lane] = acc_t(0);
+    const Span seen = of.seen_by(s);
+    for (int64_t lane = std::max<int64_t>(0, seen.end - tile.j); lane < kLanes; ++lane) line[lane] = acc_t(0);
+    for (int64_t lane = 0; lane < std::min(kLanes, seen.begin - tile.j); ++lane) line[lane] = acc_t(0);
   }
 }
 
 // grad_weights (rows,kLanes) become the gradients of the scores.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_weights(const CompressedAttentionWindowBackward& p, const KeyTile& tile,
-                                           const QueryRange& queries, const acc_t* __restrict weights,
+                                           int64_t head, Span queries, const acc_t* __restrict weights,
                                            acc_t* __restrict grad_weights) {
-  for (int64_t row = 0; row < queries.count; ++row) {
-    const acc_t delta = *p.delta.at<acc_t>(tile.b, queries.head, queries.s + row);
+  for (int64_t row = 0; row < queries.size(); ++row) {
+    const acc_t delta = *p.delta.at<acc_t>(tile.b, head, queries.begin + row);
     for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i)
       grad_weights[i] = softmax_gradient(weights[i], grad_weights[i], delta);
   }
@@ -305,17 +300,17 @@ MEMCHECK_INLINE void add_product(const KeyTile& tile, const acc_t* a, const Rows
 // Adds what some queries give to the gradients of a tile of blocks.
 template <typename acc_t>
 MEMCHECK_INLINE void add_queries(const CompressedAttentionWindowBackward& p, Dtype dtype,
-                                 const ColumnsToDifferentiate& of, const KeyTile& tile, const QueryRange& queries,
+                                 const ColumnsToDifferentiate& of, const KeyTile& tile, int64_t head, Span queries,
                                  const KeyScratch<acc_t>& x) {
   const int64_t D = p.shape.D;
-  const int64_t rows = queries.count;
-  const Rows<acc_t> q(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, x.q);
-  const Rows<acc_t> grad_y(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, x.grad_y);
+  const int64_t rows = queries.size();
+  const Rows<acc_t> q(dtype, rows_at(dtype, p.q, tile.b, head, queries.begin), rows, D, x.q);
+  const Rows<acc_t> grad_y(dtype, rows_at(dtype, p.grad_y, tile.b, head, queries.begin), rows, D, x.grad_y);
   q.multiply(x.kc_lanes, x.weights);
-  weights_of_scores(p, of, tile, queries, x.weights);
+  weights_of_scores(p, of, tile, head, queries, x.weights);
   if (of.grad_k) {
     grad_y.multiply(x.vc_lanes, x.grad_weights);
-    differentiate_weights(p, tile, queries, x.weights, x.grad_weights);
+    differentiate_weights(p, tile, head, queries, x.weights, x.grad_weights);
     add_product(tile, x.grad_weights, q, x.product, x.grad_k);
   }
   if (of.grad_v) add_product(tile, x.weights, grad_y, x.product, x.grad_v);
@@ -333,13 +328,12 @@ MEMCHECK_INLINE void sum_over_queries(const CompressedAttentionWindowBackward& p
   };
   x.grad_k.start(size);
   x.grad_v.start(size);
-  const int64_t begin = of.first_query(tile.j);
-  const int64_t end = of.end_of_queries(tile.j + tile.count - 1);
+  const Span queries{of.queries(tile.j).begin, of.queries(tile.j + tile.count - 1).end};
+  const int64_t first_head = tile.key_head * p.shape.group();
   int64_t tiles = 0;
-  for (int64_t i = 0; i < p.shape.group(); ++i) {
-    for (int64_t s = begin; s < end; s += kQueries) {
-      const int64_t count = end - s < kQueries ? end - s : kQueries;
-      add_queries(p, dtype, of, tile, {tile.key_head * p.shape.group() + i, s, count}, x);
+  for (int64_t head = first_head; head < first_head + p.shape.group(); ++head) {
+    for (int64_t s = queries.begin; s < queries.end; s += kQueries) {
+      add_queries(p, dtype, of, tile, head, {s, std::min(s + kQueries, queries.end)}, x);
       if (++tiles % kChunkTiles == 0) end_chunks();
     }
   }

@@ -198,8 +198,8 @@ MEMCHECK_INLINE void attend(const CompressedAttentionWindowForward& p, Dtype dty
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   const int64_t rows = tile.rows();
-  const int64_t end = end_of_columns(of, tile);
-  for (int64_t j = begin_of_columns(of, tile); j < end; j = end_of_tile(of, j)) {
+  const Span seen = columns_seen(of, tile);
+  for (int64_t j = seen.begin; j < seen.end; j = end_of_tile(of, j)) {
     const Sight<acc_t> sight(of, tile, j);
     const Rows<acc_t> kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, D, x.kc);
     const Rows<acc_t> vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, D, x.vc);

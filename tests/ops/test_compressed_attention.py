@@ -14,7 +14,6 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
-    KERNELS,
     LAYOUTS,
     ON_HOST,
     RESULT_UNIT,

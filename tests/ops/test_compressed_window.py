@@ -12,10 +12,8 @@ import torch
 from ops.checks import (
     DEVICE,
     DTYPES,
-    assert_contract,
     run,
     same_bits,
-    same_numbers,
 )
 from ops.operators import compressed_contract as contract
 from ops.operators import compressed_plan
