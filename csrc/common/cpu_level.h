@@ -9,12 +9,6 @@
 // the function around it, unless it is inlined), and defines `name`, which calls the one for this machine.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMCHECK_CPU_HAS_LEVELS 1
-// Whether the compiler knows the instructions of the highest levels.
-#if defined(__clang__)
-#define MEMCHECK_CPU_HAS_PAIRS (__clang_major__ >= 11)
-#else
-#define MEMCHECK_CPU_HAS_PAIRS (__GNUC__ >= 11)
-#endif
 #define MEMCHECK_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define MEMCHECK_AVX512_FEATURES "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"
 #if defined(__clang__)
@@ -24,22 +18,18 @@
 // Without the last word gcc uses vectors of 256 bits.
 #define MEMCHECK_TARGET_AVX512 __attribute__((target(MEMCHECK_AVX512_FEATURES ",prefer-vector-width=512")))
 #endif
-#define MEMCHECK_TARGET_AVX512_BF16 __attribute__((target(MEMCHECK_AVX512_FEATURES ",avx512bf16")))
-#define MEMCHECK_TARGET_AMX __attribute__((target(MEMCHECK_AVX512_FEATURES ",amx-tile,amx-bf16")))
 #else
 #define MEMCHECK_CPU_HAS_LEVELS 0
-#define MEMCHECK_CPU_HAS_PAIRS 0
 #define MEMCHECK_TARGET_AVX2
 #define MEMCHECK_TARGET_AVX512
 #endif
 
 namespace memcheck {
 
-enum class CpuLevel { Default, Avx2, Avx512, Avx512Bf16, Amx };
+enum class CpuLevel { Default, Avx2, Avx512 };
 
-// The level that MEMCHECK_CPU=default|avx2|avx512|avx512_bf16|amx asks for. Without it the highest of this machine, but
-// not avx512_bf16 unless the processor is by AMD: on others its products take longer than those of float32. Chosen
-// once. Throws std::invalid_argument on a value that is none of these, or a level that this machine lacks.
+// The level that MEMCHECK_CPU=default|avx2|avx512 asks for, without it the highest of this machine. Chosen once. Throws
+// std::invalid_argument on a value that is none of these, or a level that this machine lacks.
 CpuLevel cpu_level();
 
 const char* cpu_level_name(CpuLevel level);
@@ -65,7 +55,7 @@ std::vector<std::string> cpu_levels();
   MEMCHECK_LEVEL_FUNCTION(type, name, avx512, MEMCHECK_TARGET_AVX512, parameters, arguments) \
   template <typename type>                                                                   \
   void name parameters {                                                                     \
-    if (cpu_level() >= CpuLevel::Avx512) return name##_avx512<type> arguments;               \
+    if (cpu_level() == CpuLevel::Avx512) return name##_avx512<type> arguments;               \
     if (cpu_level() == CpuLevel::Avx2) return name##_avx2<type> arguments;                   \
     name##_default<type> arguments;                                                          \
   }

@@ -6,6 +6,7 @@
 #include "common/integer.h"
 #include "common/kernel.h"
 #include "common/macros.h"
+#include "common/span.h"
 #include "common/strided.h"
 
 // Sequences as data of a kernel. A batch is packed (all sequences in one row, each behind the one before), padded (one
@@ -166,9 +167,7 @@ struct SequenceTableBuild {
   Sequence* table;  // (count,)
 };
 
-struct PositionRange {
-  int64_t begin, end;
-};
+using PositionRange = Span;
 
 // A result of a padded batch whose padding gets a value.
 struct PaddingFill {
@@ -178,10 +177,10 @@ struct PaddingFill {
   Strided<4> x;
   uint64_t bits;  // of the value, in the dtype of x
 
-  MEMCHECK_INLINE PositionRange inside(int64_t row) const {
+  MEMCHECK_INLINE Span inside(int64_t row) const {
     const Sequence& one = sequences.sequences[row];
-    return of_keys ? PositionRange{one.first_key, one.first_key + one.keys}
-                   : PositionRange{one.first_query, one.first_query + one.queries};
+    return of_keys ? Span{one.first_key, one.first_key + one.keys}
+                   : Span{one.first_query, one.first_query + one.queries};
   }
 };
 

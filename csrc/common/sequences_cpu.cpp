@@ -29,7 +29,7 @@ template <typename bits_t>
 void fill_padding(const PaddingFill& p) {
   parallel_tasks(p.sequences.count, p.sequences.count, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
-      const PositionRange inside = p.inside(i);
+      const Span inside = p.inside(i);
       fill_range<bits_t>(p, i, 0, inside.begin);
       fill_range<bits_t>(p, i, inside.end, p.length);
     }

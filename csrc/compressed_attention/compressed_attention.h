@@ -7,6 +7,7 @@
 #include "common/kernel.h"
 #include "common/macros.h"
 #include "common/sequences.h"
+#include "common/span.h"
 #include "common/strided.h"
 
 // Compressed attention: the parameters of its kernels, and the memory they need.
@@ -82,13 +83,13 @@ struct CompressedAttentionWindow {
   Strided<4> grad_v;
 
   // The positions that query s sees as they are, counted from `first`.
-  MEMCHECK_INLINE PositionRange positions(const CompressedAttentionShape& shape, int64_t s) const {
+  MEMCHECK_INLINE Span positions(const CompressedAttentionShape& shape, int64_t s) const {
     const int64_t t = s + shape.T - shape.S;
     const int64_t begin = t < size ? 0 : (t - size + 1) / shape.factor * shape.factor;
     return {begin - first, t + (shape.strict ? 0 : 1) - first};
   }
   // The queries from the first one that sees position j, and before the first one that sees none up to j any more.
-  MEMCHECK_INLINE PositionRange queries(const CompressedAttentionShape& shape, int64_t j) const {
+  MEMCHECK_INLINE Span queries(const CompressedAttentionShape& shape, int64_t j) const {
     const int64_t t = first + j;
     return {shape.query_from(t + (shape.strict ? 1 : 0)),
             shape.query_from((t / shape.factor + 1) * shape.factor + size - 1)};

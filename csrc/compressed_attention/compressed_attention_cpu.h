@@ -1,16 +1,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "common/arena.h"
 #include "common/dtype_cpu.h"
 #include "common/formulas.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
-#include "common/pair_product.h"
 #include "common/parallel.h"
 #include "common/row_product.h"
 #include "common/tile_product.h"
@@ -27,8 +24,7 @@
 // bits of a query do not depend on how many queries a call has.
 //
 // A query that does not see a block has a weight of 0 in the product of their tiles, and 0 times a NaN or an infinity
-// is NaN. So a tile whose result is not finite is computed a second time, carefully: a weight of 0 then adds nothing,
-// and a block whose keys are all -inf has a score of -inf.
+// is NaN: within a sequence these may reach every query of a tile.
 
 namespace memcheck::compressed_cpu {
 
@@ -135,180 +131,42 @@ MEMCHECK_INLINE MatrixView<acc_t> view_rows(Dtype dtype, const MatrixPlace& plac
   return {scratch, padded_columns(columns)};
 }
 
-// Whether all elements are finite. The columns that pad x are 0.
+// Rows of a matrix in memory as a factor of products, in the accumulation type.
 template <typename acc_t>
-MEMCHECK_INLINE bool all_finite(int64_t count, const acc_t* x) {
-  alignas(64) acc_t zeros[kLanes] = {};
-  for (int64_t i = 0; i < count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) zeros[lane] += x[i + lane] * acc_t(0);
-  acc_t zero = acc_t(0);
-  for (int64_t lane = 0; lane < kLanes; ++lane) zero += zeros[lane];
-  return zero == acc_t(0);
-}
-
-// Rows of a matrix in memory as a factor of products: the left one of `multiply`, the right one of `weigh`.
-// Along the lanes they are the right one of `multiply_few`.
-enum class Factor { Left, Right, Both, AlongLanes };
-
-// In the accumulation type.
-template <typename acc>
-struct WideRows {
-  using acc_t = acc;
-
+struct Rows {
   int64_t count, D;
   MatrixView<acc_t> view;
 
-  MEMCHECK_INLINE WideRows(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t width, Factor, acc_t* scratch)
+  MEMCHECK_INLINE Rows(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t width, acc_t* scratch)
       : count(rows), D(width), view(view_rows(dtype, place, rows, width, scratch)) {}
-
-  // The form in which rows are put along the lanes, to (rows,columns_of(D)).
-  static MEMCHECK_INLINE int64_t columns_of(int64_t D) { return padded_columns(D); }
-  static MEMCHECK_INLINE void load(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t D, acc_t* to) {
-    load_rows(dtype, place, rows, D, to, columns_of(D));
-  }
-
-  // Whether all elements of a key are -inf. No query sees the block of such a key.
-  MEMCHECK_INLINE bool is_absent(int64_t row) const { return is_absent(view.row(row), 1, D); }
-  // The same of keys along the lanes.
-  static MEMCHECK_INLINE bool is_absent_lane(const acc_t* lanes, int64_t lane, int64_t D) {
-    return is_absent(lanes + lane, kLanes, D);
-  }
 
   // to (count,kLanes) = rows b, for b (D,kLanes) of other rows along the lanes.
   MEMCHECK_INLINE void multiply(const acc_t* b, acc_t* to) const {
     tile_product<acc_t>(TileProduct::Set, count, kLanes, {D, {view.data, view.stride}, b, kLanes}, {to, kLanes});
   }
 
-  // Whether multiply_few and weigh_few may be called.
-  static MEMCHECK_INLINE bool multiplies_few() { return true; }
-
-  // to (M,kBlocks) = a b^T, for other rows a (M,columns_of(D)) and these rows b, which are put along the lanes of a
-  // scratch (columns_of(D),kLanes). Every element is the same chain as in `multiply`.
+  // to (M,kBlocks) = a b^T, for other rows a (M,padded_columns(D)) and these rows b, which are put along the lanes of a
+  // scratch (padded_columns(D),kLanes). Every element is the same chain as in `multiply`.
   MEMCHECK_INLINE void multiply_few(int64_t M, const acc_t* a, acc_t* lanes, acc_t* to) const {
     row_product<acc_t>(M, count, D, {a, padded_columns(D)}, {view.data, view.stride}, lanes, to, kBlocks);
   }
 
-  // to (M,padded_columns(D)) = a^T rows for weights a (count,kLanes), carefully or not. Every element is the same chain
-  // either way. The weights are lost.
-  MEMCHECK_INLINE void weigh(bool careful, int64_t M, acc_t* a, acc_t* to) const {
-    weigh_by(careful, M, {a, 1, kLanes}, to);
-  }
-  // The same = a rows for weights a (M,kBlocks).
-  MEMCHECK_INLINE void weigh_few(bool careful, int64_t M, acc_t* a, acc_t* to) const {
-    weigh_by(careful, M, {a, kBlocks, 1}, to);
-  }
-
- private:
-  MEMCHECK_INLINE void weigh_by(bool careful, int64_t M, const TileFactor<acc_t>& a, acc_t* __restrict to) const {
+  // to (M,padded_columns(D)) = a rows for weights a (M,count).
+  MEMCHECK_INLINE void weigh(int64_t M, const TileFactor<acc_t>& a, acc_t* to) const {
     const int64_t columns = padded_columns(D);
-    if (!careful)
-      return tile_product<acc_t>(TileProduct::Set, M, columns, {count, a, view.data, view.stride}, {to, columns});
-    fill_zero(to, M * columns);
-    for (int64_t row = 0; row < M; ++row)
-      for (int64_t k = 0; k < count; ++k) {
-        const acc_t weight = a.data[row * a.row_stride + k * a.column_stride];
-        if (weight == acc_t(0)) continue;
-        for (int64_t i = 0; i < columns; i += kLanes)
-          for (int64_t lane = 0; lane < kLanes; ++lane) to[row * columns + i + lane] += weight * view.row(k)[i + lane];
-      }
-  }
-
-  static MEMCHECK_INLINE bool is_absent(const acc_t* key, int64_t stride, int64_t D) {
-    int64_t i = 0;
-    while (i < D && key[i * stride] == minus_infinity<acc_t>()) ++i;
-    return i == D && D > 0;
+    tile_product<acc_t>(TileProduct::Set, M, columns, {count, a, view.data, view.stride}, {to, columns});
   }
 };
 
-// In bfloat16, by products of pairs (pair_product.h). Scratch has room for rows in float32, which is enough for rows as
-// both factors.
-struct PairedRows {
-  using acc_t = float;
-
-  int64_t count, D;
-  MatrixPlace place;
-  PairView left;
-  uint32_t* right;
-
-  MEMCHECK_INLINE PairedRows(Dtype, const MatrixPlace& from, int64_t rows, int64_t width, Factor factor, float* scratch)
-      : count(rows), D(width), place(from) {
-    uint32_t* of_left = reinterpret_cast<uint32_t*>(scratch);
-    right = of_left + padded_rows(count) * padded_pairs(D);
-    if (factor == Factor::AlongLanes) {
-      left = view_pairs_of_few(place, count, D, of_left);
-      return;
-    }
-    if (factor != Factor::Right) left = view_pairs(place, count, D, of_left);
-    if (factor != Factor::Left) pair_rows(place, count, D, right);
-  }
-
-  static MEMCHECK_INLINE int64_t columns_of(int64_t D) { return padded_columns((D + 1) / 2); }
-  static MEMCHECK_INLINE void load(Dtype, const MatrixPlace& place, int64_t rows, int64_t D, float* to) {
-    copy_pairs(place, rows, D, reinterpret_cast<uint32_t*>(to), columns_of(D));
-  }
-
-  MEMCHECK_INLINE bool is_absent(int64_t row) const {
-    int64_t i = 0;
-    while (i < D && element(row, i) == minus_infinity<float>()) ++i;
-    return i == D && D > 0;
-  }
-  static MEMCHECK_INLINE bool is_absent_lane(const float* lanes, int64_t lane, int64_t D) {
-    int64_t i = 0;
-    while (i < D && number_of_pair(lanes + i / 2 * kLanes + lane, i % 2) == minus_infinity<float>()) ++i;
-    return i == D && D > 0;
-  }
-
-  MEMCHECK_INLINE void multiply(const float* b, float* to) const {
-    multiply_pairs(padded_rows(count), padded_pairs(D), left, reinterpret_cast<const uint32_t*>(b), to);
-  }
-
-  static MEMCHECK_INLINE bool multiplies_few() { return cpu_multiplies_few_pairs(); }
-
-  MEMCHECK_INLINE void multiply_few(int64_t M, const float* a, float*, float* to) const {
-    static_assert(kBlocks == kProductChain);
-    multiply_few_pairs(M, count, D, a, columns_of(D), left, to);
-  }
-
-  // Carefully, numbers that are not finite are left out of the product, and added where their weight is not 0.
-  MEMCHECK_INLINE void weigh(bool careful, int64_t M, float* a, float* to) const {
-    split_into_pairs(count, a);
-    if (careful) {
-      zero_rest_of_infinite(padded_rows(count), a);
-      zero_not_finite(padded_pairs(count) * padded_columns(D), right);
-    }
-    multiply_split(padded_pairs(count), padded_columns(D), a, right, to);
-    if (careful) add_not_finite(M, a, 1, 2 * kLanes, to);
-  }
-  // No weight is infinite.
-  MEMCHECK_INLINE void weigh_few(bool careful, int64_t M, float* a, float* to) const {
-    split_few_into_pairs(M, count, a);
-    if (careful) zero_not_finite(padded_pairs(count) * padded_columns(D), right);
-    multiply_few_split(M, padded_pairs(count), padded_columns(D), a, right, to);
-    if (careful) add_not_finite(M, a, kBlocks, 1, to);
-  }
-
- private:
-  // Row i has its pair k of weights at a + i of_row + k of_pair.
-  MEMCHECK_INLINE void add_not_finite(int64_t M, const float* a, int64_t of_row, int64_t of_pair, float* to) const {
-    for (int64_t k = 0; k < count; ++k)
-      for (int64_t i = 0; i < D; ++i) {
-        if (std::isfinite(element(k, i))) continue;
-        for (int64_t row = 0; row < M; ++row) {
-          const float weight = number_of_pair(a + row * of_row + k / 2 * of_pair, k % 2);
-          if (weight != 0) to[row * padded_columns(D) + i] += weight * element(k, i);
-        }
-      }
-  }
-
-  MEMCHECK_INLINE float element(int64_t row, int64_t column) const {
-    return static_cast<const BFloat16*>(place.data)[row * place.row_stride + column * place.column_stride];
-  }
-};
+// Weights (count,kLanes) of queries along the lanes, as the left factor.
+template <typename acc_t>
+MEMCHECK_INLINE TileFactor<acc_t> along_lanes(const acc_t* weights) {
+  return {weights, 1, kLanes};
+}
 
 // ---- columns of scores
 
-// What queries attend to: blocks, or the positions of a window. Query s sees those from begin(s) to end(s), which may
-// be none.
+// What queries attend to: blocks, or the positions of a window.
 struct Columns {
   const CompressedAttentionShape& shape;
   const CompressedAttentionWindow& window;
@@ -328,13 +186,14 @@ struct Columns {
         k(of_positions ? p.window.k : p.kc),
         v(of_positions ? p.window.v : p.vc) {}
 
-  MEMCHECK_INLINE int64_t begin(int64_t s) const { return of_window ? window.positions(shape, s).begin : 0; }
-  MEMCHECK_INLINE int64_t end(int64_t s) const { return of_window ? window.positions(shape, s).end : shape.visible(s); }
-  // The queries from the first one that sees column j, and before the first one that sees none up to j any more.
-  MEMCHECK_INLINE int64_t first_query(int64_t j) const {
-    return of_window ? window.queries(shape, j).begin : shape.first_query(j);
+  // Those that query s sees, which may be none.
+  MEMCHECK_INLINE Span seen_by(int64_t s) const {
+    return of_window ? window.positions(shape, s) : Span{0, shape.visible(s)};
   }
-  MEMCHECK_INLINE int64_t end_of_queries(int64_t j) const { return of_window ? window.queries(shape, j).end : shape.S; }
+  // The queries from the first one that sees column j, and before the first one that sees none up to j any more.
+  MEMCHECK_INLINE Span queries(int64_t j) const {
+    return of_window ? window.queries(shape, j) : Span{shape.first_query(j), shape.S};
+  }
 };
 
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run

@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "common/compensated_sum.h"
 #include "common/cpu_level.h"
 #include "compressed_attention/compressed_attention_cpu_queries.h"
@@ -40,38 +38,35 @@ struct QueryScratch {
 };
 
 // q and grad_y along the lanes.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void load_lanes(const CompressedAttentionWindowBackward& p, Dtype dtype, const QueryTile& tile,
                                 const QueryScratch<acc_t>& x) {
-  const int64_t columns = Rows::columns_of(p.shape.D);
-  load_queries<Rows>(dtype, p.q, tile, p.shape.D, x.product);
+  const int64_t columns = padded_columns(p.shape.D);
+  load_queries(dtype, p.q, tile, p.shape.D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, x.q_lanes);
-  load_queries<Rows>(dtype, p.grad_y, tile, p.shape.D, x.product);
+  load_queries(dtype, p.grad_y, tile, p.shape.D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, x.grad_lanes);
 }
 
 // A tile of columns from j on, as a tile of queries sees it.
-template <typename Rows>
+template <typename acc_t>
 struct SeenColumns {
-  using acc_t = typename Rows::acc_t;
-
   Sight<acc_t> sight;
-  Rows kc, vc;
+  Rows<acc_t> kc, vc;
 
-  MEMCHECK_INLINE SeenColumns(Dtype dtype, const QueryTile& tile, const Columns& of, int64_t j, Factor of_kc,
+  MEMCHECK_INLINE SeenColumns(Dtype dtype, const QueryTile& tile, const Columns& of, int64_t j,
                               const QueryScratch<acc_t>& x)
       : sight(of, tile, j),
-        kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, of.shape.D, of_kc, x.kc),
-        vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, of.shape.D, Factor::Left, x.vc) {}
+        kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, of.shape.D, x.kc),
+        vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, of.shape.D, x.vc) {}
 
   // Scores of the queries from `first` on, and the gradients of their weights.
-  MEMCHECK_INLINE void score(const CompressedAttentionWindowBackward& p, int64_t first, const QueryScratch<acc_t>& x,
-                             bool careful) const {
-    const int64_t skipped = first * Rows::columns_of(p.shape.D);
+  MEMCHECK_INLINE void score(const CompressedAttentionWindowBackward& p, int64_t first,
+                             const QueryScratch<acc_t>& x) const {
+    const int64_t skipped = first * padded_columns(p.shape.D);
     kc.multiply(x.q_lanes + skipped, x.scores);
     vc.multiply(x.grad_lanes + skipped, x.grad_weights);
     sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
-    if (careful) hide_absent(kc, kLanes, kLanes, 1, x.scores);
   }
 };
 
@@ -83,7 +78,7 @@ MEMCHECK_INLINE void delta_from_y(const CompressedAttentionWindowBackward& p, Dt
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   acc_t* y_lanes = x.sum.total;
-  load_queries<WideRows<acc_t>>(dtype, p.y, tile, D, x.product);
+  load_queries(dtype, p.y, tile, D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, y_lanes);
   for (int64_t first = 0; first < tile.rows(); first += kLanes) {
     for (int64_t d = 0; d < D; d += kProductChain) {
@@ -114,50 +109,42 @@ MEMCHECK_INLINE void each_tile_of_columns(const CompressedAttentionWindowBackwar
   for (const bool of_window : {false, true}) {
     if (of_window && p.window.size == 0) return;
     const Columns columns(p, of_window);
-    const int64_t end = end_of_columns(columns, tile);
-    for (int64_t j = begin_of_columns(columns, tile); j < end; j = end_of_tile(columns, j)) run(columns, j);
+    const Span seen = columns_seen(columns, tile);
+    for (int64_t j = seen.begin; j < seen.end; j = end_of_tile(columns, j)) run(columns, j);
   }
 }
 
 // delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void delta_from_weights(const CompressedAttentionWindowBackward& p, Dtype dtype, const QueryTile& tile,
-                                        const QueryScratch<acc_t>& x, bool careful, const acc_t* shift, acc_t* delta) {
+                                        const QueryScratch<acc_t>& x, const acc_t* shift, acc_t* delta) {
   each_tile_of_columns(p, tile, [&](const Columns& of, int64_t j) MEMCHECK_INLINE_LAMBDA {
-    const SeenColumns<Rows> seen(dtype, tile, of, j, Factor::Left, x);
+    const SeenColumns<acc_t> seen(dtype, tile, of, j, x);
     for (int64_t first = 0; first < tile.rows(); first += kLanes) {
-      seen.score(p, first, x, careful);
+      seen.score(p, first, x);
       add_weighted(seen.sight.count, shift + first, x.scores, x.grad_weights, delta + first);
     }
   });
 }
 
 // The numbers of each query of a tile that gradients of scores need.
-template <typename Rows>
+template <typename acc_t>
 struct QueryNumbers {
-  using acc_t = typename Rows::acc_t;
-
   alignas(64) acc_t shift[kQueries] = {};  // lse, as it is subtracted
   alignas(64) acc_t delta[kQueries] = {};
 
   MEMCHECK_INLINE QueryNumbers(const CompressedAttentionWindowBackward& p, Dtype dtype, const QueryTile& tile,
-                               const QueryScratch<acc_t>& x, bool careful) {
+                               const QueryScratch<acc_t>& x) {
     for (int64_t row = 0; row < tile.rows(); ++row) shift[row] = softmax_shift(number_of<acc_t>(p.lse, tile, row));
     if (p.y) {
       delta_from_y(p, dtype, tile, x, delta);
     } else {
-      delta_from_weights<Rows>(p, dtype, tile, x, careful, shift, delta);
+      delta_from_weights(p, dtype, tile, x, shift, delta);
     }
     for (int64_t row = 0; row < tile.rows(); ++row) {
       if (p.grad_lse) delta[row] -= number_of<acc_t>(p.grad_lse, tile, row);
       if (p.delta) number_of<acc_t>(p.delta, tile, row) = delta[row];
     }
-  }
-
-  MEMCHECK_INLINE bool finite(int64_t rows) const {
-    acc_t zero = acc_t(0);
-    for (int64_t row = 0; row < rows; ++row) zero += delta[row] * acc_t(0);
-    return zero == acc_t(0);
   }
 };
 
@@ -173,19 +160,19 @@ MEMCHECK_INLINE void differentiate_scores(int64_t blocks, const acc_t* shift, co
 }
 
 // grad_q / scale of a tile of queries, in scratch.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionWindowBackward& p, Dtype dtype, const QueryTile& tile,
-                                     const QueryScratch<acc_t>& x, const QueryNumbers<Rows>& of, bool careful) {
+                                     const QueryScratch<acc_t>& x, const QueryNumbers<acc_t>& of) {
   const int64_t columns = padded_columns(p.shape.D);
   const int64_t rows = tile.rows();
   x.sum.start(rows * columns);
   each_tile_of_columns(p, tile, [&](const Columns& seen_of, int64_t j) MEMCHECK_INLINE_LAMBDA {
-    const SeenColumns<Rows> seen(dtype, tile, seen_of, j, Factor::Both, x);
+    const SeenColumns<acc_t> seen(dtype, tile, seen_of, j, x);
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
-      seen.score(p, first, x, careful);
+      seen.score(p, first, x);
       differentiate_scores(seen.sight.count, of.shift + first, of.delta + first, x.grad_weights, x.scores);
-      seen.kc.weigh(careful, count, x.scores, x.product + first * columns);
+      seen.kc.weigh(count, along_lanes(x.scores), x.product + first * columns);
     }
     add(rows * columns, x.product, x.sum.chunk);
     if (ends_chunk(seen_of, j)) x.sum.end_chunk(rows * columns);
@@ -193,35 +180,22 @@ MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionWindowBackward& p,
   x.sum.end_chunk(rows * columns);
 }
 
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void query_gradient_task(const CompressedAttentionWindowBackward& p, Dtype dtype, const QueryTile& tile,
                                          const QueryScratch<acc_t>& x) {
   const int64_t size = tile.rows() * padded_columns(p.shape.D);
-  load_lanes<Rows>(p, dtype, tile, x);
-  for (const bool careful : {false, true}) {
-    const QueryNumbers<Rows> of(p, dtype, tile, x, careful);
-    if (!careful && !of.finite(tile.rows())) continue;
-    if (!p.grad_q) return;
-    sum_over_blocks<Rows>(p, dtype, tile, x, of, careful);
-    if (!careful && !all_finite(size, x.sum.total)) continue;
-    scale_all(size, static_cast<acc_t>(p.scale), x.sum.total);
-    return store_queries(dtype, p.grad_q, tile, p.shape.D, x.sum.total);
-  }
+  load_lanes(p, dtype, tile, x);
+  const QueryNumbers<acc_t> of(p, dtype, tile, x);
+  if (!p.grad_q) return;
+  sum_over_blocks(p, dtype, tile, x, of);
+  scale_all(size, static_cast<acc_t>(p.scale), x.sum.total);
+  store_queries(dtype, p.grad_q, tile, p.shape.D, x.sum.total);
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE void query_gradient_tasks_body(const CompressedAttentionWindowBackward& p, Dtype dtype, int64_t begin,
                                                int64_t end, const QueryScratch<acc_t>& x) {
-  const PairRegisters registers(dtype);
-  for (int64_t index = begin; index < end; ++index) {
-    const QueryTile tile = query_tile(p.shape, index);
-    if constexpr (std::is_same_v<acc_t, float>)
-      if (cpu_multiplies_pairs(dtype) && !p.y) {
-        query_gradient_task<PairedRows>(p, dtype, tile, x);
-        continue;
-      }
-    query_gradient_task<WideRows<acc_t>>(p, dtype, tile, x);
-  }
+  for (int64_t index = begin; index < end; ++index) query_gradient_task(p, dtype, query_tile(p.shape, index), x);
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, query_gradient_tasks,
@@ -276,92 +250,77 @@ struct ColumnsToDifferentiate : Columns {
 };
 
 // to (D,kLanes) = a tile of kc or vc with blocks along the lanes.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void load_lanes(Dtype dtype, const Strided<4>& x, const KeyTile& tile, int64_t D, acc_t* rows,
                                 acc_t* to) {
-  const int64_t columns = Rows::columns_of(D);
-  Rows::load(dtype, rows_at(dtype, x, tile.b, tile.key_head, tile.j), tile.count, D, rows);
+  const int64_t columns = padded_columns(D);
+  load_rows(dtype, rows_at(dtype, x, tile.b, tile.key_head, tile.j), tile.count, D, rows, columns);
   transpose_rows(rows, columns, tile.count, columns, to, kLanes);
 }
-
-// Queries from s on of one head.
-struct QueryRange {
-  int64_t head, s, count;
-};
 
 // scores (count,kLanes) become the weights of softmax, 0 where a query does not see a block.
 template <typename acc_t>
 MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionWindowBackward& p, const Columns& of,
-                                       const KeyTile& tile, const QueryRange& queries, acc_t* __restrict scores) {
+                                       const KeyTile& tile, int64_t head, Span queries, acc_t* __restrict scores) {
   // A loop of its own: fused with the subtraction, a score would be rounded otherwise than in its lse.
-  scale_all(queries.count * kLanes, static_cast<acc_t>(p.scale), scores);
-  const bool all_seen = of.end(queries.s) >= tile.j + tile.count && of.begin(queries.s + queries.count - 1) <= tile.j;
-  for (int64_t row = 0; row < queries.count; ++row) {
-    acc_t* line = scores + row * kLanes;
-    const acc_t shift = softmax_shift(*p.lse.at<acc_t>(tile.b, queries.head, queries.s + row));
+  scale_all(queries.size() * kLanes, static_cast<acc_t>(p.scale), scores);
+  const bool all_seen =
+      of.seen_by(queries.begin).end >= tile.j + tile.count && of.seen_by(queries.end - 1).begin <= tile.j;
+  for (int64_t s = queries.begin; s < queries.end; ++s) {
+    acc_t* line = scores + (s - queries.begin) * kLanes;
+    const acc_t shift = softmax_shift(*p.lse.at<acc_t>(tile.b, head, s));
     for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = softmax_weight(line[lane], shift);
     if (all_seen) continue;
-    const int64_t seen = of.end(queries.s + row) - tile.j;
-    for (int64_t lane = seen < 0 ? 0 : seen; lane < kLanes; ++lane) line[lane] = acc_t(0);
-    const int64_t unseen = of.begin(queries.s + row) - tile.j;
-    for (int64_t lane = 0; lane < unseen && lane < kLanes; ++lane) line[lane] = acc_t(0);
-  }
-}
-
-// weights (count,kLanes) of absent blocks become 0.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
-MEMCHECK_INLINE void drop_absent(int64_t count, const KeyTile& tile, int64_t D, const acc_t* kc_lanes, acc_t* weights) {
-  for (int64_t lane = 0; lane < tile.count; ++lane) {
-    if (!Rows::is_absent_lane(kc_lanes, lane, D)) continue;
-    for (int64_t row = 0; row < count; ++row) weights[row * kLanes + lane] = acc_t(0);
+    const Span seen = of.seen_by(s);
+    for (int64_t lane = std::max<int64_t>(0, seen.end - tile.j); lane < kLanes; ++lane) line[lane] = acc_t(0);
+    for (int64_t lane = 0; lane < std::min(kLanes, seen.begin - tile.j); ++lane) line[lane] = acc_t(0);
   }
 }
 
 // grad_weights (rows,kLanes) become the gradients of the scores.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_weights(const CompressedAttentionWindowBackward& p, const KeyTile& tile,
-                                           const QueryRange& queries, const acc_t* __restrict weights,
+                                           int64_t head, Span queries, const acc_t* __restrict weights,
                                            acc_t* __restrict grad_weights) {
-  for (int64_t row = 0; row < queries.count; ++row) {
-    const acc_t delta = *p.delta.at<acc_t>(tile.b, queries.head, queries.s + row);
+  for (int64_t row = 0; row < queries.size(); ++row) {
+    const acc_t delta = *p.delta.at<acc_t>(tile.b, head, queries.begin + row);
     for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i)
       grad_weights[i] = softmax_gradient(weights[i], grad_weights[i], delta);
   }
 }
 
-// sum += a^T b, with a (rows,kLanes) and b (rows,D). What a holds is lost.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
-MEMCHECK_INLINE void add_product(bool careful, const KeyTile& tile, acc_t* a, const Rows& b, acc_t* product,
+// sum += a^T b, with a (rows,kLanes) and b (rows,D).
+template <typename acc_t>
+MEMCHECK_INLINE void add_product(const KeyTile& tile, const acc_t* a, const Rows<acc_t>& b, acc_t* product,
                                  const SumOfTiles<acc_t>& sum) {
-  b.weigh(careful, tile.count, a, product);
+  b.weigh(tile.count, along_lanes(a), product);
   add(tile.count * padded_columns(b.D), product, sum.chunk);
 }
 
 // Adds what some queries give to the gradients of a tile of blocks.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void add_queries(const CompressedAttentionWindowBackward& p, Dtype dtype,
-                                 const ColumnsToDifferentiate& of, const KeyTile& tile, const QueryRange& queries,
-                                 const KeyScratch<acc_t>& x, bool careful) {
+                                 const ColumnsToDifferentiate& of, const KeyTile& tile, int64_t head, Span queries,
+                                 const KeyScratch<acc_t>& x) {
   const int64_t D = p.shape.D;
-  const int64_t rows = queries.count;
-  const Rows q(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, Factor::Both, x.q);
-  const Rows grad_y(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, Factor::Both, x.grad_y);
+  const int64_t rows = queries.size();
+  const Rows<acc_t> q(dtype, rows_at(dtype, p.q, tile.b, head, queries.begin), rows, D, x.q);
+  const Rows<acc_t> grad_y(dtype, rows_at(dtype, p.grad_y, tile.b, head, queries.begin), rows, D, x.grad_y);
   q.multiply(x.kc_lanes, x.weights);
-  weights_of_scores(p, of, tile, queries, x.weights);
-  if (careful) drop_absent<Rows>(rows, tile, D, x.kc_lanes, x.weights);
+  weights_of_scores(p, of, tile, head, queries, x.weights);
   if (of.grad_k) {
     grad_y.multiply(x.vc_lanes, x.grad_weights);
-    differentiate_weights(p, tile, queries, x.weights, x.grad_weights);
-    add_product(careful, tile, x.grad_weights, q, x.product, x.grad_k);
+    differentiate_weights(p, tile, head, queries, x.weights, x.grad_weights);
+    add_product(tile, x.grad_weights, q, x.product, x.grad_k);
   }
-  if (of.grad_v) add_product(careful, tile, x.weights, grad_y, x.product, x.grad_v);
+  if (of.grad_v) add_product(tile, x.weights, grad_y, x.product, x.grad_v);
 }
 
 // grad_k / scale and grad_v of a tile of blocks, in scratch.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void sum_over_queries(const CompressedAttentionWindowBackward& p, Dtype dtype,
-                                      const ColumnsToDifferentiate& of, const KeyTile& tile, const KeyScratch<acc_t>& x,
-                                      bool careful) {
+                                      const ColumnsToDifferentiate& of, const KeyTile& tile,
+                                      const KeyScratch<acc_t>& x) {
   const int64_t size = kLanes * padded_columns(p.shape.D);
   const auto end_chunks = [&]() MEMCHECK_INLINE_LAMBDA {
     x.grad_k.end_chunk(size);
@@ -369,13 +328,12 @@ MEMCHECK_INLINE void sum_over_queries(const CompressedAttentionWindowBackward& p
   };
   x.grad_k.start(size);
   x.grad_v.start(size);
-  const int64_t begin = of.first_query(tile.j);
-  const int64_t end = of.end_of_queries(tile.j + tile.count - 1);
+  const Span queries{of.queries(tile.j).begin, of.queries(tile.j + tile.count - 1).end};
+  const int64_t first_head = tile.key_head * p.shape.group();
   int64_t tiles = 0;
-  for (int64_t i = 0; i < p.shape.group(); ++i) {
-    for (int64_t s = begin; s < end; s += kQueries) {
-      const int64_t count = end - s < kQueries ? end - s : kQueries;
-      add_queries<Rows>(p, dtype, of, tile, {tile.key_head * p.shape.group() + i, s, count}, x, careful);
+  for (int64_t head = first_head; head < first_head + p.shape.group(); ++head) {
+    for (int64_t s = queries.begin; s < queries.end; s += kQueries) {
+      add_queries(p, dtype, of, tile, head, {s, std::min(s + kQueries, queries.end)}, x);
       if (++tiles % kChunkTiles == 0) end_chunks();
     }
   }
@@ -410,17 +368,14 @@ MEMCHECK_INLINE void store_positions(const CompressedAttentionWindowBackward& p,
   store_rows(dtype, place, tile.count, p.shape.D, gradients, columns);
 }
 
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionWindowBackward& p, Dtype dtype,
                                        const ColumnsToDifferentiate& of, const KeyTile& tile,
                                        const KeyScratch<acc_t>& x) {
   const int64_t size = kLanes * padded_columns(p.shape.D);
-  load_lanes<Rows>(dtype, of.k, tile, p.shape.D, x.product, x.kc_lanes);
-  if (of.grad_k) load_lanes<Rows>(dtype, of.v, tile, p.shape.D, x.product, x.vc_lanes);
-  for (const bool careful : {false, true}) {
-    sum_over_queries<Rows>(p, dtype, of, tile, x, careful);
-    if (all_finite(size, x.grad_k.total) && all_finite(size, x.grad_v.total)) break;
-  }
+  load_lanes(dtype, of.k, tile, p.shape.D, x.product, x.kc_lanes);
+  if (of.grad_k) load_lanes(dtype, of.v, tile, p.shape.D, x.product, x.vc_lanes);
+  sum_over_queries(p, dtype, of, tile, x);
   const auto store = [&](const Strided<4>& to, acc_t* gradients) MEMCHECK_INLINE_LAMBDA {
     if (!to) return;
     if (of.of_window) return store_positions(p, dtype, tile, to, x, gradients);
@@ -435,16 +390,8 @@ template <typename acc_t>
 MEMCHECK_INLINE void key_gradient_tasks_body(const CompressedAttentionWindowBackward& p, Dtype dtype,
                                              const ColumnsToDifferentiate& of, int64_t begin, int64_t end,
                                              const KeyScratch<acc_t>& x) {
-  const PairRegisters registers(dtype);
-  for (int64_t index = begin; index < end; ++index) {
-    const KeyTile tile = key_tile(p.shape.Hkv, of.count, index);
-    if constexpr (std::is_same_v<acc_t, float>)
-      if (cpu_multiplies_pairs(dtype)) {
-        key_gradient_task<PairedRows>(p, dtype, of, tile, x);
-        continue;
-      }
-    key_gradient_task<WideRows<acc_t>>(p, dtype, of, tile, x);
-  }
+  for (int64_t index = begin; index < end; ++index)
+    key_gradient_task(p, dtype, of, key_tile(p.shape.Hkv, of.count, index), x);
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, key_gradient_tasks,

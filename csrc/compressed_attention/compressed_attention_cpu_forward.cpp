@@ -1,6 +1,4 @@
 #include <cmath>
-#include <cstring>
-#include <type_traits>
 
 #include "common/cpu_level.h"
 #include "compressed_attention/compressed_attention_cpu_queries.h"
@@ -166,43 +164,38 @@ MEMCHECK_INLINE void end_chunk(int64_t rows, int64_t columns, Softmax<acc_t>& so
 
 // ---- tasks
 
-// Whether `count` queries of a tile of `rows` are few. Pairs of kc have one form for the whole tile.
-template <typename Rows>
-MEMCHECK_INLINE bool are_few(int64_t count, int64_t rows) {
-  return (std::is_same_v<Rows, PairedRows> ? rows : count) <= kFewQueries && Rows::multiplies_few();
+// The weighted values of a tile of columns, x.product, of `count` queries of the tile from `first` on.
+template <typename acc_t>
+MEMCHECK_INLINE void attend_to_tile(const Rows<acc_t>& kc, const Rows<acc_t>& vc, const Sight<acc_t>& sight,
+                                    acc_t scale, int64_t first, int64_t count, const ForwardScratch<acc_t>& x,
+                                    Softmax<acc_t>& softmax) {
+  const int64_t skipped = first * padded_columns(kc.D);
+  if (count <= kFewQueries) {
+    kc.multiply_few(count, x.q + skipped, x.q_lanes + skipped, x.scores);
+    sight.scale_and_hide_few(first, count, scale, x.scores);
+    softmax.add_few(first, count, sight.count, x.scores);
+    return vc.weigh(count, {x.scores, kBlocks}, x.product + skipped);
+  }
+  kc.multiply(x.q_lanes + skipped, x.scores);
+  sight.scale_and_hide(first, scale, x.scores);
+  softmax.add(first, sight.count, x.scores);
+  vc.weigh(count, along_lanes(x.scores), x.product + skipped);
 }
 
 // Adds the weighted values of columns to the sum of a tile of queries, which are in scratch.
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void attend(const CompressedAttentionWindowForward& p, Dtype dtype, const QueryTile& tile,
-                            const Columns& of, const ForwardScratch<acc_t>& x, bool careful, Softmax<acc_t>& softmax) {
+                            const Columns& of, const ForwardScratch<acc_t>& x, Softmax<acc_t>& softmax) {
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   const int64_t rows = tile.rows();
-  const int64_t end = end_of_columns(of, tile);
-  for (int64_t j = begin_of_columns(of, tile); j < end; j = end_of_tile(of, j)) {
+  const Span seen = columns_seen(of, tile);
+  for (int64_t j = seen.begin; j < seen.end; j = end_of_tile(of, j)) {
     const Sight<acc_t> sight(of, tile, j);
-    const Factor of_kc = are_few<Rows>(rows, rows) ? Factor::AlongLanes : Factor::Left;
-    const Rows kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, D, of_kc, x.kc);
-    const Rows vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, D, Factor::Right, x.vc);
-    for (int64_t first = 0; first < rows; first += kLanes) {
-      const int64_t count = rows - first < kLanes ? rows - first : kLanes;
-      const int64_t q_at = first * Rows::columns_of(D);
-      acc_t* product = x.product + first * columns;
-      if (are_few<Rows>(count, rows)) {
-        kc.multiply_few(count, x.q + q_at, x.q_lanes + q_at, x.scores);
-        sight.scale_and_hide_few(first, count, static_cast<acc_t>(p.scale), x.scores);
-        if (careful) hide_absent(kc, count, 1, kBlocks, x.scores);
-        softmax.add_few(first, count, sight.count, x.scores);
-        vc.weigh_few(careful, count, x.scores, product);
-      } else {
-        kc.multiply(x.q_lanes + q_at, x.scores);
-        sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
-        if (careful) hide_absent(kc, kLanes, kLanes, 1, x.scores);
-        softmax.add(first, sight.count, x.scores);
-        vc.weigh(careful, count, x.scores, product);
-      }
-    }
+    const Rows<acc_t> kc(dtype, rows_at(dtype, of.k, tile.b, tile.key_head, j), sight.count, D, x.kc);
+    const Rows<acc_t> vc(dtype, rows_at(dtype, of.v, tile.b, tile.key_head, j), sight.count, D, x.vc);
+    for (int64_t first = 0; first < rows; first += kLanes)
+      attend_to_tile(kc, vc, sight, static_cast<acc_t>(p.scale), first, std::min(kLanes, rows - first), x, softmax);
     softmax.rescale_and_add(rows, columns, x.product, x.sum.chunk);
     if (ends_chunk(of, j)) end_chunk(rows, columns, softmax, x.sum);
   }
@@ -228,35 +221,22 @@ MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype d
   store_queries(dtype, p.y, tile, p.shape.D, y);
 }
 
-template <typename Rows, typename acc_t = typename Rows::acc_t>
+template <typename acc_t>
 MEMCHECK_INLINE void forward_task(const CompressedAttentionWindowForward& p, Dtype dtype, const QueryTile& tile,
                                   const ForwardScratch<acc_t>& x) {
-  load_queries<Rows>(dtype, p.q, tile, p.shape.D, x.q);
-  if (!are_few<Rows>(tile.rows(), tile.rows()))
-    put_along_lanes(x.q, tile.rows(), Rows::columns_of(p.shape.D), x.q_lanes);
-  for (const bool careful : {false, true}) {
-    Softmax<acc_t> softmax;
-    x.sum.start(tile.rows() * padded_columns(p.shape.D));
-    for (const bool of_window : {false, true})
-      if (!of_window || p.window.size > 0) attend<Rows>(p, dtype, tile, {p, of_window}, x, careful, softmax);
-    if (!careful && !all_finite(tile.rows() * padded_columns(p.shape.D), x.sum.total)) continue;
-    return finish_queries(p, dtype, tile, softmax, x.sum.total);
-  }
+  load_queries(dtype, p.q, tile, p.shape.D, x.q);
+  if (tile.rows() > kFewQueries) put_along_lanes(x.q, tile.rows(), padded_columns(p.shape.D), x.q_lanes);
+  Softmax<acc_t> softmax;
+  x.sum.start(tile.rows() * padded_columns(p.shape.D));
+  for (const bool of_window : {false, true})
+    if (!of_window || p.window.size > 0) attend(p, dtype, tile, {p, of_window}, x, softmax);
+  finish_queries(p, dtype, tile, softmax, x.sum.total);
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionWindowForward& p, Dtype dtype, int64_t begin,
                                         int64_t end, const ForwardScratch<acc_t>& x) {
-  const PairRegisters registers(dtype);
-  for (int64_t index = begin; index < end; ++index) {
-    const QueryTile tile = query_tile(p.shape, index);
-    if constexpr (std::is_same_v<acc_t, float>)
-      if (cpu_multiplies_pairs(dtype)) {
-        forward_task<PairedRows>(p, dtype, tile, x);
-        continue;
-      }
-    forward_task<WideRows<acc_t>>(p, dtype, tile, x);
-  }
+  for (int64_t index = begin; index < end; ++index) forward_task(p, dtype, query_tile(p.shape, index), x);
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks,

@@ -18,10 +18,6 @@ struct PoolScratch {
         sum(arena, padded_columns(shape.D)) {}
 };
 
-struct PooledPositions {
-  int64_t b, head, begin, end;
-};
-
 struct PooledBlock {
   Strided<4> from, to;
   int64_t b, head, j;
@@ -34,16 +30,16 @@ MEMCHECK_INLINE PooledBlock pooled_block(const CompressedAttentionPooling& p, in
   return {of_keys ? p.k : p.v, of_keys ? p.kc : p.vc, of_one / rows, of_one % rows / p.shape.C, of_one % p.shape.C};
 }
 
-// scratch.sum.total (D) = the sum over positions from begin to end of x[b,head], (.,.,positions,D).
+// scratch.sum.total (D) = the sum over positions of x[b,head], (.,.,positions,D).
 template <typename acc_t>
-MEMCHECK_INLINE void sum_positions(Dtype dtype, const Strided<4>& x, const PooledPositions& of, int64_t D,
+MEMCHECK_INLINE void sum_positions(Dtype dtype, const Strided<4>& x, int64_t b, int64_t head, Span positions, int64_t D,
                                    const PoolScratch<acc_t>& scratch) {
   const int64_t columns = padded_columns(D);
   scratch.sum.start(columns);
   int64_t tiles = 0;
-  for (int64_t t = of.begin; t < of.end; t += kTileRows) {
-    const int64_t rows = of.end - t < kTileRows ? of.end - t : kTileRows;
-    const auto view = view_rows(dtype, rows_at(dtype, x, of.b, of.head, t), rows, D, scratch.rows);
+  for (int64_t t = positions.begin; t < positions.end; t += kTileRows) {
+    const int64_t rows = std::min<int64_t>(kTileRows, positions.end - t);
+    const auto view = view_rows(dtype, rows_at(dtype, x, b, head, t), rows, D, scratch.rows);
     fill_zero(scratch.tile, columns);
     for (int64_t row = 0; row < rows; ++row) add(columns, view.row(row), scratch.tile);
     add(columns, scratch.tile, scratch.sum.chunk);
@@ -62,9 +58,9 @@ MEMCHECK_INLINE void pool_block(const CompressedAttentionPooling& p, Dtype dtype
                                 const PoolScratch<acc_t>& scratch) {
   const int64_t D = p.shape.D;
   const int64_t begin = block.j * p.shape.factor;
-  const int64_t end = std::min(p.shape.T, begin + p.shape.factor);
-  sum_positions(dtype, block.from, {block.b, block.head, begin, end}, D, scratch);
-  divide(padded_columns(D), end - begin, scratch.sum.total);
+  const Span positions{begin, std::min(p.shape.T, begin + p.shape.factor)};
+  sum_positions(dtype, block.from, block.b, block.head, positions, D, scratch);
+  divide(padded_columns(D), positions.size(), scratch.sum.total);
   store_rows(dtype, rows_at(dtype, block.to, block.b, block.head, block.j), 1, D, scratch.sum.total, padded_columns(D));
 }
 
@@ -111,7 +107,7 @@ template <typename acc_t>
 void extend_row(const CompressedAttentionExtension& p, Dtype dtype, int64_t index, const PoolScratch<acc_t>& scratch) {
   const NewRow at(p, index);
   const int64_t D = p.shape.D, columns = padded_columns(D);
-  sum_positions(dtype, at.x, {at.row.of.row, at.head, at.row.begin, at.row.end}, D, scratch);
+  sum_positions(dtype, at.x, at.row.of.row, at.head, {at.row.begin, at.row.end}, D, scratch);
   if (at.row.j == 0) {
     load_rows(acc_dtype(dtype), at.of_sum(at.sum, dtype), 1, D, scratch.tile, columns);
     add(columns, scratch.tile, scratch.sum.total);

@@ -18,9 +18,9 @@ QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index);
 
 // The columns that some query of a tile sees. Tiles of columns begin at multiples of their size among all blocks or
 // positions, so that the bits of a query depend neither on the others of its tile nor on where a state begins.
-MEMCHECK_INLINE int64_t begin_of_columns(const Columns& columns, const QueryTile& tile) {
-  const int64_t place = (columns.first + columns.begin(tile.s)) / kBlocks * kBlocks;
-  return place > columns.first ? place - columns.first : 0;
+MEMCHECK_INLINE Span columns_seen(const Columns& columns, const QueryTile& tile) {
+  const int64_t begin = (columns.first + columns.seen_by(tile.s).begin) / kBlocks * kBlocks - columns.first;
+  return {begin > 0 ? begin : 0, columns.seen_by(tile.s + tile.positions - 1).end};
 }
 // Behind the tile that column j is in.
 MEMCHECK_INLINE int64_t end_of_tile(const Columns& columns, int64_t j) {
@@ -29,9 +29,6 @@ MEMCHECK_INLINE int64_t end_of_tile(const Columns& columns, int64_t j) {
 MEMCHECK_INLINE bool ends_chunk(const Columns& columns, int64_t j) {
   return ((columns.first + j) / kBlocks + 1) % kChunkTiles == 0;
 }
-MEMCHECK_INLINE int64_t end_of_columns(const Columns& columns, const QueryTile& tile) {
-  return columns.end(tile.s + tile.positions - 1);
-}
 
 // The element of row `row` of a tile in x, (B,H,S).
 template <typename acc_t>
@@ -39,14 +36,13 @@ MEMCHECK_INLINE acc_t& number_of(const Strided<3>& x, const QueryTile& tile, int
   return *x.at<acc_t>(tile.b, tile.head + row / tile.positions, tile.position(row));
 }
 
-// to (rows,columns_of(D)) = a tile of x, (B,H,S,D).
-template <typename Rows>
-MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D,
-                                  typename Rows::acc_t* to) {
-  const int64_t columns = Rows::columns_of(D);
+// to (rows,padded_columns(D)) = a tile of x, (B,H,S,D).
+template <typename acc_t>
+MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D, acc_t* to) {
+  const int64_t columns = padded_columns(D);
   for (int64_t head = 0; head < tile.heads; ++head)
-    Rows::load(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
-               to + head * tile.positions * columns);
+    load_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
+              to + head * tile.positions * columns, columns);
 }
 
 template <typename acc_t>
@@ -72,23 +68,23 @@ struct Sight {
   int64_t count;               // of columns in the tile
   int64_t by_all;              // all queries see the columns before this one, from not_by_all on
   int64_t not_by_all = 0;      // not all queries see the columns before this one
-  acc_t start[kQueries];       // the first column of each query, set if not_by_all > 0
+  acc_t start[kQueries] = {};  // the first column of each query, set if not_by_all > 0
   acc_t limit[kQueries] = {};  // the column behind the last of each query, set if by_all < count
 
   // Of the tile from column j on.
   MEMCHECK_INLINE Sight(const Columns& columns, const QueryTile& tile, int64_t j)
-      : count(std::min(end_of_tile(columns, j), end_of_columns(columns, tile)) - j), by_all(count) {
-    const int64_t last_start = columns.begin(tile.s + tile.positions - 1) - j;
+      : count(std::min(end_of_tile(columns, j), columns_seen(columns, tile).end) - j), by_all(count) {
+    const int64_t last_start = columns.seen_by(tile.s + tile.positions - 1).begin - j;
     if (last_start > 0) {
       not_by_all = last_start < count ? last_start : count;
       for (int64_t row = 0; row < tile.rows(); ++row)
-        start[row] = static_cast<acc_t>(columns.begin(tile.position(row)) - j);
+        start[row] = static_cast<acc_t>(columns.seen_by(tile.position(row)).begin - j);
     }
-    const int64_t fewest = columns.end(tile.s) - j;
+    const int64_t fewest = columns.seen_by(tile.s).end - j;
     if (fewest >= count) return;
     by_all = fewest > 0 ? fewest : 0;
     for (int64_t row = 0; row < tile.rows(); ++row) {
-      const int64_t seen = columns.end(tile.position(row)) - j;
+      const int64_t seen = columns.seen_by(tile.position(row)).end - j;
       limit[row] = static_cast<acc_t>(seen < 0 ? 0 : seen < count ? seen : count);
     }
   }
@@ -121,16 +117,5 @@ struct Sight {
     }
   }
 };
-
-// Scores of absent blocks become -inf. That of block j and query i is at j of_block + i of_query, for `queries` of
-// them.
-template <typename Rows>
-MEMCHECK_INLINE void hide_absent(const Rows& kc, int64_t queries, int64_t of_block, int64_t of_query,
-                                 typename Rows::acc_t* scores) {
-  for (int64_t j = 0; j < kc.count; ++j) {
-    if (!kc.is_absent(j)) continue;
-    for (int64_t i = 0; i < queries; ++i) scores[j * of_block + i * of_query] = minus_infinity<typename Rows::acc_t>();
-  }
-}
 
 }  // namespace memcheck::compressed_cpu

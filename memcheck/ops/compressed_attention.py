@@ -185,13 +185,10 @@ def compressed_attention(
         which the next call goes on. Two calls with the state between equal one call over all positions up to rounding.
         The gradient flows through the state into the earlier call. On the CPU, the bits of y and lse of a query depend
         on what it sees and on nothing else: not on the other queries, heads or samples of its call, not on the number
-        of threads, and not on the cut between two calls if a block ends there. With a window the cut may be anywhere,
-        in bfloat16 on a CPU that multiplies pairs of it if factor is even.
+        of threads, and not on the cut between two calls if a block ends there. With a window the cut may be anywhere.
 
-        A block whose keys are all -inf has a score of -inf for every query. A key of -inf makes the mean of its block
-        -inf, and so hides all positions of the block. If the weight between a query and a block is 0, because the
-        score is -inf or the block is hidden, neither affects the other in y or in gradients. So a NaN or an infinity
-        reaches only the queries that see it.
+        Sequences and rows of the batch do not touch each other. A NaN reaches the queries that see it, and it or an
+        infinity may reach other queries of its sequence.
 
     Raises:
         ValueError: a shape, device, factor, scale or window, S > T when causal, strict, a window or a state without

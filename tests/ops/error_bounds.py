@@ -256,7 +256,6 @@ def _compressed_bounds(
     (B,H,S). With merging the scales for y, q, kc and vc are followed by those for lse and the gradient of the sink.
     """
     Hkv = kc.shape[1]
-    size_k = size_k.masked_fill(compressed_attention.absent_blocks(kc)[..., None], 0)
     kc = compressed_attention.over_heads(kc, q)
     sink = merging[0] if merging else None
     weights = compressed_attention.weights_of(q, kc, hidden, scale, sink)  # (B,H,S,C)

@@ -177,12 +177,9 @@ def test_queries_that_see_no_block(mode: str) -> None:
     assert not torch.autograd.grad(y, q, grad_y)[0][blind].any()
 
 
-@pytest.mark.parametrize("hidden", ["by position", "by scores"])
-def test_nan_in_the_gradient_of_an_lse_of_minus_infinity_reaches_nothing(hidden: str) -> None:
+def test_nan_in_the_gradient_of_an_lse_of_minus_infinity_reaches_nothing() -> None:
     inputs, grads = make_more(2, 4, 2, 40, 50, 20)
     inputs[3] = None
-    if hidden == "by scores":
-        inputs[0][..., 0], inputs[1][:, :, :17, 0] = 1, -math.inf
     function = functools.partial(compressed_attention, factor=17)
     expected = run_both(function, inputs, grads)
     blind = expected[1] == -math.inf

@@ -108,8 +108,8 @@ def test_the_same_bits_if_cut_where_a_block_ends(strict: bool, dtype: torch.dtyp
 
 
 def random_call(number: int) -> tuple[list[Tensor], dict[str, Any], int]:
-    """q, k and v, options, and where a block ends. In some calls a number is not finite, and in some D is that of a
-    tile, whose rows are read where they lie."""
+    """q, k and v, options, and where a block ends. In some calls D is that of a tile, whose rows are read where they
+    lie."""
     random = Random(number)
     dtype, factor = random.choice(DTYPES), random.choice((1, 1, 2, 3, 8, 10))
     Hkv, group = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 5))
@@ -118,9 +118,6 @@ def random_call(number: int) -> tuple[list[Tensor], dict[str, Any], int]:
     T = random.randint(factor, 2100 if long else 140)
     B = 1 if long else random.choice((1, 2))
     (q, k, v), _ = make_inputs(B, Hkv * group, Hkv, T, T, D, dtype, seed=number)
-    if random.random() < 0.3:
-        poisoned = random.choice((q, k, v))
-        poisoned[0, -1, random.randrange(T), random.randrange(D)] = random.choice((torch.nan, torch.inf, -torch.inf))
     sink = torch.randn(Hkv * group, generator=generator(number)) if random.random() < 0.3 else None
     options = {"factor": factor, "strict": random.random() < 0.3, "sink": sink, "return_lse": True}
     last_block = (T - 1) // factor

@@ -183,18 +183,10 @@ def scale_of(q: Tensor, scale: float | None) -> float:
     return float(max(q.shape[3], 1) ** -0.5) if scale is None else scale
 
 
-def absent_blocks(kc: Tensor) -> Tensor:
-    """(B,H,C): which blocks have keys of -inf throughout, and so a score of -inf for every query."""
-    return (kc == -torch.inf).all(3) if kc.shape[3] else torch.zeros(kc.shape[:3], dtype=torch.bool, device=kc.device)
-
-
 def scores_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """(B,H,S,C), or (B,H,S,C+1) with a sink (H,), and (B,H,S,1): where all scores are -inf, or the
     sink is inf. There they are 0."""
-    absent = absent_blocks(kc)
-    scores = q @ kc.masked_fill(absent[..., None], 0).mT * scale_of(q, scale)
-    scores = scores.masked_fill(hidden, -torch.inf)
-    scores = scores.masked_fill(absent[:, :, None], -torch.inf)
+    scores = (q @ kc.mT * scale_of(q, scale)).masked_fill(hidden, -torch.inf)
     if sink is not None:
         scores = torch.cat([scores, sink.to(scores.dtype)[:, None, None].expand(*q.shape[:3], 1)], 3)
     if not scores.shape[3]:
