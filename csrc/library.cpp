@@ -303,41 +303,6 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
           {"extension_scratch", plan.extension_scratch_bytes}};
 }
 
-// (pass, work of each task, threads) of every pass of an operator on the CPU.
-static py::list task_rows(const std::vector<memcheck::TaskList>& lists) {
-  py::list rows;
-  for (const auto& list : lists) rows.append(py::make_tuple(list.pass, list.work, list.threads));
-  return rows;
-}
-
-// For tests: how the work is dealt out on machines of any number of cores.
-static void bind_tasks(py::module_& m) {
-  m.def(
-      "_softplus_attention_tasks",
-      [](int64_t B, int64_t S, int64_t T, int64_t R, bool causal, int64_t threads) {
-        return task_rows(memcheck::softplus_attention_tasks_cpu({B, S, T, R, causal}, threads));
-      },
-      py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"), py::arg("R"), py::arg("causal"), py::arg("threads"));
-  m.def(
-      "_linear_attention_tasks",
-      [](int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T, int64_t D, int64_t Dv, bool causal, int64_t threads) {
-        const auto map = memcheck::FeatureMap::EluPlusOne;
-        return task_rows(memcheck::linear_attention_tasks_cpu({B, H, Hkv, S, T, D, Dv, causal, map}, threads));
-      },
-      py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"),
-      py::arg("Dv"), py::arg("causal"), py::arg("threads"));
-  m.def(
-      "_compressed_attention_tasks",
-      [](int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T, int64_t D, int64_t factor, bool causal,
-         int64_t threads) {
-        const int64_t C = (T + factor - 1) / factor;
-        return task_rows(
-            memcheck::compressed_attention_tasks_cpu({B, H, Hkv, S, T, D, C, factor, causal, false}, threads));
-      },
-      py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"),
-      py::arg("factor"), py::arg("causal"), py::arg("threads"));
-}
-
 static void bind_plans(py::module_& m) {
   m.def(
       "cpu_multiplies",
@@ -380,5 +345,4 @@ PYBIND11_MODULE(_C, m) {
   bind_ledger(m);
   bind_timeline(m);
   bind_plans(m);
-  bind_tasks(m);
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "common/dtype.h"
 #include "common/integer.h"
@@ -9,7 +8,6 @@
 #include "common/macros.h"
 #include "common/sequences.h"
 #include "common/strided.h"
-#include "common/task_list.h"
 
 // Compressed attention: the parameters of its kernels, and the memory they need.
 //
@@ -223,8 +221,6 @@ struct CompressedAttentionKernels {
   const SequenceKernels* sequences;
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;
-// The tasks of every pass on the CPU, for tests.
-std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads);
 extern const CompressedAttentionKernels compressed_attention_cuda;
 
 }  // namespace memcheck

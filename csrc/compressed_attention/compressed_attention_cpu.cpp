@@ -150,13 +150,6 @@ void backward_of_all(const CompressedAttentionWindowBackward& p, Dtype dtype, cu
 
 }  // namespace
 
-std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads) {
-  const int64_t used = compressed_cpu::useful_threads(shape, {}, threads);
-  return {{"pooling", compressed_cpu::pool_work(shape), used},
-          {"queries", compressed_cpu::query_work(shape), used},
-          {"gradients of keys", compressed_cpu::key_work(shape), used}};
-}
-
 void compressed_attention_pool_cpu(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t) {
   each_sequence(p, dtype, &CompressedAttentionPlan::forward_scratch_bytes, pool);
 }

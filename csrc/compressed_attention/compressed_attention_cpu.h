@@ -339,11 +339,6 @@ struct Columns {
 
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run
 
-// The keys of each task, one after the other; the next two: the scores.
-std::vector<double> pool_work(const CompressedAttentionShape& shape);
-std::vector<double> query_work(const CompressedAttentionShape& shape);
-std::vector<double> key_work(const CompressedAttentionShape& shape);
-
 int64_t pool_tasks(const CompressedAttentionShape& shape);
 int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
 void pool(const CompressedAttentionPooling& p, Dtype dtype);

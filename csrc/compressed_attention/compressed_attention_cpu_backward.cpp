@@ -484,16 +484,6 @@ int64_t key_tasks(const CompressedAttentionShape& shape, int64_t columns) {
   return shape.B * shape.Hkv * ceil_div(columns, kLanes);
 }
 
-std::vector<double> key_work(const CompressedAttentionShape& shape) {
-  std::vector<double> work;
-  for (int64_t index = 0; index < key_tasks(shape, shape.C); ++index) {
-    const KeyTile tile = key_tile(shape.Hkv, shape.C, index);
-    const int64_t queries = std::max<int64_t>(0, shape.S - shape.first_query(tile.j));
-    work.push_back(static_cast<double>(tile.count * shape.group() * queries));
-  }
-  return work;
-}
-
 int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<KeyScratch<decltype(acc)>>(shape); });
 }

@@ -20,15 +20,6 @@ int64_t query_tasks(const CompressedAttentionShape& shape) {
   return shape.B * shape.Hkv * ceil_div(shape.group(), heads_per_tile(shape)) * ceil_div(shape.S, kQueries);
 }
 
-std::vector<double> query_work(const CompressedAttentionShape& shape) {
-  std::vector<double> work;
-  for (int64_t index = 0; index < query_tasks(shape); ++index) {
-    const QueryTile tile = query_tile(shape, index);
-    work.push_back(static_cast<double>(tile.rows() * shape.visible(tile.s + tile.positions - 1)));
-  }
-  return work;
-}
-
 QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index) {
   const int64_t heads = heads_per_tile(shape);
   const int64_t head_tiles = ceil_div(shape.group(), heads);

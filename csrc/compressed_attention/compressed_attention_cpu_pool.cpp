@@ -160,13 +160,6 @@ int64_t pool_tasks(const CompressedAttentionShape& shape) {
   return 2 * shape.B * shape.Hkv * shape.C;
 }
 
-std::vector<double> pool_work(const CompressedAttentionShape& shape) {
-  std::vector<double> work;
-  for (int64_t index = 0; index < pool_tasks(shape); ++index)
-    work.push_back(static_cast<double>(std::min(shape.factor, shape.T - index % shape.C * shape.factor)));
-  return work;
-}
-
 int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<PoolScratch<decltype(acc)>>(shape); });
 }

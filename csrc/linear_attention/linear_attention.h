@@ -2,14 +2,12 @@
 
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "common/dtype.h"
 #include "common/kernel.h"
 #include "common/macros.h"
 #include "common/sequences.h"
 #include "common/strided.h"
-#include "common/task_list.h"
 
 // Linear attention: the parameters of its kernels, and the memory they need.
 //
@@ -139,8 +137,6 @@ struct LinearAttentionKernels {
   Kernel<LinearAttentionDecaySum> sum_decays;
 };
 extern const LinearAttentionKernels linear_attention_cpu;
-// The tasks of every pass on the CPU, for tests.
-std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads);
 extern const LinearAttentionKernels linear_attention_cuda;
 
 }  // namespace memcheck

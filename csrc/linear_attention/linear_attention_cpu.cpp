@@ -217,22 +217,6 @@ LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape,
           linear_cpu::backward_scratch_bytes(deal.longest, dtype, deal.all_cut()) * deal.workers()};
 }
 
-std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads) {
-  constexpr std::pair<Phase, const char*> kNames[] = {{Phase::Whole, "whole"},
-                                                      {Phase::KeySums, "sums of keys"},
-                                                      {Phase::Queries, "queries"},
-                                                      {Phase::QuerySums, "sums of queries"},
-                                                      {Phase::Keys, "gradients of keys"}};
-  const Deal deal(shape, threads);
-  std::vector<TaskList> lists;
-  for (const auto& [phase, name] : kNames) {
-    if (deal.tasks(phase) == 0 || (phase == Phase::QuerySums && !shape.causal)) continue;
-    lists.push_back({name, {}, deal.threads});
-    for (int64_t task = 0; task < deal.tasks(phase); ++task) lists.back().work.push_back(deal.work_of(phase, task));
-  }
-  return lists;
-}
-
 void linear_attention_forward_cpu(const LinearAttentionForward& p, Dtype dtype, cudaStream_t) {
   if (p.decay) with_acc_type(dtype, [&](auto acc) { check_decays<decltype(acc)>(p, dtype); });
   linear_cpu::forward(p, dtype);

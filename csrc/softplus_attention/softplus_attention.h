@@ -1,14 +1,12 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
 
 #include "common/dtype.h"
 #include "common/integer.h"
 #include "common/kernel.h"
 #include "common/sequences.h"
 #include "common/strided.h"
-#include "common/task_list.h"
 
 // Softplus attention: the parameters of its kernels, and the memory they need.
 //
@@ -116,8 +114,6 @@ struct SoftplusAttentionKernels {
   const SequenceKernels* sequences;
 };
 extern const SoftplusAttentionKernels softplus_attention_cpu;
-// The tasks of every pass on the CPU, for tests.
-std::vector<TaskList> softplus_attention_tasks_cpu(const SoftplusAttentionShape& shape, int64_t threads);
 extern const SoftplusAttentionKernels softplus_attention_cuda;
 
 // ---- CUDA

@@ -100,32 +100,6 @@ SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& 
   return {not_kept - kept, kept, most([](const auto& plan) { return plan.backward_scratch_bytes; })};
 }
 
-std::vector<TaskList> softplus_attention_tasks_cpu(const SoftplusAttentionShape& shape, int64_t threads) {
-  const int64_t blocks = shape.B * softplus_cpu::channel_blocks(shape);
-  std::vector<TaskList> lists;
-  const auto add = [&](const char* pass, int64_t length, bool split, int64_t first_chunk, int64_t left_out) {
-    lists.push_back({pass, {}, softplus_cpu::useful_threads(shape, threads)});
-    const int64_t chunks = split ? ceil_div(length, kCarrySpacing) - left_out : 1;
-    for (int64_t index = 0; index < blocks * chunks; ++index) {
-      const int64_t begin = (first_chunk + index % chunks) * kCarrySpacing;
-      lists.back().work.push_back(static_cast<double>(split ? std::min(kCarrySpacing, length - begin) : length));
-    }
-  };
-  const bool split_keys = splits(shape, shape.key_chunks(), threads);
-  if (!shape.causal) {
-    add("sums of keys", shape.T, split_keys, 0, 0);
-    add("queries", shape.S, true, 0, 0);
-    add("sums of queries", shape.S, splits(shape, shape.query_chunks(), threads), 0, 0);
-    add("gradients of keys", shape.T, true, 0, 0);
-    return lists;
-  }
-  if (split_keys) add("sums of keys", shape.T, true, 0, shape.key_chunks() - shape.carries());
-  add("queries", shape.T, split_keys, 0, 0);
-  if (split_keys) add("sums of queries", shape.T, true, 1, 1);
-  add("gradients", shape.T, split_keys, 0, 0);
-  return lists;
-}
-
 void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t) {
   const bool keeps_carries = p.carries != nullptr;
   const auto bytes_of = [=](const SoftplusAttentionPlan& plan) { return forward_bytes(plan, keeps_carries); };

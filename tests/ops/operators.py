@@ -257,9 +257,9 @@ def linear_contract(causal: bool = False, feature_map: str = "elu+1", eps: float
     return make_contract("linear_attention", linear_reference.linear_attention, bounds, options | more)
 
 
-def linear_plan(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int | None = None) -> dict[str, int]:
+def linear_plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, Dv) = q.shape, v.shape
-    return plan_of("linear_attention", q.dtype, threads, B=B, H=H, Hkv=Hkv, S=S, T=T, D=D, Dv=Dv, causal=causal)
+    return plan_of("linear_attention", q.dtype, B=B, H=H, Hkv=Hkv, S=S, T=T, D=D, Dv=Dv, causal=causal)
 
 
 def linear_memory(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Memory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -29,11 +28,9 @@ from ops.checks import (
 )
 from ops.operators import LINEAR
 from ops.operators import LINEAR_SPLIT as SPLIT
-from ops.operators import linear_plan as plan_of
 from torch import Tensor
 
 from memcheck import linear_attention, linear_attention_step, measure_memory
-from memcheck._extension import _C
 from memcheck.ops.reference import linear_attention as reference
 
 SMALL, make_inputs = LINEAR.small, LINEAR.make
@@ -129,65 +126,6 @@ def test_many_groups_of_query_heads(
         bounds = it.bounds(*(x.cpu() for x in doubles([grad, *some])))
         for result, truth, bound in zip(results, run_truth(it.reference, some, grad), bounds, strict=True):
             assert_within(of_group(result), truth, bound)
-
-
-@pytest.mark.cpu
-def test_few_heads_are_split() -> None:
-    """There are six segments of at least 512 queries, each with a state (20,9) and a sum (20), in padded rows.
-
-    Causal queries never start from the sum of all. One thread goes along the sequence without states in memory.
-    """
-    (q, k, v), _ = make_inputs(*SPLIT)
-    state = (20 * 32 + 32) * 4
-    for causal, slots in ((True, 5), (False, 6)):
-        alone, shared = (plan_of(q, k, v, causal, threads) for threads in (1, 2))
-        assert alone["forward_states"] == alone["backward_states"] == 0
-        assert shared["forward_states"] == slots * state
-        assert shared["backward_states"] == (slots if causal else slots + 3) * (9 * 32 + 32) * 4
-        for scratch, states in (("forward_scratch", "forward_states"), ("backward_scratch", "backward_states")):
-            rows = shared["backward_rows"] if scratch == "backward_scratch" else 0
-            assert shared[scratch] - rows - shared[states] == 2 * (alone[scratch] - rows)
-
-
-def test_few_heads_are_split_on_cuda() -> None:
-    """Five segments of at least 256 positions, each with a state (20,9) and a sum (20); many heads are not split.
-
-    The first 600 positions have no query, so that states of segments cannot lie in y.
-    """
-    plan = functools.partial(_C.linear_attention_plan, S=700, T=1300, D=20, Dv=9, causal=True, dtype="float32")
-    assert plan(B=1, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 5 * (20 * 9 + 20) * 4
-    assert plan(B=66, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 0
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_states_lie_in_results_on_cuda(causal: bool, dtype: str) -> None:
-    """Segments take no scratch: of few heads, and where they are cut because they are long."""
-    plan = functools.partial(
-        _C.linear_attention_plan, D=64, Dv=64, causal=causal, dtype=dtype, threads=1, device="cuda"
-    )
-    for B, H, length in ((4, 8, 4096), (1, 1, 1300), (4, 64, 100_000)):
-        sizes = plan(B=B, H=H, Hkv=H, S=length, T=length)
-        assert sizes["forward_scratch"] == sizes["backward_states"] == 0
-        assert sizes["backward_scratch"] == sizes["backward_rows"]
-
-
-@pytest.mark.parametrize(("dtype", "longest"), [("float64", 4096), ("float32", 16384), ("bfloat16", 16384)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_segments_on_cuda_are_not_too_long(causal: bool, dtype: str, longest: int) -> None:
-    """Sums within a segment are plain and have one rounding error per 64 positions (float64: 32)."""
-    sizes = {"B": 66, "H": 2, "Hkv": 2, "S": 1, "D": 64, "Dv": 64, "threads": 1, "device": "cuda"}
-    plan = functools.partial(_C.linear_attention_plan, **sizes, causal=causal, dtype=dtype)
-    state = 66 * 2 * (64 * 64 + 64) * (8 if dtype == "float64" else 4)
-    assert plan(T=longest)["forward_scratch"] == 0
-    assert plan(T=longest + 1)["forward_scratch"] == 2 * state
-    assert plan(T=10 * longest)["forward_scratch"] == 10 * state
-
-
-def test_an_unknown_device_is_refused() -> None:
-    sizes = dict.fromkeys(("B", "H", "Hkv", "S", "T", "D", "Dv", "threads"), 1)
-    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
-        _C.linear_attention_plan(**sizes, causal=True, dtype="float32", device="tpu")
 
 
 @pytest.mark.cpu
