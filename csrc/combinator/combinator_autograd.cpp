@@ -4,25 +4,6 @@
 namespace memcheck::combinator_autograd {
 namespace {
 
-// The pre-activations x W^T that the forward kept, as a function of x and W, the weight as (2E,E).
-struct KeptProducts : Function<KeptProducts> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*stands for x*/, const Tensor& /*for weight*/,
-                               const Tensor& kept, const std::optional<Tensor>& x,
-                               const std::optional<Tensor>& weight) {
-    ctx->save_for_backward({x.value_or(Tensor()), weight.value_or(Tensor())});
-    return {kept};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    variable_list gradients(5);
-    if (ctx->needs_input_grad(0)) gradients[0] = grads[0].matmul(saved[1].flatten(0, 1));
-    if (ctx->needs_input_grad(1))
-      gradients[1] = grads[0].flatten(0, -2).t().matmul(saved[0].flatten(0, -2)).unflatten(0, {2, -1});
-    return gradients;
-  }
-};
-
 struct Combinator : Differentiable<Combinator, operators::Combinator> {
   static variable_list run(AutogradContext* ctx, Arguments in) {
     in.keep_preactivations = !in.low_memory;
@@ -33,24 +14,29 @@ struct Combinator : Differentiable<Combinator, operators::Combinator> {
     const bool reads_weight = in.low_memory || in.x.requires_grad() || !in.weight.is_contiguous();
     ctx->save_for_backward(
         {reads_x ? in.x : Tensor(), reads_weight ? in.weight : Tensor(), in.low_memory ? Tensor() : preactivations});
-    ctx->mark_non_differentiable({preactivations});
+    if (in.low_memory) ctx->mark_non_differentiable({preactivations});
     return {y, preactivations};
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
     const auto x = if_defined(saved.tensors[0]), weight = if_defined(saved.tensors[1]);
-    auto kept = if_defined(saved.tensors[2]);
-    if (kept && at::GradMode::is_enabled())
-      kept = KeptProducts::apply(stands_for_input(0, *kept), stands_for_input(1, *kept), *kept, x, weight)[0];
-    const auto [grad_x, grad_weight] =
-        call<operators::CombinatorBackward>({grads[0], x, weight, kept, saved.wanted_of<2>()});
+    const auto wanted = saved.wanted_of<2>();
+    Tensor grad_x, grad_weight;
+    if (grads[0].defined())
+      std::tie(grad_x, grad_weight) =
+          call_backward<operators::CombinatorBackward>({grads[0], x, weight, if_defined(saved.tensors[2]), wanted});
+    // The gradient of a backward, in which x W^T were kept.
+    if (grads[1].defined()) {
+      if (wanted[0]) add_gradient(grad_x, grads[1].matmul(weight->flatten(0, 1)));
+      if (wanted[1])
+        add_gradient(grad_weight, grads[1].flatten(0, -2).t().matmul(x->flatten(0, -2)).unflatten(0, {2, -1}));
+    }
     return {grad_x, grad_weight};
   }
 };
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<operators::Combinator, Combinator>(m);
-  register_gradients<operators::CombinatorBackward>(m);
 }
 
 }  // namespace

@@ -74,11 +74,16 @@ struct ForwardTensors {
 void run_forward(const CompressedAttentionKernels& kernels, const CompressedAttentionShape& shape,
                  const Options& options, const ForwardTensors& x, const DeviceScope& device) {
   const bool wants_lse = x.lse.defined() && x.lse.size(2) == shape.S;
-  const CompressedAttentionForward p{shape,          scale_of(shape, options),
-                                     reads<4>(x.q),  reads<4>(x.kc),
-                                     reads<4>(x.vc), data_of(x.sink),
-                                     writes<4>(x.y), wants_lse ? writes<3>(x.lse) : Strided<3>(),
-                                     x.scratch,      device.threads};
+  const CompressedAttentionForward p{.shape = shape,
+                                     .scale = scale_of(shape, options),
+                                     .q = reads<4>(x.q),
+                                     .kc = reads<4>(x.kc),
+                                     .vc = reads<4>(x.vc),
+                                     .sink = data_of(x.sink),
+                                     .y = writes<4>(x.y),
+                                     .lse = wants_lse ? writes<3>(x.lse) : Strided<3>(),
+                                     .scratch = x.scratch,
+                                     .threads = device.threads};
   kernels.forward({p, x.window}, dtype_of(x.q), device.stream);
 }
 
@@ -103,8 +108,13 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
   const Scratch scratch(plan.forward_scratch_bytes, q);
   fill_padded_outputs(sequences, y, lse);
   if (shape.sequences && in.keep) zero_all({kc, vc});  // places without a block
-  const CompressedAttentionPooling pooling{shape,         reads<4>(in.k), reads<4>(in.v), writes<4>(kc),
-                                           writes<4>(vc), scratch.data(), device.threads};
+  const CompressedAttentionPooling pooling{.shape = shape,
+                                           .k = reads<4>(in.k),
+                                           .v = reads<4>(in.v),
+                                           .kc = writes<4>(kc),
+                                           .vc = writes<4>(vc),
+                                           .scratch = scratch.data(),
+                                           .threads = device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
   run_forward(kernels, shape, options, {q, kc, vc, sink, y, lse, scratch.data(), window}, device);
   if (in.keep) return {y, lse, kc, vc};
@@ -213,16 +223,35 @@ CompressedAttentionExtension extension_of(const CompressedAttentionKernels& kern
   const int64_t N = x.N.expect_int(), T = x.T.expect_int(), rows = x.rows.expect_int();
   int64_t results = 0;
   for (int64_t i = 0; i < N; ++i) {
-    const CompressedAttentionNew one =
-        in.places.empty()
-            ? CompressedAttentionNew{i, 0, T, in.positions[0].expect_int(), i, 0, results}
-            : CompressedAttentionNew{in.packed ? 0 : i, in.begins[i], in.counts[i], in.positions[i].expect_int(), 0,
-                                     in.places[i],      results};
+    const CompressedAttentionNew one = in.places.empty()
+                                           ? CompressedAttentionNew{.row = i,
+                                                                    .first = 0,
+                                                                    .count = T,
+                                                                    .positions = in.positions[0].expect_int(),
+                                                                    .to = i,
+                                                                    .place = 0,
+                                                                    .first_result = results}
+                                           : CompressedAttentionNew{.row = in.packed ? 0 : i,
+                                                                    .first = in.begins[i],
+                                                                    .count = in.counts[i],
+                                                                    .positions = in.positions[i].expect_int(),
+                                                                    .to = 0,
+                                                                    .place = in.places[i],
+                                                                    .first_result = results};
     memory.sequences.push_back(one);
     results += one.blocks(in.factor) + 1;
   }
   const int64_t C = rows == 0 ? 0 : results / rows, Hkv = x.Hkv.expect_int();
-  const CompressedAttentionShape shape{rows, Hkv, Hkv, 0, C * in.factor, x.D.expect_int(), C, in.factor, false, false};
+  const CompressedAttentionShape shape{.B = rows,
+                                       .H = Hkv,
+                                       .Hkv = Hkv,
+                                       .S = 0,
+                                       .T = C * in.factor,
+                                       .D = x.D.expect_int(),
+                                       .C = C,
+                                       .factor = in.factor,
+                                       .causal = false,
+                                       .strict = false};
   const auto plan = kernels.plan(shape, {}, dtype_of(like), device.threads);
   memory.scratch = Scratch(plan.extension_scratch_bytes, like);
   const CompressedAttentionNew* sequences = memory.sequences.data();
@@ -264,7 +293,7 @@ ExtendOp::Results extend(const CompressedAttentionKernels& kernels, const Extend
 NewBlocks check_extend_backward(const ExtendBackwardOp::Arguments& in) {
   check_tensor(kExtend, "like", in.like);
   TORCH_CHECK_VALUE(in.sizes.size() == 4, kExtend, ": sizes must be 4, got ", in.sizes);
-  const NewBlocks x = check_new_blocks(in, {in.sizes[0], 0, in.sizes[1], 0, in.sizes[2], in.sizes[3], 0});
+  const NewBlocks x = check_new_blocks(in, {.B = in.sizes[0], .Hkv = in.sizes[1], .T = in.sizes[2], .D = in.sizes[3]});
   const auto check = [&](const char* name, const MaybeTensor& grad, const char* letters,
                          std::initializer_list<c10::SymInt> shape, at::ScalarType type) {
     if (!grad) return;
@@ -432,24 +461,24 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
     window.grad_k = writes<4>(of_window[0]);
     window.grad_v = writes<4>(of_window[1]);
   }
-  const CompressedAttentionBackward p{shape,
-                                      scale_of(shape, options_of(in)),
-                                      reads<4>(in.grad_y),
-                                      reads<3>(in.grad_lse),
-                                      reads<4>(in.q),
-                                      reads<4>(in.kc),
-                                      reads<4>(in.vc),
-                                      is_exact(in.q) ? reads<4>(in.y) : Strided<4>(),
-                                      reads<3>(in.lse),
-                                      data_of(sink),
-                                      pooled,
-                                      writes<4>(grad_q),
-                                      writes<4>(grad_k),
-                                      writes<4>(grad_v),
-                                      grad_sink.defined() ? grad_sink.mutable_data_ptr() : nullptr,
-                                      {delta.data(), {shape.H * shape.S, shape.S, 1}},
-                                      scratch.data(),
-                                      device.threads};
+  const CompressedAttentionBackward p{.shape = shape,
+                                      .scale = scale_of(shape, options_of(in)),
+                                      .grad_y = reads<4>(in.grad_y),
+                                      .grad_lse = reads<3>(in.grad_lse),
+                                      .q = reads<4>(in.q),
+                                      .kc = reads<4>(in.kc),
+                                      .vc = reads<4>(in.vc),
+                                      .y = is_exact(in.q) ? reads<4>(in.y) : Strided<4>(),
+                                      .lse = reads<3>(in.lse),
+                                      .sink = data_of(sink),
+                                      .pooled = pooled,
+                                      .grad_q = writes<4>(grad_q),
+                                      .grad_k = writes<4>(grad_k),
+                                      .grad_v = writes<4>(grad_v),
+                                      .grad_sink = grad_sink.defined() ? grad_sink.mutable_data_ptr() : nullptr,
+                                      .delta = {delta.data(), {shape.H * shape.S, shape.S, 1}},
+                                      .scratch = scratch.data(),
+                                      .threads = device.threads};
   kernels.backward({p, window}, dtype_of(in.q), device.stream);
 }
 

@@ -1,8 +1,4 @@
-#include <ATen/ops/arange.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/TensorOperators.h>
 
 #include "common/torch/autograd.h"
 #include "compressed_attention/compressed_attention_operators.h"
@@ -49,87 +45,46 @@ variable_list saved_tensors(const Arguments& in, const Tensor& kc, const Tensor&
                        in.window && grads_scores ? v : std::nullopt);
 }
 
-// For each position its block among those that the forward kept, and how many positions that has, 0 for padding:
-// (1,1,T,1), or (B,1,T,1) if padded.
-struct BlocksOfPositions {
-  Tensor index, lengths;
+// memcheck/ops/derivatives.py defines it: the gradient of k from that of its means, or of v.
+struct MeansBackward {
+  static constexpr const char* schema = "compressed_attention_means_backward";
+  struct Arguments {
+    Tensor grad;  // (B,Hkv,C,D)
+    MaybeTensor cu_seqlens_k, lengths;
+    bool left_padded;
+    int64_t factor;
+    c10::SymInt kv_len;
+
+    auto fields() { return std::tie(grad, cu_seqlens_k, lengths, left_padded, factor, kv_len); }
+  };
+  using Results = std::tuple<Tensor>;  // (B,Hkv,T,D)
 };
-
-BlocksOfPositions blocks_of_positions(const BackwardOp::Arguments& of, const at::TensorOptions& options) {
-  const int64_t T = of.kv_len.guard_int(__FILE__, __LINE__), factor = of.factor;
-  const auto integers = options.dtype(at::kLong);
-  const Tensor position = at::arange(T, integers);
-  Tensor place = position, count = at::full({}, T, integers), first = at::zeros({}, integers);
-  if (of.cu_seqlens_k) {
-    const Tensor ends = of.cu_seqlens_k->to(integers.device(), at::kLong);
-    const Tensor sequence = at::searchsorted(ends.slice(0, 1), position, /*out_int32=*/false, /*right=*/true);
-    const Tensor begin = ends.index_select(0, sequence);
-    place = position - begin;
-    count = ends.index_select(0, sequence + 1) - begin;
-    first = begin.div(factor, "floor") + sequence;
-  } else if (of.lengths) {
-    count = of.lengths->to(integers.device(), at::kLong).unsqueeze(1);
-    if (of.left_padded) place = position - (T - count);
-  }
-  const Tensor block = place.clamp_min(0).div(factor, "floor");
-  const Tensor length = (count - block * factor).clamp(0, factor).masked_fill(place < 0, 0);
-  const auto spread = [&](const Tensor& x) { return x.unsqueeze(-2).unsqueeze(-1).expand({-1, 1, T, 1}); };
-  const auto rows = [&](const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x; };
-  return {spread(rows(first + block)), spread(rows(length))};
-}
-
-// The means kc (B,Hkv,C,D) that the forward kept, as a function of k (B,Hkv,T,D); or vc, of v.
-struct KeptMeans : Function<KeptMeans> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*stands for k*/, const Tensor& kept,
-                               const Tensor& index, const Tensor& lengths) {
-    ctx->save_for_backward({index, lengths});
-    return {kept};
-  }
-
-  // A position gets the gradient of its block, divided by the block's length.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &grad = grads[0], &lengths = saved[1];
-    std::vector<int64_t> sizes = grad.sizes().vec();
-    sizes[2] = lengths.size(2);
-    const Tensor index = saved[0].clamp_max(std::max<int64_t>(0, grad.size(2) - 1)).expand(sizes);
-    const Tensor of_positions = grad.gather(2, index).div(lengths.clamp_min(1)).masked_fill(lengths == 0, 0);
-    return {of_positions, {}, {}, {}};
-  }
-};
-
-// The same where a backward may be differentiated.
-Tensor kept_means(const Tensor& kept, size_t input, const BlocksOfPositions& blocks) {
-  if (!kept.defined() || !blocks.index.defined()) return kept;
-  return KeptMeans::apply(stands_for_input(input, kept), kept, blocks.index, blocks.lengths)[0];
-}
 
 // What a backward operator takes of the tensors that saved_tensors has chosen, and of the options.
 template <typename Saved>
 operators::CompressedAttentionGradients gradients_of(const Saved& saved, const variable_list& grads,
                                                      c10::SymInt kv_len) {
-  const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
   const auto& of = saved.options;
-  return {gradient_of_y(grads, saved.tensors[0]),
-          saved.tensors[0],
-          saved.tensors[1],
-          given(2),
-          kept_y(saved.tensors[3]),
-          saved.tensors[4].detach(),
-          if_defined(grads[1]),
-          given(5),
-          given(9),
-          given(10),
-          given(6),
-          given(7),
-          given(8),
-          of.left_padded,
-          of.factor,
-          std::move(kv_len),
-          of.causal,
-          of.strict,
-          of.scale,
-          of.window};
+  return {.grad_y = gradient_of_y(grads, saved.tensors[0]),
+          .q = saved.tensors[0],
+          .kc = saved.tensors[1],
+          .vc = saved.given(2),
+          .y = kept_y(saved.tensors[3]),
+          .lse = saved.tensors[4].detach(),
+          .grad_lse = if_defined(grads[1]),
+          .sink = saved.given(5),
+          .k = saved.given(9),
+          .v = saved.given(10),
+          .cu_seqlens_q = saved.given(6),
+          .cu_seqlens_k = saved.given(7),
+          .lengths = saved.given(8),
+          .left_padded = of.left_padded,
+          .factor = of.factor,
+          .kv_len = std::move(kv_len),
+          .causal = of.causal,
+          .strict = of.strict,
+          .scale = of.scale,
+          .window = of.window};
 }
 
 struct CompressedAttention : Differentiable<CompressedAttention, Op> {
@@ -142,27 +97,36 @@ struct CompressedAttention : Differentiable<CompressedAttention, Op> {
     ctx->saved_data["kv_len"] = in.k.sym_size(2);
     ctx->saved_data["grad_k_stride"] = gradient_stride(in.k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(in.v);
-    // y has a gradient, and lse if it was asked for.
-    const variable_list results{y, kept_output(lse, keep || in.return_lse, /*dimension=*/2),
-                                kept_output(kc, keep, /*dimension=*/2), kept_output(vc, keep, /*dimension=*/2)};
-    ctx->mark_non_differentiable({results.begin() + (in.return_lse ? 2 : 1), results.end()});
+    // y has a gradient, lse if it was asked for, and kc and vc in a backward that is differentiated.
+    const variable_list results{y,
+                                kept_output(lse, keep || in.return_lse, /*dimension=*/2),
+                                kept_output(kc, keep, /*dimension=*/2),
+                                kept_output(vc, keep, /*dimension=*/2),
+                                kc,
+                                vc};
+    ctx->mark_non_differentiable({results.begin() + (in.return_lse ? 2 : 1), results.begin() + (keep ? 2 : 4)});
     return results;
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
     auto& data = saved.ctx->saved_data;
-    BackwardOp::Arguments in{gradients_of(saved, grads, data["kv_len"].toSymInt()),
-                             data["grad_k_stride"].toSymIntVector(), data["grad_v_stride"].toSymIntVector(),
-                             saved.wanted_of<4>()};
-    if (at::GradMode::is_enabled()) {
-      const BlocksOfPositions blocks = [&] {
-        const at::NoGradGuard guard;
-        return blocks_of_positions(in, in.grad_y.options());
-      }();
-      in.kc = kept_means(in.kc, 1, blocks);
-      if (in.vc) in.vc = kept_means(*in.vc, 2, blocks);
-    }
-    return list_of(call<BackwardOp>(in));
+    const auto kv_len = data["kv_len"].toSymInt();
+    const auto wanted = saved.wanted_of<4>();
+    variable_list gradients(4);
+    if (grads[0].defined() || grads[1].defined())
+      gradients =
+          list_of(call_backward<BackwardOp>({gradients_of(saved, grads, kv_len), data["grad_k_stride"].toSymIntVector(),
+                                             data["grad_v_stride"].toSymIntVector(), wanted}));
+    const Arguments& of = saved.options;
+    for (const size_t i : {1, 2})
+      if (const Tensor& of_means = grads[3 + i]; wanted[i] && of_means.defined())
+        add_gradient(gradients[i], std::get<0>(call<MeansBackward>({.grad = of_means,
+                                                                    .cu_seqlens_k = saved.given(7),
+                                                                    .lengths = saved.given(8),
+                                                                    .left_padded = of.left_padded,
+                                                                    .factor = of.factor,
+                                                                    .kv_len = kv_len})));
+    return gradients;
   }
 };
 
@@ -180,7 +144,8 @@ struct PooledAttention : Differentiable<PooledAttention, Pooled> {
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    return list_of(call<PooledBackwardOp>({gradients_of(saved, grads, saved.options.kv_len), saved.wanted_of<6>()}));
+    return list_of(
+        call_backward<PooledBackwardOp>({gradients_of(saved, grads, saved.options.kv_len), saved.wanted_of<6>()}));
   }
 };
 
@@ -197,20 +162,28 @@ struct Extension : Differentiable<Extension, ExtendOp> {
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
     auto& data = saved.ctx->saved_data;
     const Arguments& of = saved.options;
-    return list_of(call<ExtendBackwardOp>(
-        {if_defined(grads[0]), if_defined(grads[1]), if_defined(grads[2]), if_defined(grads[3]), saved.tensors[0],
-         data["sizes"].toSymIntVector(), data["k_stride"].toSymIntVector(), data["v_stride"].toSymIntVector(),
-         of.positions, of.factor, of.begins, of.counts, of.places, of.packed, saved.wanted_of<4>()}));
+    return list_of(call_backward<ExtendBackwardOp>({.grad_kc = if_defined(grads[0]),
+                                                    .grad_vc = if_defined(grads[1]),
+                                                    .grad_k_sum = if_defined(grads[2]),
+                                                    .grad_v_sum = if_defined(grads[3]),
+                                                    .like = saved.tensors[0],
+                                                    .sizes = data["sizes"].toSymIntVector(),
+                                                    .k_stride = data["k_stride"].toSymIntVector(),
+                                                    .v_stride = data["v_stride"].toSymIntVector(),
+                                                    .positions = of.positions,
+                                                    .factor = of.factor,
+                                                    .begins = of.begins,
+                                                    .counts = of.counts,
+                                                    .places = of.places,
+                                                    .packed = of.packed,
+                                                    .output_mask = saved.wanted_of<4>()}));
   }
 };
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<Op, CompressedAttention>(m);
-  register_gradients<BackwardOp>(m);
   register_node<Pooled, PooledAttention>(m);
-  register_gradients<PooledBackwardOp>(m);
   register_node<ExtendOp, Extension>(m);
-  register_gradients<ExtendBackwardOp>(m);
   register_no_gradient<operators::CompressedAttentionStep>(m);
   register_no_gradient<operators::CompressedAttentionLastStep>(m);
 }

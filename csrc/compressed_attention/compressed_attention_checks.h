@@ -38,8 +38,16 @@ struct Sizes {
   c10::SymInt B, H, Hkv, S, T, D, C;
 
   CompressedAttentionShape shape(const Options& options) const {
-    CompressedAttentionShape shape{B.expect_int(), H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(),
-                                   D.expect_int(), C.expect_int(), options.factor,   options.causal, options.strict};
+    CompressedAttentionShape shape{.B = B.expect_int(),
+                                   .H = H.expect_int(),
+                                   .Hkv = Hkv.expect_int(),
+                                   .S = S.expect_int(),
+                                   .T = T.expect_int(),
+                                   .D = D.expect_int(),
+                                   .C = C.expect_int(),
+                                   .factor = options.factor,
+                                   .causal = options.causal,
+                                   .strict = options.strict};
     if (options.window) shape.lag = options.window_size(shape.T) - (options.strict ? 1 : 0);
     return shape;
   }
@@ -74,7 +82,7 @@ inline Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name
                          const at::Tensor& k) {
   check_rank(op, "q", q, 4, "(B,H,S,D)");
   check_rank(op, k_name, k, 4, k_letters);
-  Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(1), q.sym_size(2), 0, q.sym_size(3), 0};
+  Sizes n{.B = q.sym_size(0), .H = q.sym_size(1), .Hkv = k.sym_size(1), .S = q.sym_size(2), .D = q.sym_size(3)};
   check_shape(op, k_name, k, k_letters, {n.B, n.Hkv, k.sym_size(2), n.D}, "q");
   check_groups(op, n.H, n.Hkv, k_name);
   check_floating(op, "q", q);
@@ -194,7 +202,7 @@ inline Sizes check_new_keys(const char* op, const at::Tensor& k, const at::Tenso
   constexpr const char* kLetters = "(B,Hkv,n,D)";
   check_rank(op, "k", k, 4, kLetters);
   check_rank(op, "v", v, 4, kLetters);
-  const Sizes n{k.sym_size(0), 0, k.sym_size(1), 0, k.sym_size(2), k.sym_size(3), 0};
+  const Sizes n{.B = k.sym_size(0), .Hkv = k.sym_size(1), .T = k.sym_size(2), .D = k.sym_size(3)};
   check_shape(op, "v", v, kLetters, {n.B, n.Hkv, n.T, n.D}, "k");
   check_floating(op, "k", k);
   check_like(op, "v", v, k, "k");

@@ -60,8 +60,8 @@ struct CompressedAttentionGradients {
 struct CompressedAttentionBackward {
   static constexpr const char* schema =
       "compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
-      " Tensor? grad_lse=None, Tensor? sink=None, Tensor? k=None, Tensor? v=None, *, Tensor? cu_seqlens_q=None,"
-      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len,"
+      " Tensor? grad_lse=None, Tensor? sink=None, Tensor? k=None, Tensor? v=None, Tensor? cu_seqlens_q=None,"
+      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, *, bool left_padded=False, int factor, SymInt kv_len,"
       " bool causal, bool strict, float? scale, int? window=None, SymInt[] grad_k_stride, SymInt[] grad_v_stride, "
       "bool[4] output_mask)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)";
@@ -110,8 +110,8 @@ struct CompressedAttentionPooled {
 struct CompressedAttentionPooledBackward {
   static constexpr const char* schema =
       "compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse,"
-      " Tensor? grad_lse=None, Tensor? sink=None, Tensor? k=None, Tensor? v=None, *, Tensor? cu_seqlens_q=None,"
-      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, int factor, SymInt kv_len,"
+      " Tensor? grad_lse=None, Tensor? sink=None, Tensor? k=None, Tensor? v=None, Tensor? cu_seqlens_q=None,"
+      " Tensor? cu_seqlens_k=None, Tensor? lengths=None, *, bool left_padded=False, int factor, SymInt kv_len,"
       " bool causal, bool strict, float? scale, int? window=None, bool[6] output_mask)"
       " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink, Tensor grad_k, Tensor grad_v)";
   struct Arguments : CompressedAttentionGradients {

@@ -34,9 +34,19 @@ struct Sizes {
   bool normalize = true, decayed = false, decays_learn = false, continued = false;
 
   LinearAttentionShape shape() const {
-    return {B.expect_int(), H.expect_int(),  Hkv.expect_int(), S.expect_int(), T.expect_int(),
-            D.expect_int(), Dv.expect_int(), causal,           feature_map,    normalize,
-            decayed,        decays_learn,    continued};
+    return {.B = B.expect_int(),
+            .H = H.expect_int(),
+            .Hkv = Hkv.expect_int(),
+            .S = S.expect_int(),
+            .T = T.expect_int(),
+            .D = D.expect_int(),
+            .Dv = Dv.expect_int(),
+            .causal = causal,
+            .feature_map = feature_map,
+            .normalize = normalize,
+            .decayed = decayed,
+            .decays_learn = decays_learn,
+            .continued = continued};
   }
 };
 
@@ -67,9 +77,15 @@ Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   check_rank(op, "k", k, 4, "(B,Hkv,T,D)");
   if (v.defined() || !instead_of_v.defined()) check_rank(op, "v", v, 4, "(B,Hkv,T,Dv)");
   const at::Tensor& has_Dv = v.defined() ? v : instead_of_v;
-  Sizes n{q.sym_size(0),      q.sym_size(1), k.sym_size(1),
-          q.sym_size(2),      k.sym_size(2), q.sym_size(3),
-          has_Dv.sym_size(3), causal,        feature_map_named(op, feature_map)};
+  Sizes n{.B = q.sym_size(0),
+          .H = q.sym_size(1),
+          .Hkv = k.sym_size(1),
+          .S = q.sym_size(2),
+          .T = k.sym_size(2),
+          .D = q.sym_size(3),
+          .Dv = has_Dv.sym_size(3),
+          .causal = causal,
+          .feature_map = feature_map_named(op, feature_map)};
   check_shape(op, "k", k, "(B,Hkv,T,D)", {n.B, n.Hkv, n.T, n.D}, "q");
   check_groups(op, n.H, n.Hkv);
   check_floating(op, "q", q);
@@ -115,13 +131,13 @@ void check_decay(const Call& x, const at::Tensor& q) {
 template <typename Arguments>
 Call check_call(const char* op, const Arguments& in, const at::Tensor& v, const at::Tensor& instead_of_v = {}) {
   const Sizes n = check_inputs(op, in.q, in.k, v, in.causal, in.feature_map, in.eps, instead_of_v);
-  Call x{op,
-         n,
-         check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, n.B),
-         tensor_or_none(in.decay),
-         tensor_or_none(in.initial_m),
-         tensor_or_none(in.initial_z),
-         in.log_decay};
+  Call x{.op = op,
+         .n = n,
+         .sequences = check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, n.B),
+         .decay = tensor_or_none(in.decay),
+         .initial_m = tensor_or_none(in.initial_m),
+         .initial_z = tensor_or_none(in.initial_z),
+         .log_decay = in.log_decay};
   x.n.normalize = in.normalize;
   x.n.decayed = x.decay.defined();
   x.n.continued = x.initial_m.defined();
@@ -202,11 +218,18 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch states(plan.forward_states_bytes, q);
   const Scratch scratch(plan.forward_scratch_bytes, q);
-  LinearAttentionForward p{shape,        in.eps,        reads<4>(q),    reads<4>(in.k), reads<4>(in.v),
-                           writes<4>(y), states.data(), scratch.data(), device.threads};
-  p.decay = reads_decay(call);
-  p.initial = reads_state(call.initial_m, call.initial_z);
-  if (in.return_state) p.last = writes_state(m, z);
+  const LinearAttentionForward p{.shape = shape,
+                                 .eps = in.eps,
+                                 .q = reads<4>(q),
+                                 .k = reads<4>(in.k),
+                                 .v = reads<4>(in.v),
+                                 .y = writes<4>(y),
+                                 .states = states.data(),
+                                 .scratch = scratch.data(),
+                                 .threads = device.threads,
+                                 .decay = reads_decay(call),
+                                 .initial = reads_state(call.initial_m, call.initial_z),
+                                 .last = in.return_state ? writes_state(m, z) : LinearAttentionState{}};
   run_forward(kernels, p, q, device);
   return results;
 }
@@ -282,28 +305,31 @@ Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Argu
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch rows(plan.rows_bytes, q), states(plan.backward_states_bytes, q);
   const Scratch scratch(plan.backward_scratch_bytes, q);
-  LinearAttentionBackward p{shape,
-                            in.eps,
-                            reads<4>(of_y),
-                            reads<4>(q),
-                            reads<4>(in.k),
-                            reads<4>(in.v),
-                            writes<4>(grad_q),
-                            writes<4>(grad_k),
-                            writes<4>(grad_v),
-                            rows.data(),
-                            states.data(),
-                            scratch.data(),
-                            device.threads};
-  p.decay = reads_decay(call);
-  p.initial = reads_state(call.initial_m, call.initial_z);
-  if (grad_decay.defined() && has_state) p.last = reads_state(*in.m, in.normalize ? *in.z : none);
-  p.grad_last = reads_state(of_m, of_z);
-  p.grad_initial = writes_state(grad_initial_m, grad_initial_z);
-  p.grad_decay = writes<3>(grad_decays);
+  const bool reads_last = grad_decay.defined() && has_state;
+  const LinearAttentionBackward p{
+      .shape = shape,
+      .eps = in.eps,
+      .grad_y = reads<4>(of_y),
+      .q = reads<4>(q),
+      .k = reads<4>(in.k),
+      .v = reads<4>(in.v),
+      .grad_q = writes<4>(grad_q),
+      .grad_k = writes<4>(grad_k),
+      .grad_v = writes<4>(grad_v),
+      .rows = rows.data(),
+      .states = states.data(),
+      .scratch = scratch.data(),
+      .threads = device.threads,
+      .decay = reads_decay(call),
+      .initial = reads_state(call.initial_m, call.initial_z),
+      .last = reads_last ? reads_state(*in.m, tensor_or_none(in.z)) : LinearAttentionState{},
+      .grad_last = reads_state(of_m, of_z),
+      .grad_initial = writes_state(grad_initial_m, grad_initial_z),
+      .grad_decay = writes<3>(grad_decays)};
   kernels.backward(p, dtype_of(q), device.stream);
   if (per_head) {
-    const LinearAttentionDecaySum sum{shape.B, shape.Hkv, shape.T, p.grad_decay, writes<1>(grad_decay)};
+    const LinearAttentionDecaySum sum{
+        .B = shape.B, .Hkv = shape.Hkv, .T = shape.T, .from = p.grad_decay, .to = writes<1>(grad_decay)};
     kernels.sum_decays(sum, dtype_of(q), device.stream);
   }
   return gradients;
@@ -340,10 +366,17 @@ StepOp::Results step(const LinearAttentionKernels& kernels, const StepOp::Argume
   const DeviceScope device(in.q);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const Scratch scratch(plan.forward_scratch_bytes, in.q);
-  LinearAttentionForward p{shape,        in.eps,  reads<4>(in.q), reads<4>(in.k), reads<4>(in.v),
-                           writes<4>(y), nullptr, scratch.data(), device.threads};
-  p.initial = reads_state(in.m, in.z);
-  p.last = writes_state(new_m, new_z);
+  const LinearAttentionForward p{.shape = shape,
+                                 .eps = in.eps,
+                                 .q = reads<4>(in.q),
+                                 .k = reads<4>(in.k),
+                                 .v = reads<4>(in.v),
+                                 .y = writes<4>(y),
+                                 .states = nullptr,
+                                 .scratch = scratch.data(),
+                                 .threads = device.threads,
+                                 .initial = reads_state(in.m, in.z),
+                                 .last = writes_state(new_m, new_z)};
   kernels.forward(p, dtype_of(in.q), device.stream);
   return result;
 }

@@ -24,21 +24,33 @@ struct LinearAttention : Differentiable<LinearAttention, Op> {
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
     const auto grad = [&grads](size_t i) { return i < grads.size() ? if_defined(grads[i]) : std::nullopt; };
-    const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
     const Arguments& of = saved.options;
-    return list_of(call<BackwardOp>({grad(0),          grad(1),          grad(2),
-                                     saved.tensors[0], saved.tensors[1], given(2),
-                                     given(3),         given(4),         given(5),
-                                     given(6),         given(7),         given(8),
-                                     given(9),         given(10),        of.left_padded,
-                                     of.causal,        of.feature_map,   of.normalize,
-                                     of.log_decay,     of.eps,           saved.wanted_of<6>()}));
+    return list_of(call_backward<BackwardOp>({.grad_y = grad(0),
+                                              .grad_m = grad(1),
+                                              .grad_z = grad(2),
+                                              .q = saved.tensors[0],
+                                              .k = saved.tensors[1],
+                                              .v = saved.given(2),
+                                              .decay = saved.given(3),
+                                              .initial_m = saved.given(4),
+                                              .initial_z = saved.given(5),
+                                              .m = saved.given(6),
+                                              .z = saved.given(7),
+                                              .cu_seqlens_q = saved.given(8),
+                                              .cu_seqlens_k = saved.given(9),
+                                              .lengths = saved.given(10),
+                                              .left_padded = of.left_padded,
+                                              .causal = of.causal,
+                                              .feature_map = of.feature_map,
+                                              .normalize = of.normalize,
+                                              .log_decay = of.log_decay,
+                                              .eps = of.eps,
+                                              .output_mask = saved.wanted_of<6>()}));
   }
 };
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<Op, LinearAttention>(m);
-  register_gradients<BackwardOp>(m);
   register_no_gradient<operators::LinearAttentionStep>(m);
 }
 

@@ -35,8 +35,8 @@ struct LinearAttention {
 struct LinearAttentionBackward {
   static constexpr const char* schema =
       "linear_attention_backward(Tensor? grad_y, Tensor? grad_m, Tensor? grad_z, Tensor q, Tensor k, Tensor? v,"
-      " Tensor? decay=None, Tensor? initial_m=None, Tensor? initial_z=None, Tensor? m=None, Tensor? z=None, *,"
-      " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False,"
+      " Tensor? decay=None, Tensor? initial_m=None, Tensor? initial_z=None, Tensor? m=None, Tensor? z=None,"
+      " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None, *, bool left_padded=False,"
       " bool causal, str feature_map, bool normalize=True, bool log_decay=False, float eps, bool[6] output_mask)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_decay, Tensor grad_initial_m,"
       " Tensor grad_initial_z)";

@@ -19,7 +19,7 @@ struct Projection : Differentiable<Projection<Forward, Backward>, Forward> {
 
   template <typename Saved>
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    const auto [grad_x, grad_w] = call<Backward>(
+    const auto [grad_x, grad_w] = call_backward<Backward>(
         {grads[0], if_defined(saved.tensors[0]), if_defined(saved.tensors[1]), saved.template wanted_of<2>()});
     return {grad_x, grad_w};
   }
@@ -28,8 +28,6 @@ struct Projection : Differentiable<Projection<Forward, Backward>, Forward> {
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<LinearR, Projection<LinearR, LinearRBackward>>(m);
   register_node<LinearL, Projection<LinearL, LinearLBackward>>(m);
-  register_gradients<LinearRBackward>(m);
-  register_gradients<LinearLBackward>(m);
 }
 
 }  // namespace

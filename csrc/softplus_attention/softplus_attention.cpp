@@ -57,16 +57,19 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
   sequences.fill_padded_queries(y, 1);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const Scratch scratch(plan.forward_scratch_bytes + (in.keep_carries ? 0 : plan.forward_carries_bytes), in.q);
-  const SoftplusAttentionForward p{shape,
-                                   in.eps,
-                                   reads<3>(in.q),
-                                   reads<3>(in.k),
-                                   reads<3>(in.v),
-                                   writes<3>(y),
-                                   in.keep_carries ? carries.mutable_data_ptr() : nullptr,
-                                   scratch.data(),
-                                   device.threads,
-                                   {reads<3>(in.state), reads<3>(in.rest), writes<3>(new_state), writes<3>(new_rest)}};
+  const SoftplusAttentionForward p{.shape = shape,
+                                   .eps = in.eps,
+                                   .q = reads<3>(in.q),
+                                   .k = reads<3>(in.k),
+                                   .v = reads<3>(in.v),
+                                   .y = writes<3>(y),
+                                   .carries = in.keep_carries ? carries.mutable_data_ptr() : nullptr,
+                                   .scratch = scratch.data(),
+                                   .threads = device.threads,
+                                   .state = {.before = reads<3>(in.state),
+                                             .before_rest = reads<3>(in.rest),
+                                             .after = writes<3>(new_state),
+                                             .after_rest = writes<3>(new_rest)}};
   kernels.forward(p, dtype_of(in.q), device.stream);
   return results;
 }
@@ -110,23 +113,23 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Ar
   sequences.fill_padded_keys(grad_v, 2);
   const at::Tensor dense_carries = in.carries.contiguous();
   const Scratch scratch(kernels.plan(shape, dtype_of(in.q), device.threads).backward_scratch_bytes, in.q);
-  const SoftplusAttentionBackward p{shape,
-                                    in.eps,
-                                    reads<3>(in.grad_y),
-                                    reads<3>(in.q),
-                                    reads<3>(in.k),
-                                    reads<3>(in.v),
-                                    writes<3>(grad_q),
-                                    writes<3>(grad_k),
-                                    writes<3>(grad_v),
-                                    dense_carries.const_data_ptr(),
-                                    scratch.data(),
-                                    device.threads,
-                                    reads<3>(in.state),
-                                    reads<3>(in.grad_state),
-                                    reads<3>(in.grad_rest),
-                                    writes<3>(grad_before),
-                                    writes<3>(grad_before_rest)};
+  const SoftplusAttentionBackward p{.shape = shape,
+                                    .eps = in.eps,
+                                    .grad_y = reads<3>(in.grad_y),
+                                    .q = reads<3>(in.q),
+                                    .k = reads<3>(in.k),
+                                    .v = reads<3>(in.v),
+                                    .grad_q = writes<3>(grad_q),
+                                    .grad_k = writes<3>(grad_k),
+                                    .grad_v = writes<3>(grad_v),
+                                    .carries = dense_carries.const_data_ptr(),
+                                    .scratch = scratch.data(),
+                                    .threads = device.threads,
+                                    .before = reads<3>(in.state),
+                                    .grad_after = reads<3>(in.grad_state),
+                                    .grad_after_rest = reads<3>(in.grad_rest),
+                                    .grad_before = writes<3>(grad_before),
+                                    .grad_before_rest = writes<3>(grad_before_rest)};
   kernels.backward(p, dtype_of(in.q), device.stream);
   return gradients;
 }
@@ -158,19 +161,19 @@ StepOp::Results step(const SoftplusAttentionKernels& kernels, const StepOp::Argu
   const StepOp::Results result = empty_step(n, in);
   const auto& [y, new_z, new_a] = result;
   const DeviceScope device(in.q);
-  const SoftplusAttentionStep p{shape.B,
-                                shape.T,
-                                shape.R,
-                                in.eps,
-                                reads<3>(in.q),
-                                reads<3>(in.k),
-                                reads<3>(in.v),
-                                with_dimension(reads<2>(in.z), 1),
-                                with_dimension(reads<2>(in.a), 1),
-                                writes<3>(y),
-                                with_dimension(writes<2>(new_z), 1),
-                                with_dimension(writes<2>(new_a), 1),
-                                device.threads};
+  const SoftplusAttentionStep p{.B = shape.B,
+                                .T = shape.T,
+                                .R = shape.R,
+                                .eps = in.eps,
+                                .q = reads<3>(in.q),
+                                .k = reads<3>(in.k),
+                                .v = reads<3>(in.v),
+                                .z = with_dimension(reads<2>(in.z), 1),
+                                .a = with_dimension(reads<2>(in.a), 1),
+                                .y = writes<3>(y),
+                                .new_z = with_dimension(writes<2>(new_z), 1),
+                                .new_a = with_dimension(writes<2>(new_a), 1),
+                                .threads = device.threads};
   kernels.step(p, dtype_of(in.q), device.stream);
   return result;
 }

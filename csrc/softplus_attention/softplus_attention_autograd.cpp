@@ -28,21 +28,30 @@ struct SoftplusAttention : Differentiable<SoftplusAttention, Op> {
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    const auto given = [&saved](size_t i) { return if_defined(saved.tensors[i]); };
     const Tensor& q = saved.tensors[0];
     const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros({}, q.options()).expand_symint(q.sym_sizes());
     auto wanted = saved.wanted_of<5>();
     wanted[4] = false;
     const Arguments& of = saved.options;
-    return list_of(call<BackwardOp>({grad_y, q, saved.tensors[1], given(2), saved.tensors[3], given(4),
-                                     grads.size() > 2 ? if_defined(grads[2]) : std::nullopt, /*grad_rest=*/std::nullopt,
-                                     given(5), given(6), given(7), of.left_padded, of.causal, of.eps, wanted}));
+    return list_of(call_backward<BackwardOp>({.grad_y = grad_y,
+                                              .q = q,
+                                              .k = saved.tensors[1],
+                                              .v = saved.given(2),
+                                              .carries = saved.tensors[3],
+                                              .state = saved.given(4),
+                                              .grad_state = grads.size() > 2 ? if_defined(grads[2]) : std::nullopt,
+                                              .cu_seqlens_q = saved.given(5),
+                                              .cu_seqlens_k = saved.given(6),
+                                              .lengths = saved.given(7),
+                                              .left_padded = of.left_padded,
+                                              .causal = of.causal,
+                                              .eps = of.eps,
+                                              .output_mask = wanted}));
   }
 };
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<Op, SoftplusAttention>(m);
-  register_gradients<BackwardOp>(m);
   register_no_gradient<operators::SoftplusAttentionStep>(m);
 }
 

@@ -46,7 +46,13 @@ inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor&
   const auto token_major = [&](const at::Tensor& x) {
     return x.sym_size(1) != q.sym_size(2) && x.sym_size(2) == q.sym_size(2) && x.sym_size(0) == q.sym_size(0);
   };
-  Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), q.sym_size(0), causal, {}};
+  Sizes n{.B = q.sym_size(0),
+          .S = q.sym_size(1),
+          .T = k.sym_size(2),
+          .R = q.sym_size(2),
+          .N = q.sym_size(0),
+          .causal = causal,
+          .sequences = {}};
   check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q", token_major(k) ? "; pass k.mT" : "");
   check_floating(op, "q", q);
   check_like(op, "k", k, q, "q");

@@ -32,8 +32,8 @@ struct SoftplusAttention {
 struct SoftplusAttentionBackward {
   static constexpr const char* schema =
       "softplus_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, Tensor? state=None,"
-      " Tensor? grad_state=None, Tensor? grad_rest=None, *, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
-      " Tensor? lengths=None, bool left_padded=False, bool causal, float eps, bool[5] output_mask)"
+      " Tensor? grad_state=None, Tensor? grad_rest=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,"
+      " Tensor? lengths=None, *, bool left_padded=False, bool causal, float eps, bool[5] output_mask)"
       " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_initial, Tensor grad_initial_rest)";
   struct Arguments {
     Tensor grad_y;  // (B,S,R)

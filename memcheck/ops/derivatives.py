@@ -7,7 +7,7 @@ vjp, jacrev, and vmap of them) comes from the operator's own kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from memcheck.ops.reference.sequences import sequences_of
 
 Tensors = Sequence[Tensor]
 Gradients = Sequence[Any]  # of tensors; None where there is none
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
 REFERENCES: dict[str, Callable[..., Any]] = {
     "softplus_attention": softplus_reference.softplus_attention,
     "linear_attention": linear_reference.linear_attention,
@@ -90,7 +91,7 @@ def by_reference(op: str, inputs: Gradients, **options: Any) -> tuple[Any, ...]:
 def refuse_mapped_lengths(op: str, sequences: dict[str, Any]) -> None:
     """NotImplementedError if vmap maps the lengths of a packed or padded batch."""
     both = sequences.get("cu_seqlens_q") is sequences.get("cu_seqlens_k")  # given as cu_seqlens
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths"):
+    for name in LENGTHS:
         x = sequences.get(name)
         name = "cu_seqlens" if both and name != "lengths" else name
         while x is not None and is_functorch_wrapped_tensor(x):
@@ -101,10 +102,7 @@ def refuse_mapped_lengths(op: str, sequences: dict[str, Any]) -> None:
 
 def in_names_of_reference(options: dict[str, Any]) -> dict[str, Any]:
     """Options of an operator for sequences as its reference takes them: no names for what is not given."""
-    sequences = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
-    names = {
-        name: x for name, x in options.items() if name != "left_padded" and (name not in sequences or x is not None)
-    }
+    names = {name: x for name, x in options.items() if name != "left_padded" and (name not in LENGTHS or x is not None)}
     return names | ({"padding": "left"} if options.get("left_padded") else {})
 
 
@@ -264,20 +262,26 @@ def compressed_attention(
     grad_q, *of_means, grad_sink, of_k, of_v = compressed_attention_pooled(
         tensors, mask, factor=factor, kv_len=kv_len, **options
     )
-    names = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")
-    sequences = in_names_of_reference({name: options.get(name) for name in names})
-    B, S = len(tensors[1]), tensors[1].shape[2]
-    of_keys = [None if x is None else x.new_zeros(*x.shape[:2], kv_len, x.shape[3]) for x in of_means]
-    for n, (rows, _, keys) in enumerate(sequences_of(B, S, kv_len, causal=options["causal"], **sequences)):
-        length = keys.stop - keys.start
-        block = torch.arange(length, device=tensors[0].device) // factor
-        lengths = (length - block * factor).clamp(max=factor)[:, None]
-        first = keys.start // factor + n if "cu_seqlens_k" in sequences else 0  # the place of the sequence's blocks
-        for x, mean in zip(of_keys, of_means, strict=True):
-            if x is not None:
-                x[rows, :, keys] = mean[rows][:, :, first + block] / lengths
+    lengths = [options.get(name) for name in ("cu_seqlens_k", "lengths", "left_padded")]
+    of_keys = [x if x is None else means_backward(x, *lengths, factor, kv_len) for x in of_means]
     of_keys = [x if own is None else x + own for x, own in zip(of_keys, (of_k, of_v), strict=True)]
     return [grad_q, *of_keys, grad_sink]
+
+
+def means_backward(
+    grad: Tensor, cu_seqlens_k: Tensor | None, lengths: Tensor | None, left_padded: bool, factor: int, kv_len: int
+) -> Tensor:
+    """The gradient of keys (B,Hkv,T,D) from that of the means of their blocks; or of values."""
+    packed = cu_seqlens_k is not None
+    of_keys = grad.new_zeros(*grad.shape[:2], kv_len, grad.shape[3])
+    sequences = in_names_of_reference({"cu_seqlens": cu_seqlens_k, "lengths": lengths, "left_padded": left_padded})
+    for n, (rows, _, keys) in enumerate(sequences_of(len(grad), kv_len, kv_len, causal=True, **sequences)):
+        length = keys.stop - keys.start
+        block = torch.arange(length, device=grad.device) // factor
+        positions = (length - block * factor).clamp(max=factor)[:, None]  # of the block
+        first = keys.start // factor + n if packed else 0  # the place of the sequence's blocks
+        of_keys[rows, :, keys] = grad[rows][:, :, first + block] / positions
+    return of_keys
 
 
 def compressed_attention_extend(
@@ -357,23 +361,27 @@ def linear_l(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
     return linear_r([tensors[0].mT, *tensors[1:]], output_mask)
 
 
-def define(library: torch.library.Library, gradients: Callable[..., Gradients]) -> None:
-    """Defines memcheck::X_double_backward, which C++ calls.
+def register(gradients: Callable[..., Gradients]) -> None:
+    """Registers with autograd how memcheck::X_backward is differentiated: by these gradients of X, its formula."""
+    operator = getattr(torch.ops.memcheck, f"{gradients.__name__}_backward").default
+    names = [x.name for x in operator._schema.arguments if not x.kwarg_only]
 
-    It takes a gradient (or none) for each result of memcheck::X_backward, and the arguments of that. It returns a
-    gradient for each of these that is a tensor.
-    """
-    name = gradients.__name__
-    schema = str(getattr(torch.ops.memcheck, f"{name}_backward").default._schema)
-    arguments = schema[schema.index("(") + 1 : schema.rindex(") ->")]
-    library.define(f"{name}_double_backward(Tensor?[] grad_gradients, {arguments}) -> Tensor[]")
+    def setup_context(ctx: Any, inputs: Gradients, output: Gradients, keyword_only_inputs: dict[str, Any]) -> None:
+        ctx.options = keyword_only_inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
 
-    def double_backward(grad_gradients: Gradients, *tensors: Tensor | None, **options: Any) -> Tensors:
-        pulled = pulled_back(lambda *given: gradients(given, **options), grad_gradients, tensors)
-        # Lengths have no gradient. The list has a place for each, whose value is not used.
-        return [*pulled, *(x for x in options.values() if isinstance(x, Tensor))]
+    def backward(ctx: Any, *grad_gradients: Tensor | None) -> Gradients:
+        given = dict(zip(names, ctx.saved_tensors, strict=True))
+        lengths = {name: given.pop(name) for name in LENGTHS if name in given}
+        pulled: Iterator[Tensor] = iter(())
+        if any(x is not None for x in grad_gradients):
+            formula = partial(gradients, **lengths, **ctx.options)
+            pulled = iter(pulled_back(lambda *tensors: formula(tensors), grad_gradients, [*given.values()]))
+        every = [x if x is None else next(pulled, None) for x in given.values()]
+        return (*every, *(None for _ in lengths))[: len(ctx.needs_input_grad)]
 
-    library.impl(f"{name}_double_backward", double_backward, "CompositeImplicitAutograd")
+    torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=LIBRARY)
 
 
 FORMULAS = (
@@ -388,5 +396,10 @@ FORMULAS = (
 )
 if MISSING is None:
     LIBRARY = torch.library.Library("memcheck", "FRAGMENT")
+    LIBRARY.define(
+        "compressed_attention_means_backward(Tensor grad, Tensor? cu_seqlens_k, Tensor? lengths, bool left_padded,"
+        " int factor, SymInt kv_len) -> Tensor"
+    )
+    LIBRARY.impl("compressed_attention_means_backward", means_backward, "CompositeImplicitAutograd")
     for formula in FORMULAS:
-        define(LIBRARY, formula)
+        register(formula)

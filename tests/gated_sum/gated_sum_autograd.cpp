@@ -13,7 +13,7 @@ struct GatedSum : Differentiable<GatedSum, operators::GatedSum> {
   }
 
   static variable_list differentiate(const Saved& saved, const variable_list& grads) {
-    const auto [grad_g, grad_x] = call<operators::GatedSumBackward>(
+    const auto [grad_g, grad_x] = call_backward<operators::GatedSumBackward>(
         {grads[0], saved.tensors[0], if_defined(saved.tensors[1]), saved.wanted_of<2>()});
     return {grad_g, grad_x};
   }
@@ -21,7 +21,6 @@ struct GatedSum : Differentiable<GatedSum, operators::GatedSum> {
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<operators::GatedSum, GatedSum>(m);
-  register_gradients<operators::GatedSumBackward>(m);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/ops/empty.h>
+#include <ATen/TensorOperators.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -59,6 +60,10 @@ variable_list list_of(const std::tuple<Tensors...>& result) {
 // An argument of the backward operator that may not have been saved.
 inline std::optional<Tensor> if_defined(const Tensor& x) {
   return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
+}
+
+inline void add_gradient(Tensor& sum, const Tensor& x) {
+  sum = sum.defined() ? sum + x : x;
 }
 
 // What a forward kept for its backward, as an output: without elements unless it was asked for. How many elements are
@@ -149,93 +154,6 @@ void refuse_forward_mode(const char* op, const Inputs& inputs) {
   TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(inputs), op, ": forward-mode differentiation is not implemented");
 }
 
-// ---- double backward
-
-[[noreturn]] inline void raise_no_double_backward(const std::string& op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": double backward is not implemented here; differentiate ", op,
-                              " of memcheck.ops.reference, which is plain PyTorch");
-}
-
-// The gradients of a backward operator, such that they can be differentiated: by memcheck::<name>_double_backward,
-// which memcheck/ops/derivatives.py defines in plain PyTorch. It takes a gradient (or none) for each result of the
-// backward operator, and that operator's arguments. It returns a gradient for each of these that is a tensor.
-struct DoubleBackward : Function<DoubleBackward> {
-  // `shown` is the operator's name in messages. `arguments` are those of the backward operator with none in place of
-  // tensors, which are `inputs`, each with its position.
-  static variable_list forward(AutogradContext* ctx, const std::string& name, const std::string& shown,
-                               const variable_list& gradients, const std::vector<c10::IValue>& arguments,
-                               const std::vector<int64_t>& positions, at::TensorList inputs) {
-    c10::List<bool> defined;
-    variable_list results;
-    for (const Tensor& x : gradients) {
-      defined.push_back(x.defined());
-      if (x.defined()) results.push_back(x);
-    }
-    ctx->save_for_backward(inputs.vec());
-    ctx->saved_data["name"] = name;
-    ctx->saved_data["shown"] = shown;
-    ctx->saved_data["defined"] = defined;
-    ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
-    ctx->saved_data["positions"] = positions;
-    ctx->set_materialize_grads(false);
-    return results;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list inputs = ctx->get_saved_variables();
-    variable_list result(5);  // the arguments of forward before `inputs` have no gradients
-    c10::List<std::optional<Tensor>> grad_gradients;
-    size_t next = 0;
-    for (const bool defined : ctx->saved_data["defined"].toBoolList())
-      grad_gradients.push_back(defined ? if_defined(grads[next++]) : std::nullopt);
-    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); })) {
-      result.resize(result.size() + inputs.size());
-      return result;
-    }
-    torch::jit::Stack stack{grad_gradients};
-    for (const c10::IValue& argument : ctx->saved_data["arguments"].toTupleRef().elements()) stack.push_back(argument);
-    const std::vector<int64_t> positions = ctx->saved_data["positions"].toIntVector();
-    for (size_t i = 0; i < inputs.size(); ++i) stack[1 + positions[i]] = inputs[i];
-    const std::string name = "memcheck::" + ctx->saved_data["name"].toStringRef() + "_double_backward";
-    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-    if (!op) raise_no_double_backward(ctx->saved_data["shown"].toStringRef());
-    op->callBoxed(stack);
-    for (const Tensor& x : stack[0].toTensorVector()) result.push_back(x);
-    return result;
-  }
-};
-
-// The gradients that a backward operator computed from these arguments. They can be differentiated if a tensor among
-// the arguments requires a gradient.
-inline variable_list gradients_to_differentiate(const std::string& name, const char* shown, variable_list gradients,
-                                                std::vector<c10::IValue> arguments) {
-  std::vector<int64_t> positions;
-  variable_list inputs;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (!arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
-    positions.push_back(static_cast<int64_t>(i));
-    inputs.push_back(arguments[i].toTensor());
-  }
-  if (!wants_gradient(inputs)) return gradients;
-  refuse_torch_func(shown);
-  for (const int64_t i : positions) arguments[i] = c10::IValue();
-  const auto results =
-      DoubleBackward::apply(name, std::string(shown), gradients, arguments, positions, at::TensorList(inputs));
-  size_t next = 0;
-  for (Tensor& x : gradients)
-    if (x.defined()) x = results[next++];
-  return gradients;
-}
-
-// In a backward that may be differentiated: stands for an input of its forward, counted among its tensors. A gradient
-// of the result goes where that input's gradient goes. The result has no elements.
-inline Tensor stands_for_input(size_t input, const Tensor& like) {
-  const Tensor x = at::empty({0}, like.options());
-  const auto& edge = torch::autograd::get_current_node()->next_edges()[input];
-  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(x, edge);
-  return x;
-}
-
 // ---- what is registered for the Autograd key
 
 // The tensors among arguments, each with its position. A list has as many positions as tensors.
@@ -280,6 +198,7 @@ struct Differentiable : Function<Node> {
     std::vector<bool> wanted;  // which gradients, by the positions of Inputs
     AutogradContext* ctx;      // with what else the forward saved
 
+    MaybeTensor given(size_t i) const { return if_defined(tensors[i]); }
     template <size_t kCount>
     std::array<bool, kCount> wanted_of() const {
       std::array<bool, kCount> first{};
@@ -301,6 +220,8 @@ struct Differentiable : Function<Node> {
     constexpr size_t kOthers = 2;  // the arguments of forward before `inputs` have no gradients
     variable_list results(kOthers + positions.size());
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); })) return results;
+    static const std::string op = function_name(operator_name(Op::schema));
+    refuse_forward_mode(op.c_str(), grads);
     const int64_t count = positions.empty() ? 0 : positions.back() + 1;
     Saved saved{ctx->get_saved_variables(), take_arguments<Arguments>(options), std::vector<bool>(count), ctx};
     for (size_t i = 0; i < positions.size(); ++i) saved.wanted[positions[i]] = ctx->needs_input_grad(i);
@@ -315,6 +236,19 @@ struct Differentiable : Function<Node> {
 template <typename Op>
 typename Op::Results call_below(typename Op::Arguments x) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  return call<Op>(std::move(x));
+}
+
+// The gradients that a backward operator computes. Where they may be differentiated, memcheck/ops/derivatives.py has
+// registered how.
+template <typename Op>
+typename Op::Results call_backward(typename Op::Arguments x) {
+  if (!at::GradMode::is_enabled()) return call_below<Op>(std::move(x));
+  static const std::string op = function_name(operator_name(Op::schema));
+  refuse_torch_func(op.c_str());
+  TORCH_CHECK_NOT_IMPLEMENTED(handle_of<Op>().hasKernelForDispatchKey(c10::DispatchKey::Autograd), op,
+                              ": double backward is not implemented here; differentiate ", op,
+                              " of memcheck.ops.reference, which is plain PyTorch");
   return call<Op>(std::move(x));
 }
 
@@ -337,22 +271,8 @@ struct AutogradOf {
     auto arguments = take_arguments<typename Op::Arguments>(*stack);
     variable_list results =
         Node::apply(std::move(arguments), c10::ivalue::Tuple::create(std::move(call)), at::TensorList(inputs.tensors));
-    results.resize(std::tuple_size_v<typename Op::Results>);  // the last ones may be undefined
+    results.resize(std::tuple_size_v<typename Op::Results>);  // the last ones may be undefined, or the node's own
     for (Tensor& x : results) stack->emplace_back(std::move(x));
-  }
-
-  static void backward(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-    refuse_forward_mode(shown_name(), arguments_of(op, *stack));
-    if (!wants_gradient(arguments_of(op, *stack))) return below(op, stack);
-    std::vector<c10::IValue> arguments = arguments_of(op, *stack).vec();
-    below(op, stack);
-    static const std::string all = operator_name(Op::schema), name = all.substr(0, all.rfind("_backward"));
-    constexpr size_t kResults = std::tuple_size_v<typename Op::Results>;
-    variable_list gradients;
-    for (const c10::IValue& x : torch::jit::last(*stack, kResults)) gradients.push_back(x.toTensor());
-    gradients = gradients_to_differentiate(name, shown_name(), std::move(gradients), std::move(arguments));
-    torch::jit::drop(*stack, kResults);
-    for (Tensor& x : gradients) stack->emplace_back(std::move(x));
   }
 
   static void without_gradient(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
@@ -388,11 +308,6 @@ template <typename Op, typename Node>
 void register_node(torch::Library& m) {
   m.impl(operator_name(Op::schema).c_str(),
          torch::CppFunction::makeFromBoxedFunction<&AutogradOf<Op>::template differentiable<Node>>());
-}
-
-template <typename Op>
-void register_gradients(torch::Library& m) {
-  m.impl(operator_name(Op::schema).c_str(), torch::CppFunction::makeFromBoxedFunction<&AutogradOf<Op>::backward>());
 }
 
 template <typename Op>
