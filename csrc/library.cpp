@@ -19,7 +19,7 @@
 #include "memory/peak_ledger.h"
 #include "memory/python_line.h"
 #include "memory/tracking_allocator.h"
-#include "softplus_attention/softplus_attention.h"
+#include "softplus_attention/softplus_attention_plan_cuda.h"
 #ifdef MEMCHECK_WITH_CUDA
 #include "cuda_probe/cuda_probe.h"
 #endif

@@ -5,7 +5,7 @@
 #include "common/formulas.cuh"
 #include "common/integer.h"
 #include "common/kernel.cuh"
-#include "softplus_attention/softplus_attention.h"
+#include "softplus_attention/softplus_attention_plan_cuda.h"
 
 // Which block and thread of a CUDA kernel forms which sum, and where sums are kept.
 //

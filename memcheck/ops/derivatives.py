@@ -262,8 +262,11 @@ def compressed_attention(
     grad_q, *of_means, grad_sink, of_k, of_v = compressed_attention_pooled(
         tensors, mask, factor=factor, kv_len=kv_len, **options
     )
-    lengths = [options.get(name) for name in ("cu_seqlens_k", "lengths", "left_padded")]
-    of_keys = [x if x is None else means_backward(x, *lengths, factor, kv_len) for x in of_means]
+    cu_seqlens_k, lengths, left_padded = map(options.get, ("cu_seqlens_k", "lengths", "left_padded"))
+    of_keys = [
+        x if x is None else means_backward(x, cu_seqlens_k, lengths, bool(left_padded), factor, kv_len)
+        for x in of_means
+    ]
     of_keys = [x if own is None else x + own for x, own in zip(of_keys, (of_k, of_v), strict=True)]
     return [grad_q, *of_keys, grad_sink]
 

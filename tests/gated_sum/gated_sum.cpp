@@ -36,8 +36,13 @@ operators::GatedSum::Results forward_meta(const operators::GatedSum::Arguments& 
 operators::GatedSum::Results forward(const GatedSumKernels& kernels, const operators::GatedSum::Arguments& in) {
   const auto [y] = forward_meta(in);
   const DeviceScope device(in.g);
-  kernels.forward({in.g.size(0), in.g.size(1), in.g.size(2), reads<3>(in.g), reads<3>(in.x), writes<2>(y)},
-                  dtype_of(in.g), device.stream);
+  const GatedSumForward p{.B = in.g.size(0),
+                          .T = in.g.size(1),
+                          .R = in.g.size(2),
+                          .g = reads<3>(in.g),
+                          .x = reads<3>(in.x),
+                          .y = writes<2>(y)};
+  kernels.forward(p, dtype_of(in.g), device.stream);
   return {y};
 }
 
@@ -56,9 +61,14 @@ operators::GatedSumBackward::Results backward(const GatedSumKernels& kernels,
   const auto gradients = backward_meta(in);
   const auto& [grad_g, grad_x] = gradients;
   const DeviceScope device(in.g);
-  const GatedSumBackward p{in.g.size(0),        in.g.size(1),     in.g.size(2),
-                           reads<2>(in.grad_y), reads<3>(in.g),   reads<3>(in.x.value_or(at::Tensor())),
-                           writes<3>(grad_g),   writes<3>(grad_x)};
+  const GatedSumBackward p{.B = in.g.size(0),
+                           .T = in.g.size(1),
+                           .R = in.g.size(2),
+                           .grad_y = reads<2>(in.grad_y),
+                           .g = reads<3>(in.g),
+                           .x = reads<3>(in.x),
+                           .grad_g = writes<3>(grad_g),
+                           .grad_x = writes<3>(grad_x)};
   kernels.backward(p, dtype_of(in.g), device.stream);
   return gradients;
 }

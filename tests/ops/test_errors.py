@@ -5,6 +5,7 @@ To add one, write the arguments that change, as Python, under the function, and 
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -110,7 +111,6 @@ MORE_CALLS: dict[str, Callable[[], Arguments]] = {
         **{"sink": ones(4), "k": ones(2, 2, 7, 3), "v": ones(2, 2, 7, 3), "window": 3},
     },
 }
-PLACES = ["grad_y", "grad_m", "grad_z", "q", "kc", "vc", "x", "k", "v", "w", "weight", "carries", "preactivations"]
 PARTS = {"softplus_attention_step": ("z", "a"), "linear_attention_step": ("m", "z")}
 
 
@@ -125,29 +125,18 @@ def error_of(call: str, changed: Arguments) -> str:
     name = call.split()[0]
     operator = name.endswith("_backward")
     function = getattr(torch.ops.memcheck if operator else memcheck, name)
+    # What is no keyword-only argument comes by its place, as in most calls.
+    if operator:
+        by_place = [x.name for x in function.default._schema.arguments if not x.kwarg_only]
+    else:
+        by_place = inspect.getfullargspec(function).args
     found = []
     for wanted in (False,) if operator or name.endswith(("_step", "_state")) else (False, True):
         arguments = CALLS[call]() | changed
         for argument, x in arguments.items():
             if wanted and argument not in changed and isinstance(x, Tensor) and x.is_floating_point():
                 x.requires_grad_()
-        # What is no keyword-only argument comes by its place, as in most calls.
-        places = [
-            "grad_y",
-            "grad_m",
-            "grad_z",
-            "q",
-            "kc",
-            "vc",
-            "x",
-            "k",
-            "v",
-            "w",
-            "weight",
-            "carries",
-            "preactivations",
-        ]
-        given = [arguments.pop(place) for place in [*arguments] if place in places]
+        given = [arguments.pop(x) for x in [*arguments] if x in by_place]
         with pytest.raises((TypeError, ValueError, RuntimeError, NotImplementedError)) as raised:
             function(*given, **arguments)
         text = f"{type(raised.value).__name__}: {raised.value}"
