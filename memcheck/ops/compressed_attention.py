@@ -204,7 +204,6 @@ def compressed_attention(
         >>> last = torch.arange(T - q.shape[2], T)[:, None] + (0 if strict else 1)
         >>> hidden = torch.arange(kc.shape[2]) >= last // factor
         >>> scores = (q @ kc.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
-        >>> scores = scores.masked_fill((kc == -torch.inf).all(3)[:, :, None], -torch.inf)
         >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vc
         >>> lse = torch.logsumexp(scores, 3)
         >>> lse_with_sink = torch.logaddexp(lse, sink[:, None])
@@ -291,7 +290,6 @@ def compressed_attention_pooled(
         >>> hidden = torch.arange(kc.shape[2]) >= last // factor
         >>> kh, vh = (x.repeat_interleave(q.shape[1] // kc.shape[1], 1) for x in (kc, vc))
         >>> scores = (q @ kh.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
-        >>> scores = scores.masked_fill((kh == -torch.inf).all(3)[:, :, None], -torch.inf)
         >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vh
     """
     op = "compressed_attention_pooled"

@@ -203,8 +203,7 @@ def compressed_attention_pooled(
     options = dense("compressed_attention", options)
     options["sink"] = nothing(q, q.shape[1]) - torch.inf if sink is None else sink
     options |= {} if k is None or v is None else {"k": wide(k), "v": wide(v)}
-    # An absent block, so that export does not ask how many there are.
-    inputs = wide(q), pad(wide(kc), (0, 0, 0, 1), value=-torch.inf), pad(wide(vc), (0, 0, 0, 1))
+    inputs = wide(q), wide(kc), wide(vc)
     if keep or return_lse:
         y, lse = compressed_reference.compressed_attention_pooled(*inputs, return_lse=True, **options)
         return y.to(q.dtype), lse

@@ -158,7 +158,8 @@ __global__ void cp_async_kernel(uint32_t* to, const uint32_t* from) {
   const int other = (thread + 37) % kThreads;
   cp_async_wait<1>();
   __syncthreads();
-  for (int i = 0; i < 4; ++i) to[(first + thread) * 4 + i] = stages.pieces[0][other][i];
+  const auto& words = stages.pieces[0][other];
+  store_global_16(to + (first + thread) * 4, make_uint4(words[0], words[1], words[2], words[3]));
   cp_async_wait<0>();
   __syncthreads();
   for (int i = 0; i < 4; ++i) to[(first + kThreads + thread) * 4 + i] = stages.pieces[1][other][i];

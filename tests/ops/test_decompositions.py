@@ -121,7 +121,6 @@ def test_softplus_attention_from_state_to_state(causal: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"strict": True}, {"causal": False}, {"scale": 0.3}], ids=str)
 def test_compressed_attention_with_lse_and_sink(options: dict[str, Any], factor: int) -> None:
     q, k, v, sink = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3), random(4)
-    k[:, :1, :3] = -torch.inf
     for given in ({}, {"sink": sink}):
         call = partial(memcheck.compressed_attention, factor=factor, return_lse=True, **options, **given)
         assert_equal_results(lambda call=call: call(q, k, v))

@@ -94,13 +94,6 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     },
     "linear_r": lambda: {"x": ones(2, 5, 7), "w": ones(7, 3)},
     "linear_l": lambda: {"x": ones(2, 5, 7), "w": ones(7, 3)},
-    "tanh_sum": lambda: {"g": ones(2, 5, 3), "x": ones(2, 5, 3)},
-    "tanh_sum_backward": lambda: {
-        "grad_y": ones(2, 3),
-        "g": ones(2, 5, 3),
-        "x": ones(2, 5, 3),
-        "output_mask": [True] * 2,
-    },
     "linear_r_backward": of_projection,
     "linear_l_backward": of_projection,
 }

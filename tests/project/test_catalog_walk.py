@@ -35,7 +35,7 @@ NO_OPERATORS = (
 )
 STEMS = [module.name for module in pkgutil.iter_modules(ops.__path__) if module.name not in NO_OPERATORS]
 PATHS = (
-    "csrc/{0}/{0}.h",
+    "csrc/{0}/{0}_operators.h",
     "csrc/{0}/{0}.cpp",
     "csrc/{0}/{0}_autograd.cpp",
     "memcheck/ops/{0}.py",
