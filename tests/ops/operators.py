@@ -28,7 +28,8 @@ Sizes = tuple[int, ...]
 Shapes = tuple[Sizes, ...]
 Options = dict[str, Any]
 MIB = 2**20
-ONEDNN_BYTES = 2 * MIB  # oneDNN takes an unknown amount of scratch for 16-bit products, with AMX more than 1 MiB.
+# oneDNN takes an unknown amount of scratch for 16-bit products, with AMX more than 1 MiB.
+ONEDNN_BYTES = 2 * MIB if torch.cpu._is_amx_tile_supported() else MIB
 
 
 @dataclass(frozen=True)
