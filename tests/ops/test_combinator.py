@@ -61,7 +61,7 @@ def test_bounds_are_the_formulas_without_cancellation() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_several_chunks(dtype: torch.dtype, low_memory: bool) -> None:
     inputs, grad_y = make_inputs((30_000, 60), dtype)
-    assert plan_of(inputs[0])["rows"] < 15_000
+    assert plan_of(inputs[0])["rows"] < 30_000
     assert_contract(contract(low_memory), inputs, grad_y)
     assert_contract(contract(low_memory), inputs, grad_y[:1].expand_as(grad_y))
 
