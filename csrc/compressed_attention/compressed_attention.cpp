@@ -1,6 +1,7 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/from_blob.h>
 
+#include <cstring>
 #include <limits>
 #include <tuple>
 
@@ -21,6 +22,7 @@ using ExtendOp = operators::CompressedAttentionExtend;
 using ExtendBackwardOp = operators::CompressedAttentionExtendBackward;
 using StepOp = operators::CompressedAttentionStep;
 using LastStepOp = operators::CompressedAttentionLastStep;
+using WindowStepOp = operators::CompressedAttentionWindowStep;
 
 constexpr const char* kForward = "compressed_attention";
 constexpr const char* kBackward = "compressed_attention_backward";
@@ -29,6 +31,7 @@ constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
 constexpr const char* kExtend = "compressed_attention_extend";
 constexpr const char* kStep = "compressed_attention_step";
 constexpr const char* kLastStep = "compressed_attention_last_step";
+constexpr const char* kWindowStep = "compressed_attention_window_step";
 
 // ---- forward
 
@@ -352,14 +355,19 @@ struct StepInputs {
   Options options;
 };
 
+Sizes check_new_position(const char* op, const at::Tensor& k, const at::Tensor& v, int64_t factor) {
+  const Sizes n = check_new_keys(op, k, v, factor);
+  TORCH_CHECK_VALUE(n.T == 1, op, ": k must be one position, (B,Hkv,1,D), got ", k.sym_sizes());
+  return n;
+}
+
 // y, and the sums over the open block after the position.
 using StepResult = StepOp::Results;
 
 // T and C are those after the position. If it completes a block, kc and vc of the state have a place for that behind
 // `blocks` of them; else they have no others.
 Sizes check_step(const char* op, const StepInputs& in, const std::optional<c10::SymInt>& blocks) {
-  Sizes n = check_new_keys(op, in.k, in.v, in.options.factor);
-  TORCH_CHECK_VALUE(n.T == 1, op, ": k must be one position, (B,Hkv,1,D), got ", in.k.sym_sizes());
+  Sizes n = check_new_position(op, in.k, in.v, in.options.factor);
   check_state(op, n, in.state, in.k, in.options.factor);
   const c10::SymInt places = in.state.kc.sym_size(2);
   TORCH_CHECK_VALUE(blocks || in.state.positions + 1 < in.options.factor, op,
@@ -433,6 +441,94 @@ StepResult last_step_meta(const StepOp::Arguments& arguments) {
 StepResult last_step(const CompressedAttentionKernels& kernels, const StepOp::Arguments& arguments) {
   const StepInputs in = inputs_of(arguments, arguments.factor - 1);
   return run_step(kernels, check_step(kLastStep, in, arguments.number), in, /*completes=*/true);
+}
+
+// ---- one position further, with a window
+
+Options options_of_step(const WindowStepOp::Arguments& in) {
+  return {in.factor, /*causal=*/true, in.strict, in.scale, in.window};
+}
+
+// T is that after the position, and C that of the blocks before it.
+Sizes check_window_step(const WindowStepOp::Arguments& in) {
+  Sizes n = check_new_position(kWindowStep, in.k, in.v, in.factor);
+  check_options(kWindowStep, options_of_step(in), in.k);
+  const int64_t most = in.window + in.factor - 2, least = in.blocks > 0 ? in.window - 1 : 0;
+  TORCH_CHECK_VALUE(in.positions >= least && in.positions <= most, kWindowStep, ": positions must be from ", least,
+                    " to ", most, " for factor = ", in.factor, " and window = ", in.window, ", got ", in.positions);
+  const auto check_places = [&](const char* k_name, const at::Tensor& k, const char* v_name, const at::Tensor& v,
+                                const c10::SymInt& first, const c10::SymInt& count) {
+    check_rank(kWindowStep, k_name, k, 4, "(B,Hkv,places,D)");
+    for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{k_name, k}, {v_name, v}}) {
+      check_tensor(kWindowStep, name, x);
+      check_shape(kWindowStep, name, x, "(B,Hkv,places,D)", {n.B, n.Hkv, k.sym_size(2), n.D}, "k");
+      check_like(kWindowStep, name, x, in.k, "k");
+    }
+    TORCH_CHECK_VALUE(first >= 0 && count >= 0 && first <= k.sym_size(2) - count, kWindowStep, ": ", k_name,
+                      " must have ", count, " places from ", first, " on, got ", k.sym_size(2));
+  };
+  check_places("kc", in.kc, "vc", in.vc, 0, in.blocks + (in.positions == most ? 1 : 0));
+  check_places("near_k", in.near_k, "near_v", in.near_v, in.start, in.positions + 1);
+  n.C = in.blocks;
+  n.T += in.blocks * in.factor + in.positions;
+  check_new_queries(kWindowStep, n, in.q, in.k, in.scale);
+  TORCH_CHECK_VALUE(n.S == 1, kWindowStep, ": q must be one position, (B,H,1,D), got ", in.q.sym_sizes());
+  return n;
+}
+
+// x (B,Hkv,1,D) at a place of `to` (B,Hkv,places,D). On the CPU torch's copy would take longer than attention.
+void write_position(const at::Tensor& x, const at::Tensor& to, int64_t place) {
+  if (!x.is_cpu() || x.stride(3) != 1 || to.stride(3) != 1) {
+    to.select(2, place).copy_(x.select(2, 0));
+    return;
+  }
+  const int64_t bytes = x.element_size();
+  const auto* from = static_cast<const char*>(x.const_data_ptr());
+  auto* target = static_cast<char*>(to.mutable_data_ptr()) + place * to.stride(2) * bytes;
+  for (int64_t b = 0; b < x.size(0); ++b)
+    for (int64_t h = 0; h < x.size(1); ++h)
+      std::memcpy(target + (b * to.stride(0) + h * to.stride(1)) * bytes,
+                  from + (b * x.stride(0) + h * x.stride(1)) * bytes, x.size(3) * bytes);
+}
+
+WindowStepOp::Results window_step_meta(const WindowStepOp::Arguments& in) {
+  return empty_output(check_window_step(in), in.q);
+}
+
+WindowStepOp::Results window_step(const CompressedAttentionKernels& kernels, const WindowStepOp::Arguments& in) {
+  const Sizes n = check_window_step(in);
+  const Options options = options_of_step(in);
+  const Dtype dtype = dtype_of(in.q);
+  const DeviceScope device(in.q);
+  const CompressedAttentionShape shape = n.shape(options);
+  const int64_t start = in.start.expect_int(), positions = in.positions.expect_int();
+  write_position(in.k, in.near_k, start + positions);
+  write_position(in.v, in.near_v, start + positions);
+  const CompressedAttentionWindow window{options.window_size(shape.T), shape.C * shape.factor,
+                                         starting_at(reads<4>(in.near_k), dtype, {0, 0, start, 0}),
+                                         starting_at(reads<4>(in.near_v), dtype, {0, 0, start, 0})};
+  CompressedAttentionPooling pooling{.shape = shape,
+                                     .k = window.k,
+                                     .v = window.v,
+                                     .kc = starting_at(writes<4>(in.kc), dtype, {0, 0, shape.C, 0}),
+                                     .vc = starting_at(writes<4>(in.vc), dtype, {0, 0, shape.C, 0}),
+                                     .threads = device.threads};
+  const at::Tensor y = empty_output(n, in.q);
+  int64_t scratch_bytes = kernels.plan(shape, window, dtype, device.threads).pooled_forward_scratch_bytes;
+  const bool completes = positions == in.window + in.factor - 2;
+  if (completes) {
+    pooling.shape.S = 0;
+    pooling.shape.T = shape.factor;
+    pooling.shape.C = 1;
+    scratch_bytes = std::max(scratch_bytes, kernels.plan(pooling.shape, {}, dtype, device.threads).forward_scratch_bytes);
+  }
+  const Scratch scratch(scratch_bytes, in.q);
+  if (completes) {
+    pooling.scratch = scratch.data();
+    kernels.pool(pooling, dtype, device.stream);
+  }
+  run_forward(kernels, shape, options, {in.q, in.kc, in.vc, {}, y, {}, scratch.data(), window}, device);
+  return y;
 }
 
 // ---- backward
@@ -538,7 +634,8 @@ const Registration registration(MEMCHECK_KERNELS(compressed_attention),
                                 kernels_of<ExtendOp>(extend_meta, extend),
                                 kernels_of<ExtendBackwardOp>(extend_backward_meta, extend_backward),
                                 kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3),
-                                kernels_of<LastStepOp>(last_step_meta, last_step, /*cast_inputs=*/3));
+                                kernels_of<LastStepOp>(last_step_meta, last_step, /*cast_inputs=*/3),
+                                kernels_of<WindowStepOp>(window_step_meta, window_step, /*cast_inputs=*/3));
 
 }  // namespace
 }  // namespace memcheck::compressed_attention_operators

@@ -186,6 +186,7 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_node<ExtendOp, Extension>(m);
   register_no_gradient<operators::CompressedAttentionStep>(m);
   register_no_gradient<operators::CompressedAttentionLastStep>(m);
+  register_no_gradient<operators::CompressedAttentionWindowStep>(m);
 }
 
 }  // namespace

@@ -199,4 +199,30 @@ struct CompressedAttentionLastStep {
   using Results = CompressedAttentionStep::Results;
 };
 
+// Decoding with a window: y of one position. The state is `blocks` of them in kc and vc, and `positions` from place
+// `start` of near_k and near_v on, behind which the new one is written. If these then hold a block that the next
+// position sees as such, its means are written behind the blocks.
+struct CompressedAttentionWindowStep {
+  static constexpr const char* schema =
+      "compressed_attention_window_step(Tensor q, Tensor k, Tensor v, Tensor(a!) kc, Tensor(b!) vc, Tensor(c!) near_k,"
+      " Tensor(d!) near_v, SymInt blocks, SymInt start, SymInt positions, *, int factor, int window,"
+      " bool strict=False, float? scale=None)"
+      " -> Tensor y";
+  struct Arguments {
+    Tensor q;               // (B,H,1,D)
+    Tensor k, v;            // (B,Hkv,1,D)
+    Tensor kc, vc;          // (B,Hkv,places,D)
+    Tensor near_k, near_v;  // (B,Hkv,places,D)
+    c10::SymInt blocks, start, positions;
+    int64_t factor, window;
+    bool strict;
+    std::optional<double> scale;
+
+    auto fields() {
+      return std::tie(q, k, v, kc, vc, near_k, near_v, blocks, start, positions, factor, window, strict, scale);
+    }
+  };
+  using Results = std::tuple<Tensor>;
+};
+
 }  // namespace memcheck::operators

@@ -404,7 +404,7 @@ def compressed_attention_step(
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
     if plain and isinstance(state, CompressedAttentionWindowState):
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of the operator; what follows has its names
-            return one_position(op, q, k, v, state, options)
+            return one_position(q, k, v, state, options)
     options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
     return go_on(op, (q, k, v), None, state, of_blocks, options)
 
@@ -416,7 +416,7 @@ def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: object, blocks: Block
     if not (type(q) is type(k) is type(v) is Tensor and k.dim() == 4 and k.shape[2] == 1):
         return False
     if type(state) is CompressedAttentionWindowState:
-        return goes_on_as_it_is(q, k, v, state, blocks)
+        return goes_on_as_it_is(state, blocks)
     if type(state) is not CompressedAttentionState or blocks.window is not None:
         return False
     return type(blocks.factor) is int and blocks.factor == state.factor

@@ -23,6 +23,7 @@ class Room(NamedTuple):
     vc: Tensor
     of_kc: weakref.ref[Tensor]  # the state's tensors
     of_vc: weakref.ref[Tensor]
+    start: int  # the place of the first
 
     def has(self, places: int) -> bool:
         """Whether so many places can be written: tensors of inference mode only in that mode."""
@@ -36,10 +37,8 @@ def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int
     """Memory that has kc and vc and places for more behind them, and the place of the first."""
     count = kc.shape[2] + more
     room = None if torch.jit.is_tracing() else ROOMS.pop(id(kc), None)
-    if room is not None and room.of_kc() is kc and room.of_vc() is vc:
-        start = (kc.storage_offset() - room.kc.storage_offset()) // max(1, room.kc.stride(2))
-        if room.has(start + count):
-            return room.kc, room.vc, start
+    if room is not None and room.of_kc() is kc and room.of_vc() is vc and room.has(room.start + count):
+        return room.kc, room.vc, room.start
     places = count + max(count // 2, LEAST_ROOM)
     copies = [x.new_empty(*x.shape[:2], places, *x.shape[3:]) for x in (kc, vc)]
     for x, copy in zip((kc, vc), copies, strict=True):
@@ -49,13 +48,13 @@ def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int
 
 def blocks_in(room: Sequence[Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
     """`count` blocks of a room, which the next state gets."""
-    return with_room(places_in(room[0], start, count), places_in(room[1], start, count), room)
+    return with_room(places_in(room[0], start, count), places_in(room[1], start, count), room, start)
 
 
-def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
     """kc and vc, views of a room, which the next state gets with them."""
     key = id(kc)
-    ROOMS[key] = Room(room[0], room[1], weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc))
+    ROOMS[key] = Room(room[0], room[1], weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc), start)
     return kc, vc
 
 

@@ -12,7 +12,6 @@ from memcheck.ops import derivatives
 from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
 from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, with_room
 from memcheck.ops.compressed_attention_states import (
-    FORWARDS,
     LONGEST,
     POOLED,
     Arguments,
@@ -29,6 +28,7 @@ from memcheck.ops.compressed_attention_states import (
 )
 
 MOST_POSITIONS = 2**62
+_step = torch.ops.memcheck.compressed_attention_window_step.default
 Pair = tuple[Tensor, Tensor]  # keys and values
 
 
@@ -127,32 +127,32 @@ def _one_goes_on(
     return attend(POOLED, (q, state.kc, state.vc), sink, sizes, options, near), state
 
 
-def goes_on_as_it_is(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionWindowState, blocks: Blocks) -> bool:
-    """Whether new positions k and v (B,Hkv,n,D) can be written behind those of the state as they are."""
-    kc, vc, of, of_values = state[:4]
+def goes_on_as_it_is(state: CompressedAttentionWindowState, blocks: Blocks) -> bool:
+    """Whether a new position can be written behind those of the state. The operator checks the rest."""
+    kc, vc, k, v = state[:4]
     return (
-        type(kc) is type(vc) is type(of) is type(of_values) is Tensor
-        and kc.shape == vc.shape
-        and of.shape == of_values.shape
+        type(kc) is type(vc) is type(k) is type(v) is Tensor
         and k.shape == v.shape
-        and q.shape[2:] == k.shape[2:]
-        and k.shape[2] <= of.shape[2]
-        and (k.shape[:2], k.shape[3]) == (of.shape[:2], of.shape[3])
-        and k.dtype == v.dtype == of.dtype
-        and k.device == v.device == of.device
+        and kc.shape == vc.shape
         and state[4:] == blocks[:2]
-        and not torch.is_autocast_enabled(k.device.type)
     )
 
 
 def one_position(
-    op: str, q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionWindowState, options: Arguments
+    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionWindowState, options: Arguments
 ) -> tuple[Tensor, CompressedAttentionWindowState]:
-    """A step of plain tensors for which goes_on_as_it_is. The operator checks the other arguments."""
-    near, kept_from = _grown(state, k, v)
-    after = state_after(op, state, near, kept_from, Blocks(*state[4:]))
-    sizes = {"factor": after.factor, "window": after.window, "kv_len": positions_of(after)}
-    return FORWARDS[POOLED](q, after.kc, after.vc, None, *near, **sizes, **options)[0], after
+    """A step of plain tensors for which goes_on_as_it_is, by one operator."""
+    kc, vc, old_k, old_v, factor, window = state
+    count, blocks = old_k.shape[2], kc.shape[2]
+    completes = count == window + factor - 2
+    *room, start = memory_after(old_k, old_v, 1)
+    places = memory_after(kc, vc, 1)[:2] if completes else (kc, vc)
+    y = _step(q, k, v, *places, *room, blocks, start, count, factor=factor, window=window, **options)
+    first = factor if completes else 0
+    if completes:
+        kc, vc = blocks_in(places, blocks + 1)
+    near = blocks_in(room, count + 1 - first, start + first)
+    return y, CompressedAttentionWindowState(kc, vc, *near, factor, window)
 
 
 def _sequences_go_on(
@@ -216,7 +216,7 @@ def _grown(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
     for x, new in zip(room, (k, v), strict=True):
         x.narrow(2, behind, k.shape[2]).copy_(new)
     near = (places_in(room[0], start, count), places_in(room[1], start, count))
-    return near, lambda n: blocks_in(room, count - n, start + n) if n else with_room(*near, room)
+    return near, lambda n: blocks_in(room, count - n, start + n) if n else with_room(*near, room, start)
 
 
 def state_after(
