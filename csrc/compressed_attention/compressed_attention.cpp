@@ -449,6 +449,11 @@ Options options_of_step(const WindowStepOp::Arguments& in) {
   return {in.factor, /*causal=*/true, in.strict, in.scale, in.window};
 }
 
+// A state has at most window + factor - 2 positions.
+bool completes_block(const WindowStepOp::Arguments& in) {
+  return in.positions == in.window + in.factor - 2;
+}
+
 // T is that after the position, and C that of the blocks before it.
 Sizes check_window_step(const WindowStepOp::Arguments& in) {
   Sizes n = check_new_position(kWindowStep, in.k, in.v, in.factor);
@@ -467,7 +472,7 @@ Sizes check_window_step(const WindowStepOp::Arguments& in) {
     TORCH_CHECK_VALUE(first >= 0 && count >= 0 && first <= k.sym_size(2) - count, kWindowStep, ": ", k_name,
                       " must have ", count, " places from ", first, " on, got ", k.sym_size(2));
   };
-  check_places("kc", in.kc, "vc", in.vc, 0, in.blocks + (in.positions == most ? 1 : 0));
+  check_places("kc", in.kc, "vc", in.vc, 0, in.blocks + (completes_block(in) ? 1 : 0));
   check_places("near_k", in.near_k, "near_v", in.near_v, in.start, in.positions + 1);
   n.C = in.blocks;
   n.T += in.blocks * in.factor + in.positions;
@@ -507,24 +512,20 @@ WindowStepOp::Results window_step(const CompressedAttentionKernels& kernels, con
   const CompressedAttentionWindow window{options.window_size(shape.T), shape.C * shape.factor,
                                          starting_at(reads<4>(in.near_k), dtype, {0, 0, start, 0}),
                                          starting_at(reads<4>(in.near_v), dtype, {0, 0, start, 0})};
-  CompressedAttentionPooling pooling{.shape = shape,
-                                     .k = window.k,
-                                     .v = window.v,
-                                     .kc = starting_at(writes<4>(in.kc), dtype, {0, 0, shape.C, 0}),
-                                     .vc = starting_at(writes<4>(in.vc), dtype, {0, 0, shape.C, 0}),
-                                     .threads = device.threads};
   const at::Tensor y = empty_output(n, in.q);
-  int64_t scratch_bytes = kernels.plan(shape, window, dtype, device.threads).pooled_forward_scratch_bytes;
-  const bool completes = positions == in.window + in.factor - 2;
-  if (completes) {
-    pooling.shape.S = 0;
-    pooling.shape.T = shape.factor;
-    pooling.shape.C = 1;
-    scratch_bytes = std::max(scratch_bytes, kernels.plan(pooling.shape, {}, dtype, device.threads).forward_scratch_bytes);
-  }
-  const Scratch scratch(scratch_bytes, in.q);
-  if (completes) {
-    pooling.scratch = scratch.data();
+  const Scratch scratch(kernels.plan(shape, window, dtype, device.threads).pooled_forward_scratch_bytes, in.q);
+  if (completes_block(in)) {
+    CompressedAttentionShape block = shape;
+    block.T = block.factor;
+    block.C = 1;
+    // One thread: pooling needs less scratch than a thread of attention.
+    const CompressedAttentionPooling pooling{.shape = block,
+                                             .k = window.k,
+                                             .v = window.v,
+                                             .kc = starting_at(writes<4>(in.kc), dtype, {0, 0, shape.C, 0}),
+                                             .vc = starting_at(writes<4>(in.vc), dtype, {0, 0, shape.C, 0}),
+                                             .scratch = scratch.data(),
+                                             .threads = 1};
     kernels.pool(pooling, dtype, device.stream);
   }
   run_forward(kernels, shape, options, {in.q, in.kc, in.vc, {}, y, {}, scratch.data(), window}, device);

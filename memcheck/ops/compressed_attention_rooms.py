@@ -59,8 +59,15 @@ def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor], start: int) -> tup
 
 
 def places_in(room: Tensor, start: int, count: int) -> Tensor:
-    """A view of a room that autograd may keep. A room is written behind its views only, which have another version."""
-    return room.narrow(2, start, count).data
+    """A view of a room that autograd may keep: a room is written behind its views only, and keeps its version."""
+    B, Hkv, _, D = room.shape
+    return room.as_strided((B, Hkv, count, D), room.stride(), start * D)
+
+
+def write(room: Sequence[Tensor], first: int, new: Sequence[Tensor]) -> None:
+    """Writes new (B,Hkv,n,D) to a room from a place on."""
+    for x, more in zip(room, new, strict=True):
+        x.data.narrow(2, first, more.shape[2]).copy_(more)
 
 
 def appended(old: Sequence[Tensor], new: Sequence[Tensor], in_place: bool) -> tuple[Tensor, Tensor]:
@@ -72,6 +79,5 @@ def appended(old: Sequence[Tensor], new: Sequence[Tensor], in_place: bool) -> tu
     if not in_place:
         return torch.cat([kc, new_kc], 2), torch.cat([vc, new_vc], 2)
     *room, start = memory_after(kc, vc, more)
-    for x, blocks in zip(room, new, strict=True):
-        x.narrow(2, start + count, more).copy_(blocks)
+    write(room, start + count, new)
     return blocks_in(room, count + more, start)

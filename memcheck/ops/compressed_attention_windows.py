@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memcheck.ops import derivatives
 from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
-from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, with_room
+from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, with_room, write
 from memcheck.ops.compressed_attention_states import (
     LONGEST,
     POOLED,
@@ -212,9 +212,8 @@ def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
 def _grown(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[Pair, Callable[[int], Pair]]:
     """`joined` in memory that the states share."""
     *room, start = memory_after(old.k, old.v, k.shape[2])
-    behind, count = start + old.k.shape[2], old.k.shape[2] + k.shape[2]
-    for x, new in zip(room, (k, v), strict=True):
-        x.narrow(2, behind, k.shape[2]).copy_(new)
+    write(room, start + old.k.shape[2], (k, v))
+    count = old.k.shape[2] + k.shape[2]
     near = (places_in(room[0], start, count), places_in(room[1], start, count))
     return near, lambda n: blocks_in(room, count - n, start + n) if n else with_room(*near, room, start)
 

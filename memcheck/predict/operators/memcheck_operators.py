@@ -56,7 +56,8 @@ def compressed_plan(call: OperatorCall, Hkv: int, T: int, blocks: int | None = N
     }
     sizes |= {"threads": call.target.threads, **(sequences_of(call, S, T) or {})}
     if call.arguments.get("window") is not None:
-        sizes |= {"window": min(call.window, max(T, 1)), "first": T - call.k.shape[2]}
+        near = call.k.shape[2] + call.arguments.get("positions", 0)
+        sizes |= {"window": min(call.window, max(T, 1)), "first": T - near}
     return plan_of(call, "compressed_attention", call.q, **sizes, causal=call.arguments.get("causal", True))
 
 
@@ -192,6 +193,11 @@ def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
     blocks = call.blocks + 1 if completes else call.kc.shape[2]
     positions = blocks * call.factor + (0 if completes else call.positions + 1)
     yield Scratch("scratch", compressed_plan(call, call.k.shape[1], positions, blocks)["pooled_forward_scratch"])
+
+
+def compressed_window_step(call: OperatorCall) -> Iterator[Scratch]:
+    positions = call.blocks * call.factor + call.positions + 1
+    yield Scratch("scratch", compressed_plan(call, call.k.shape[1], positions, call.blocks)["pooled_forward_scratch"])
 
 
 def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
@@ -355,6 +361,9 @@ EXAMPLE = f"torch.ops.memcheck.compressed_attention_step(token, token, token, {S
 add("memcheck::compressed_attention_step", EXAMPLE, everywhere=compressed_step, **OURS)
 EXAMPLE = f"torch.ops.memcheck.compressed_attention_last_step(token, token, token, {STATE}, 0, factor=4)"
 add("memcheck::compressed_attention_last_step", EXAMPLE, everywhere=compressed_step, **OURS)
+STATE = "*[q.detach()] * 4, 0, 0, 1"
+EXAMPLE = f"torch.ops.memcheck.compressed_attention_window_step(token, token, token, {STATE}, factor=4, window=8)"
+add("memcheck::compressed_attention_window_step", EXAMPLE, everywhere=compressed_window_step, **OURS)
 OURS = {"uses_cublas": True, "source": "csrc/combinator csrc/projection"}
 EXAMPLE = "[memcheck.combinator(x, weight, low_memory=low) for low in (True, False) for weight in weights]"
 add_pair("combinator", EXAMPLE, combinator, combinator_backward, **OURS)
