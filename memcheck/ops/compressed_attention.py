@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -38,7 +37,7 @@ from memcheck.ops.compressed_attention_windows import (
     check_window,
     go_on,
     goes_on_as_it_is,
-    one_position,
+    one_position_of_window,
     state_of_prompt,
 )
 
@@ -392,19 +391,17 @@ def compressed_attention_step(
     check_scale(op, scale)
     options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
     of_blocks = Blocks(factor, window)
-    plain = _is_plain_step(q, k, v, state, of_blocks)
-    if plain and isinstance(state, CompressedAttentionState):
+    if _is_plain_step(q, k, v, state, of_blocks):
+        one_position = _one_position if isinstance(state, CompressedAttentionState) else one_position_of_window
         try:
-            return _one_position(q, k, v, state, options)
+            return one_position(q, k, v, state, options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # The operator has other names for the tensors of the state.
-            check_new(op, q, k, v)
-            state_before(op, "state", state, k, factor)
-            raise
+            if window is None:
+                check_new(op, q, k, v)
+                state_before(op, "state", state, k, factor)
+                raise
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-    if plain and isinstance(state, CompressedAttentionWindowState):
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of the operator; what follows has its names
-            return one_position(q, k, v, state, options)
     options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
     return go_on(op, (q, k, v), None, state, of_blocks, options)
 

@@ -48,7 +48,7 @@ def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int
 
 def blocks_in(room: Sequence[Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
     """`count` blocks of a room, which the next state gets."""
-    return with_room(places_in(room[0], start, count), places_in(room[1], start, count), room, start)
+    return with_room(*places_in(room, start, count), room, start)
 
 
 def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
@@ -58,10 +58,11 @@ def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor], start: int) -> tup
     return kc, vc
 
 
-def places_in(room: Tensor, start: int, count: int) -> Tensor:
-    """A view of a room that autograd may keep: a room is written behind its views only, and keeps its version."""
-    B, Hkv, _, D = room.shape
-    return room.as_strided((B, Hkv, count, D), room.stride(), start * D)
+def places_in(room: Sequence[Tensor], start: int, count: int) -> tuple[Tensor, Tensor]:
+    """Views of a room that autograd may keep: a room is written behind its views only, and keeps its version."""
+    B, Hkv, _, D = room[0].shape
+    where = (B, Hkv, count, D), room[0].stride(), start * D
+    return room[0].as_strided(*where), room[1].as_strided(*where)
 
 
 def write(room: Sequence[Tensor], first: int, new: Sequence[Tensor]) -> None:

@@ -135,10 +135,11 @@ def goes_on_as_it_is(state: CompressedAttentionWindowState, blocks: Blocks) -> b
         and k.shape == v.shape
         and kc.shape == vc.shape
         and state[4:] == blocks[:2]
+        and not (k.requires_grad or v.requires_grad)
     )
 
 
-def one_position(
+def one_position_of_window(
     q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionWindowState, options: Arguments
 ) -> tuple[Tensor, CompressedAttentionWindowState]:
     """A step of plain tensors for which goes_on_as_it_is, by one operator."""
@@ -214,7 +215,7 @@ def _grown(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
     *room, start = memory_after(old.k, old.v, k.shape[2])
     write(room, start + old.k.shape[2], (k, v))
     count = old.k.shape[2] + k.shape[2]
-    near = (places_in(room[0], start, count), places_in(room[1], start, count))
+    near = places_in(room, start, count)
     return near, lambda n: blocks_in(room, count - n, start + n) if n else with_room(*near, room, start)
 
 
