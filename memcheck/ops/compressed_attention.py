@@ -392,7 +392,7 @@ def compressed_attention_step(
     options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
     of_blocks = Blocks(factor, window)
     if _is_plain_step(q, k, v, state, of_blocks):
-        one_position = _one_position if isinstance(state, CompressedAttentionState) else one_position_of_window
+        one_position: Any = _one_position if isinstance(state, CompressedAttentionState) else one_position_of_window
         try:
             return one_position(q, k, v, state, options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):

@@ -12,8 +12,10 @@ import torch
 from ops.checks import (
     DEVICE,
     DTYPES,
+    heads_inside,
     run,
     same_bits,
+    same_numbers,
 )
 from ops.operators import compressed_contract as contract
 from ops.operators import compressed_plan
@@ -297,6 +299,65 @@ def test_steps_share_memory_and_fork() -> None:
     for mode in (True, False):
         with torch.inference_mode(mode):
             y, state = compressed_attention_step(*(x[:, :, :1] for x in (q, k, v)), state, **options)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 6])
+def test_a_step_is_one_operator(window: int, dtype: torch.dtype, strict: bool) -> None:
+    """A call with the state is several, with the same bits."""
+    (q, k, v), _ = make_inputs(2, 4, 2, 40, 40, 20, dtype)
+    k[:, :, 12], v[:, :, 15] = -0.0, math.inf
+    options = {"factor": 3, "window": window}
+    state = stepped = compressed_attention_state(heads_inside(k)[:, :, :5], v[:, :, :5], **options)
+    options |= {"strict": strict, "scale": 0.3}
+    pieces = [[x[:, :, t : t + 1] for x in (q, heads_inside(k), v)] for t in range(5, 40)]
+    steps = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for new in pieces:
+            y, stepped = compressed_attention_step(*new, stepped, **options)
+            steps.append([y, *stepped])
+    ours = [event.name for event in profile.events() if event.name.startswith("memcheck::")]
+    assert ours == ["memcheck::compressed_attention_window_step"] * 35
+    for new, step in zip(pieces, steps, strict=True):
+        y, state = compressed_attention(*new, initial_state=state, return_state=True, **options)
+        assert same_numbers([y, *state[:4]], step[:5])
+        assert list(state[4:]) == step[5:]
+
+
+@pytest.mark.glue
+@pytest.mark.cpu
+def test_opcheck_of_a_step() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 1, 5)
+    memory = [x.expand(2, 2, 9, 5).clone() for x in (k, v, k, v)]
+    operator, options = torch.ops.memcheck.compressed_attention_window_step, {"factor": 4, "window": 2}
+    for place in ((0, 0, 0), (1, 3, 2), (8, 4, 4)):  # the last completes a block
+        torch.library.opcheck(operator, (q, k, v, *memory, *place), options)
+    for place, message in (
+        ((9, 4, 4), "kc must have 10 places from 0 on, got 9"),
+        ((1, 5, 4), "near_k must have 5 places from 5 on, got 9"),
+        ((1, 0, 0), "positions must be from 1 to 4 for factor = 4 and window = 2, got 0"),
+        ((0, 0, 5), "positions must be from 0 to 4"),
+    ):
+        with pytest.raises(ValueError, match=f"compressed_attention_window_step: {message}"):
+            operator(q, k, v, *memory, *place, **options)
+    with pytest.raises(ValueError, match=r"near_v must be \(B,Hkv,places,D\)"):
+        operator(q, k, v, *memory[:3], v, 0, 0, 0, **options)
+    with pytest.raises(ValueError, match="q must be one position"):
+        operator(q[:, :, :0], k, v, *memory, 0, 0, 0, **options)
+
+
+@pytest.mark.glue
+def test_gradients_of_a_step_are_refused() -> None:
+    """Those of a state that shares its memory, too."""
+    (q, k, v), _ = make_inputs(1, 2, 2, 1, 1, 5)
+    _, state = compressed_attention_step(q, k, v, factor=4, window=9)
+    _, state = compressed_attention_step(q, k, v, state, factor=4, window=9)
+    for x in (q, *state[:4]):
+        x.requires_grad_()
+        with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
+            compressed_attention_step(q, k, v, state, factor=4, window=9)
+        x.requires_grad_(False)
 
 
 @pytest.mark.glue
