@@ -461,22 +461,20 @@ Sizes check_window_step(const WindowStepOp::Arguments& in) {
   const int64_t most = in.window + in.factor - 2, least = in.blocks > 0 ? in.window - 1 : 0;
   TORCH_CHECK_VALUE(in.positions >= least && in.positions <= most, kWindowStep, ": positions must be from ", least,
                     " to ", most, " for factor = ", in.factor, " and window = ", in.window, ", got ", in.positions);
-  const auto check_places = [&](const char* k_name, const at::Tensor& k, const char* v_name, const at::Tensor& v,
-                                const c10::SymInt& first, const c10::SymInt& count) {
-    check_rank(kWindowStep, k_name, k, 4, "(B,Hkv,places,D)");
-    for (const auto& [name, x] : {std::pair<const char*, const at::Tensor&>{k_name, k}, {v_name, v}}) {
-      check_tensor(kWindowStep, name, x);
-      check_shape(kWindowStep, name, x, "(B,Hkv,places,D)", {n.B, n.Hkv, k.sym_size(2), n.D}, "k");
-      check_like(kWindowStep, name, x, in.k, "k");
-    }
-    TORCH_CHECK_VALUE(first >= 0 && count >= 0 && first <= k.sym_size(2) - count, kWindowStep, ": ", k_name,
-                      " must have ", count, " places from ", first, " on, got ", k.sym_size(2));
+  const auto check_places = [&](const char* name, const at::Tensor& x, const c10::SymInt& first, c10::SymInt count) {
+    check_rank(kWindowStep, name, x, 4, "(B,Hkv,places,D)");
+    check_shape(kWindowStep, name, x, "(B,Hkv,places,D)", {n.B, n.Hkv, x.sym_size(2), n.D}, "k");
+    check_like(kWindowStep, name, x, in.k, "k");
+    TORCH_CHECK_VALUE(first >= 0 && first <= x.sym_size(2) - count, kWindowStep, ": ", name, " must have ", count,
+                      " places from ", first, " on, got ", x.sym_size(2));
   };
-  check_places("kc", in.kc, "vc", in.vc, 0, in.blocks + (completes_block(in) ? 1 : 0));
-  check_places("near_k", in.near_k, "near_v", in.near_v, in.start, in.positions + 1);
+  check_places("kc", in.kc, in.blocks, completes_block(in) ? 1 : 0);
+  check_places("vc", in.vc, in.blocks, completes_block(in) ? 1 : 0);
+  check_places("near_k", in.near_k, in.start, in.positions + 1);
+  check_places("near_v", in.near_v, in.start, in.positions + 1);
   n.C = in.blocks;
   n.T += in.blocks * in.factor + in.positions;
-  check_new_queries(kWindowStep, n, in.q, in.k, in.scale);
+  check_new_queries(kWindowStep, n, in.q, in.k, std::nullopt);
   TORCH_CHECK_VALUE(n.S == 1, kWindowStep, ": q must be one position, (B,H,1,D), got ", in.q.sym_sizes());
   return n;
 }

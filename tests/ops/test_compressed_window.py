@@ -334,15 +334,16 @@ def test_opcheck_of_a_step() -> None:
     for place in ((0, 0, 0), (1, 3, 2), (8, 4, 4)):  # the last completes a block
         torch.library.opcheck(operator, (q, k, v, *memory, *place), options)
     for place, message in (
-        ((9, 4, 4), "kc must have 10 places from 0 on, got 9"),
+        ((9, 4, 4), "kc must have 1 places from 9 on, got 9"),
+        ((-1, 4, 4), "kc must have 1 places from -1 on"),
         ((1, 5, 4), "near_k must have 5 places from 5 on, got 9"),
         ((1, 0, 0), "positions must be from 1 to 4 for factor = 4 and window = 2, got 0"),
         ((0, 0, 5), "positions must be from 0 to 4"),
     ):
         with pytest.raises(ValueError, match=f"compressed_attention_window_step: {message}"):
             operator(q, k, v, *memory, *place, **options)
-    with pytest.raises(ValueError, match=r"near_v must be \(B,Hkv,places,D\)"):
-        operator(q, k, v, *memory[:3], v, 0, 0, 0, **options)
+    with pytest.raises(ValueError, match="near_v must have 2 places from 0 on, got 1"):
+        operator(q, k, v, *memory[:3], v, 0, 0, 1, **options)
     with pytest.raises(ValueError, match="q must be one position"):
         operator(q[:, :, :0], k, v, *memory, 0, 0, 0, **options)
 
