@@ -47,12 +47,8 @@ def memory_after(kc: Tensor, vc: Tensor, more: int) -> tuple[Tensor, Tensor, int
 
 
 def blocks_in(room: Sequence[Tensor], count: int, start: int = 0) -> tuple[Tensor, Tensor]:
-    """`count` blocks of a room, which the next state gets."""
-    return with_room(*places_in(room, start, count), room, start)
-
-
-def with_room(kc: Tensor, vc: Tensor, room: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
-    """kc and vc, views of a room, which the next state gets with them."""
+    """`count` blocks of a room, which the next state gets with them."""
+    kc, vc = places_in(room, start, count)
     key = id(kc)
     ROOMS[key] = Room(room[0], room[1], weakref.ref(kc, lambda _: ROOMS.pop(key, None)), weakref.ref(vc), start)
     return kc, vc

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memcheck.ops import derivatives
 from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
-from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, with_room, write
+from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, write
 from memcheck.ops.compressed_attention_states import (
     LONGEST,
     POOLED,
@@ -203,20 +203,13 @@ def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
     """
     count, more = old.k.shape[2], k.shape[2]
     if more <= count and grows_in_place(k, v, old[:4]):
-        return _grown(old, k, v)
+        *room, start = memory_after(old.k, old.v, more)
+        write(room, start + count, (k, v))
+        return places_in(room, start, count + more), lambda n: blocks_in(room, count + more - n, start + n)
     if not count:
         return (k, v), lambda n: (k[:, :, n:].clone(), v[:, :, n:].clone())
     near = (torch.cat([old.k, k], 2), torch.cat([old.v, v], 2))
     return near, lambda n: (near[0][:, :, n:].clone(), near[1][:, :, n:].clone()) if n else near
-
-
-def _grown(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[Pair, Callable[[int], Pair]]:
-    """`joined` in memory that the states share."""
-    *room, start = memory_after(old.k, old.v, k.shape[2])
-    write(room, start + old.k.shape[2], (k, v))
-    count = old.k.shape[2] + k.shape[2]
-    near = places_in(room, start, count)
-    return near, lambda n: blocks_in(room, count - n, start + n) if n else with_room(*near, room, start)
 
 
 def state_after(
