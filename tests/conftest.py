@@ -190,7 +190,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = without_repeated_skips(items)
     mark_combinations(items)
     if on_host:
-        mark_two_of_three(items)
+        thin_out(items)
 
 
 def without_repeated_skips(items):
@@ -222,15 +222,24 @@ def mark_combinations(items):
         seen |= values
 
 
-def mark_two_of_three(items):
-    """Marks as ci two thirds of each test's other items: host CUDA is slow, and for `make test` a sample is enough."""
-    tests = defaultdict(list)
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
-        if not item.get_closest_marker("ci"):
+def thin_out(items):
+    """Host CUDA is slow, and a sample is enough: two thirds of each test's other items become ci, and then half of those
+    of ci become slow."""
+    for marker, belongs, share in (("ci", is_of_test, 3), ("slow", is_of_ci, 2)):
+        tests = defaultdict(list)
+        for item in sorted(filter(belongs, items), key=lambda item: zlib.crc32(item.nodeid.encode())):
             tests[item.path, item.originalname].append(item)
-    for repetitions in tests.values():
-        for item in repetitions[-(-len(repetitions) // 3) :]:
-            item.add_marker("ci")
+        for repetitions in tests.values():
+            for item in repetitions[-(-len(repetitions) // share) :]:
+                item.add_marker(marker)
+
+
+def is_of_test(item):
+    return not item.get_closest_marker("ci")
+
+
+def is_of_ci(item):
+    return item.get_closest_marker("ci") and not item.get_closest_marker("slow")
 
 
 def parameter_values(item):
