@@ -94,7 +94,7 @@ cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... 
 // The block's shared memory. The launch must ask for sizeof(Shared) bytes or more.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared() {
-  extern __shared__ __align__(128) unsigned char shared_bytes_of_the_launch[];
+  extern __shared__ __align__(256) unsigned char shared_bytes_of_the_launch[];
   return *reinterpret_cast<Shared*>(shared_bytes_of_the_launch);
 }
 

@@ -67,30 +67,36 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
 namespace {
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
-  const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype);
-  const bool whole = on_tensor_cores && std::max(scan.depth, scan.width) <= kWidestWhole;
-  scan.tile = whole ? scan.width : linear_attention_tile(dtype);
-  const int64_t bytes = element_bytes(dtype), in_pack = kPackBytes / bytes, of_results = on_tensor_cores ? in_pack : 4;
+  scan.tile = scan.on_tensor_cores ? scan.width : linear_attention_tile(dtype);
+  const int64_t bytes = element_bytes(dtype), in_pack = kPackBytes / bytes;
+  const int64_t of_results = scan.on_tensor_cores ? in_pack : 4;
   scan.a.in_packs = is_in_packs(scan.a.x, scan.depth, bytes, in_pack);
   scan.b.in_packs = is_in_packs(scan.b.x, scan.depth, bytes, in_pack);
   scan.x.in_packs = is_in_packs(scan.x.x, scan.width, bytes, in_pack);
   scan.last_in_packs = is_in_packs(scan.last, scan.width, bytes, of_results);
   scan.out_in_packs = is_in_packs(scan.out, scan.width, bytes, of_results);
-  on_tensor_cores ? scan_on_tensor_cores(scan, dtype, stream) : scan_by_fma(scan, dtype, stream);
+  scan.values_in_packs = is_in_packs(scan.out_of_values, scan.depth, bytes, of_results);
+  if (!scan.on_tensor_cores) return scan_by_fma(scan, dtype, stream);
+  if (scan.kind == ScanKind::Output) return forward_on_tensor_cores(scan, dtype, stream);
+  if (scan.kind == ScanKind::GradQ) return query_gradients_on_tensor_cores(scan, dtype, stream);
+  key_gradients_on_tensor_cores(scan, dtype, stream);
 }
 
-Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind kind) {
+Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind kind, bool on_tensor_cores) {
   Scan scan = {};
   scan.shape = n;
   scan.eps = eps;
   scan.kind = kind;
+  scan.on_tensor_cores = on_tensor_cores;
   const auto rows = scan.rows_are_queries() ? LinearAttentionRows::Queries : LinearAttentionRows::Keys;
   scan.segments = linear_attention_segments(n, dtype, rows);
+  scan.segments.grouped = scan.segments.grouped && on_tensor_cores;
   const bool of_values = kind == ScanKind::Output || kind == ScanKind::Denominators || kind == ScanKind::GradV;
   scan.depth = of_values ? n.D : n.Dv;
   scan.width = of_values ? n.Dv : n.D;
-  scan.query_parts = grad_q_finds_rows(n, dtype) ? 1 : linear_attention_parts(n.Dv, dtype);
-  scan.finds_rows = kind == ScanKind::GradQ && grad_q_finds_rows(n, dtype);
+  const bool finds_rows = grad_q_finds_rows(n, dtype, on_tensor_cores);
+  scan.query_parts = finds_rows ? 1 : linear_attention_parts(n.Dv, dtype);
+  scan.finds_rows = kind == ScanKind::GradQ && finds_rows;
   return scan;
 }
 
@@ -119,11 +125,11 @@ StateMemory states_in_result(const LinearAttentionBackward& p, const Scan& scan)
 }
 
 // Those of keys lie behind 1 / den and the most parts of g.y.
-DecayProducts decay_products(const LinearAttentionBackward& p, Dtype dtype) {
+DecayProducts decay_products(const LinearAttentionBackward& p, Dtype dtype, bool on_tensor_cores) {
   const LinearAttentionShape& n = p.shape;
   const int64_t parts = linear_attention_parts(n.Dv, dtype);
   const int64_t key_parts = linear_attention_parts(n.D, dtype);
-  const bool finds_rows = grad_q_finds_rows(n, dtype);
+  const bool finds_rows = grad_q_finds_rows(n, dtype, on_tensor_cores);
   char* rows = static_cast<char*>(p.rows);
   const int64_t of_queries = (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype);
   const int64_t of_keys = key_parts * n.B * n.Hkv * n.T * acc_bytes(dtype);
@@ -131,9 +137,9 @@ DecayProducts decay_products(const LinearAttentionBackward& p, Dtype dtype) {
           reinterpret_cast<double*>(rows + linear_attention_decay_sums_at(of_queries + of_keys))};
 }
 
-Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind) {
+Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind, bool on_tensor_cores) {
   const LinearAttentionShape& n = p.shape;
-  Scan scan = scan_of(n, p.eps, dtype, kind);
+  Scan scan = scan_of(n, p.eps, dtype, kind, on_tensor_cores);
   scan.inverse = p.rows;
   scan.products = static_cast<char*>(p.rows) + n.B * n.H * n.S * acc_bytes(dtype);
   scan.deep = p.scratch;
@@ -141,8 +147,8 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   const bool maps = n.feature_map == FeatureMap::EluPlusOne;
   const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, n.normalize, false};
   const ScanFactor v{p.v, false, false, false}, g{p.grad_y, false, false, false};
-  // Tensor cores read g as it is in memory.
-  const ScanFactor scaled_g{p.grad_y, false, n.normalize && !linear_attention_suits_tensor_cores(n, dtype), false};
+  // Tensor cores read g as it is in memory, and multiply what they form of it by 1 / den.
+  const ScanFactor scaled_g{p.grad_y, false, n.normalize && !on_tensor_cores, false};
   switch (kind) {
     case ScanKind::Output:
     case ScanKind::Denominators:
@@ -157,7 +163,8 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
       scan.a = v, scan.b = g, scan.x = scaled_q, scan.last = p.k, scan.out = p.grad_k;
       scan.m = transposed(p.grad_last.m), scan.z = p.grad_last.z;
       scan.new_m = transposed(p.grad_initial.m), scan.new_z = p.grad_initial.z;
-      if (p.grad_decay) scan.key_products = decay_products(p, dtype).of_keys;
+      if (on_tensor_cores) scan.out_of_values = p.grad_v;
+      if (p.grad_decay) scan.key_products = decay_products(p, dtype, on_tensor_cores).of_keys;
       break;
     case ScanKind::GradV:
       scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v, scan.m = p.grad_last.m;
@@ -174,7 +181,8 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   using namespace linear_cuda;
   if (p.is_step()) return queue_step(p, dtype, stream);
   if (p.decay) check_decays(p, dtype, stream);
-  Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
+  const bool on_tensor_cores = linear_attention_suits_tensor_cores(p.shape, dtype);
+  Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output, on_tensor_cores);
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};
@@ -190,15 +198,18 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
 
 void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
-  const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
-  if (!p.grad_q && !runs_keys && !p.grad_v) return;
-  const bool with_grad_q = grad_q_finds_rows(p.shape, dtype);
+  if (!p.grad_q && !p.grad_k && !p.grad_v && !p.grad_initial && !p.grad_decay) return;
+  const bool on_tensor_cores = linear_attention_suits_tensor_cores(p.shape, dtype) && key_gradients_fit(p.shape, dtype);
+  const bool with_grad_q = grad_q_finds_rows(p.shape, dtype, on_tensor_cores);
   const bool reads_rows = p.shape.normalize || p.grad_decay;
-  if (reads_rows && !with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
-  if (p.grad_q || (reads_rows && with_grad_q)) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
-  if (runs_keys) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
-  if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
-  if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype), dtype, stream);
+  const auto run = [&](ScanKind kind) {
+    run_scan(backward_scan(p, dtype, kind, on_tensor_cores), dtype, stream);
+  };
+  if (reads_rows && !with_grad_q) run(ScanKind::Denominators);
+  if (p.grad_q || (reads_rows && with_grad_q)) run(ScanKind::GradQ);
+  if (p.grad_k || p.grad_initial || p.grad_decay || (on_tensor_cores && p.grad_v)) run(ScanKind::GradK);
+  if (p.grad_v && !on_tensor_cores) run(ScanKind::GradV);
+  if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype, on_tensor_cores), dtype, stream);
 }
 
 const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, &sequences_cuda,

@@ -150,11 +150,11 @@ inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentio
 }
 
 // Whether scans of the shape run on tensor cores: those of 16-bit types whose products have many terms, so that the
-// errors of splitting the factors in two are small beside those of the sum.
+// errors of rounding the factors average out, and whose states one block can have.
 inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  constexpr int64_t kFewest = 16;
+  constexpr int64_t kFewest = 16, kWidest = 128;
   if (dtype != Dtype::Float16 && dtype != Dtype::BFloat16) return false;
-  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
+  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kWidest;
 }
 
 // The segments of a batch with a table. Causal batches of as many queries as keys, and others whose sequences have as

@@ -22,7 +22,7 @@
 // z of phi(k) over the keys that a query sees, and g.y = phi(q).(sum of (a.b) x). Else another scan stores them before.
 // A block goes along the sequence in chunks. Rows and columns of the same chunk form a matrix of scores; columns of
 // earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the rows are keys, which see later queries, the
-// scan goes backwards. If there are few heads, the sequence is cut into segments: one launch sums the columns of each
+// scan goes backwards. On tensor cores grad k and grad v are one scan, because their states differ by z alone. If there are few heads, the sequence is cut into segments: one launch sums the columns of each
 // segment, one adds the segments up, and one scans all segments at once. The segments' states lie in the result until
 // the last launch writes it: each in rows that only its own segment's blocks write, so every query head of a group has
 // a copy, if it has a block of its own. With a table of sequences, a launch has a block for every place that a segment
@@ -50,10 +50,10 @@ enum class ScanKind {
 // The kernel's name in errors.
 inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
   constexpr const char* kNames[][2] = {{"linear_attention_forward", "linear_attention_forward_tensor"},
-                                       {"linear_attention_backward_rows", "linear_attention_backward_rows_tensor"},
+                                       {"linear_attention_backward_rows", ""},
                                        {"linear_attention_backward_q", "linear_attention_backward_q_tensor"},
-                                       {"linear_attention_backward_k", "linear_attention_backward_k_tensor"},
-                                       {"linear_attention_backward_v", "linear_attention_backward_v_tensor"}};
+                                       {"linear_attention_backward_k", "linear_attention_backward_kv_tensor"},
+                                       {"linear_attention_backward_v", ""}};
   return kNames[static_cast<int>(kind)][on_tensor_cores];
 }
 
@@ -85,9 +85,12 @@ struct Scan {
   int64_t depth;  // of a and b
   int64_t width;  // of x and out
   ScanFactor a, b, x;
-  Strided<4> out;     // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
-  Strided<4> last;    // read at the end. Denominators: g; GradQ: q; GradK: k
-  bool out_in_packs;  // may be written as many bytes at a time as the kernel stores
+  bool on_tensor_cores;
+  Strided<4> out;            // (B,H,S,width) or (B,Hkv,T,width); null when not wanted, as the next
+  Strided<4> out_of_values;  // GradK on tensor cores: grad_v (B,Hkv,T,depth)
+  Strided<4> last;           // read at the end. Denominators: g; GradQ: q; GradK: k
+  bool out_in_packs;         // may be written as many bytes at a time as the kernel stores
+  bool values_in_packs;      // the same of out_of_values
   bool last_in_packs;
   void* inverse;   // (B,H,S): 1 / den
   void* products;  // (parts,B,H,S): parts of g.y
@@ -433,18 +436,19 @@ __device__ __forceinline__ acc_t feature(FeatureMap map, acc_t x) {
   return map == FeatureMap::Identity ? x : elu_plus_one(x, exp_minus_abs(x));
 }
 
-// On tensor cores, a block has all columns of the width if depth and width are at most this.
-constexpr int64_t kWidestWhole = 128;
-
 // Whether GradQ stores what Denominators would: if a block has all columns of its result. By fused multiply-adds only
 // in the plain form.
-inline bool grad_q_finds_rows(const LinearAttentionShape& n, Dtype dtype) {
-  if (linear_attention_suits_tensor_cores(n, dtype)) return std::max(n.D, n.Dv) <= kWidestWhole;
-  return n.is_plain() && n.D <= linear_attention_tile(dtype);
+inline bool grad_q_finds_rows(const LinearAttentionShape& n, Dtype dtype, bool on_tensor_cores) {
+  return on_tensor_cores || (n.is_plain() && n.D <= linear_attention_tile(dtype));
 }
 
-// Queues a scan on tensor cores.
-void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+// Queue scans on tensor cores: Output, GradQ, and GradK with GradV.
+void forward_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+void query_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+void key_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Whether the last one has the shared memory that it needs on this GPU.
+bool key_gradients_fit(const LinearAttentionShape& n, Dtype dtype);
 
 // Queues a scan by fused multiply-adds.
 void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);

@@ -254,9 +254,15 @@ def linear_contract(causal: bool = False, feature_map: str = "elu+1", eps: float
     def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
         of_y = error_bounds.linear_attention_bound(q, k, v, **options)
         of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, q, k, v, **options)
-        return [Bound(bound, terms=k.shape[2]) for bound in (of_y, *of_gradients)]
+        stored = linear_features_are_stored(q, v)
+        return [Bound(bound, terms=k.shape[2], stored=stored) for bound in (of_y, *of_gradients)]
 
     return make_contract("linear_attention", linear_reference.linear_attention, bounds, options | more)
+
+
+def linear_features_are_stored(q: Tensor, v: Tensor) -> bool:
+    """Whether features are rounded to the dtype, if it has 16 bits: they are on tensor cores."""
+    return KERNELS == "cuda" and min(q.shape[-1], v.shape[-1]) >= 16 and max(q.shape[-1], v.shape[-1]) <= 128
 
 
 def linear_plan(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:

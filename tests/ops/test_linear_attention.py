@@ -174,7 +174,7 @@ def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], 
 @pytest.mark.host_cuda
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [TENSOR, IN_RESULTS, (1, 1, 1, 100, 520, 128, 72), (1, 2, 1, 520, 520, 129, 72)])
+@pytest.mark.parametrize("shape", [TENSOR, IN_RESULTS, (1, 1, 1, 100, 520, 128, 72)])
 def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     from host_cuda import library
 
@@ -187,8 +187,7 @@ def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bo
     finally:
         library.set_order("ascending")
     assert all(same_bits(result, results[0]) for result in results)
-    rows = ["backward_rows"] if max(inputs[1].shape[3], inputs[2].shape[3]) > 128 else []
-    names = {f"linear_attention_{name}_tensor" for name in ["forward", "backward_q", "backward_k", "backward_v", *rows]}
+    names = {f"linear_attention_{name}_tensor" for name in ("forward", "backward_q", "backward_kv")}
     assert names <= set(library.launches())
 
 

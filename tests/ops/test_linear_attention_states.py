@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -31,6 +30,7 @@ from ops.checks import (
     saved_for_backward,
     subsets,
 )
+from ops.operators import linear_features_are_stored
 from torch import Tensor
 
 from memcheck import linear_attention, linear_attention_step, track
@@ -98,7 +98,8 @@ def contract(*, decay: str = "decay", **options: Any) -> Contract:
         of_y = error_bounds.linear_attention_bound(*inputs, causal=True, **options)
         how = {"causal": True, "of_log": logs, "by_difference": KERNELS != "cpu", **options}
         of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, *inputs, **how)
-        return [Bound(bound, terms=inputs[1].shape[2]) for bound in (of_y, *of_gradients)]
+        stored = linear_features_are_stored(inputs[0], inputs[2])
+        return [Bound(bound, terms=inputs[1].shape[2], stored=stored) for bound in (of_y, *of_gradients)]
 
     return Contract(
         functools.partial(call, linear_attention), functools.partial(call, reference.linear_attention), bounds
@@ -126,9 +127,7 @@ def assert_decay_is_right(
             hidden = (factors < (0 if KERNELS == "cpu" else torch.finfo(like.dtype).eps)) | (factors == 0)
             assert (x.cpu()[hidden.expand_as(truth)] == 0).all()
             truth = truth.masked_fill(hidden, 0)
-        # On tensor cores one gradient of values is 1.05 times the other bound off, and why is not known.
-        stored = KERNELS != "cpu" and x.dtype == torch.float16 and decay == "log_decay" and name == "dv"
-        assert_within(x, truth, dataclasses.replace(bound, stored=bound.stored or stored), name)
+        assert_within(x, truth, bound, name)
     return results
 
 
@@ -243,7 +242,7 @@ def test_not_normalized_and_not_causal(dtype: torch.dtype) -> None:
     bounds = [error_bounds.linear_attention_bound(*doubles([q, k, v]), **options)]
     bounds += error_bounds.linear_attention_gradient_bounds(*doubles([grad_y, q, k, v]), **options)
     for x, truth, bound in zip((y, *gradients), truths, bounds, strict=True):
-        assert_within(x, truth, Bound(bound, terms=300))
+        assert_within(x, truth, Bound(bound, terms=300, stored=linear_features_are_stored(q, v)))
 
 
 def test_a_decay_of_one_changes_nothing() -> None:
@@ -349,7 +348,8 @@ def test_states(shape: tuple[int, ...], normalize: bool, kind: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 4, 2, 70, 130, 64, 40), (1, 2, 1, 530, 530, 32, 16), (1, 2, 2, 40, 40, 130, 70)])
 def test_states_in_16_bits(shape: tuple[int, ...], normalize: bool, kind: str, dtype: torch.dtype) -> None:
     """Of shapes that suit tensor cores, against the recurrence of the rounded inputs in float64. Results in the
-    accumulation type keep 14 bits, on average."""
+    accumulation type keep 14 bits, on average, and 7 where they are sums of features that are rounded to bfloat16."""
+    rounded = KERNELS == "cuda" and dtype == torch.bfloat16
     (q, k, v, decay), _ = make_inputs(*shape, "per head" if kind == "no decay" else kind, dtype)
     state = make_state(k.shape[0], k.shape[1], k.shape[3], v.shape[3])
     inputs = [q, k, v, *(state if normalize else state[:1]), *([] if kind == "no decay" else [decay])]
@@ -363,7 +363,7 @@ def test_states_in_16_bits(shape: tuple[int, ...], normalize: bool, kind: str, d
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
     for x, truth in zip(*results, strict=True):
         error = (x.double() - truth).norm() / truth.norm()
-        assert error < (torch.finfo(dtype).eps if x.dtype == dtype else 2.0**-14)
+        assert error < (torch.finfo(dtype).eps if x.dtype == dtype or rounded else 2.0**-14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,302 @@
+#include "linear_attention/linear_attention_steps_cuda.cuh"
+
+// The gradients of k and v of 16-bit types on tensor cores, from one state: R, the sum of phi(q) / den g^T of the
+// queries behind a chunk, and r, that of phi(q) / den (g.y). The warps have R in float32 registers. Both gradients read
+// it, one of them transposed, so a copy lies in shared memory. 1 / den multiplies scores, and what joins the state.
+
+namespace memcheck {
+namespace linear_cuda {
+
+namespace {
+
+template <typename T>
+struct alignas(256) KeyMemory : StepMemory<KeyMemory<T>, T, 2, 4> {
+  enum { kK, kV, kQ, kG };
+
+  ScoreTile<T> scores[2];                       // v g^T - g.y and phi(k) phi(q)^T, both times 1 / den
+  Tile<T::kDepth, T::kDepth, T::kParts> R;      // rows are columns of v
+  float2 rows[T::kChunk];                       // 1 / den and g.y of queries
+  alignas(16) float weights[2][T::kChunk];      // with which queries join R and r
+  float products[T::kDepth / 32][T::kChunk];    // phi(k).(grad phi(k)), of 32 columns each
+};
+
+// A warp has 32 columns of both results, and of the rows squares `half` and kHigh - 1 - half, which have as many
+// squares of scores in every warp. Of R it has 32 rows and half of the columns, and of r its 32 columns.
+template <typename T>
+struct KeyPlace {
+  static constexpr int kGroups = T::kDepth / 32;
+  static constexpr int kRows = T::kHigh / 2;
+  int group = warp() % kGroups, half = warp() / kGroups;
+
+  __device__ __forceinline__ int row(int m) const { return m == 0 ? half : T::kHigh - 1 - half; }
+};
+
+template <typename T>
+struct KeyState {
+  float R[2][T::kSteps / 2][2][4];
+  float r[4][2];  // of depth 32 group + 8 t + lane % 4 * 2 + i
+};
+
+template <typename T>
+struct KeyResult {
+  float k[KeyPlace<T>::kRows][4][4];
+  float v[KeyPlace<T>::kRows][4][4];
+};
+
+template <typename T>
+__device__ __forceinline__ void store_state_for_warps(const KeyState<T>& state, KeyMemory<T>& s) {
+  const KeyPlace<T> at;
+  unroll<2, T::kSteps / 2, 2, 2>([&](int a, int d, int right, int low) {
+    uint32_t parts[T::kParts];
+    split(state.R[a][d][right][2 * low], state.R[a][d][right][2 * low + 1], parts);
+    const uint32_t place = s.R.place_of_sums(2 * at.group + a, low, T::kSteps / 2 * at.half + d, right);
+    unroll<T::kParts>([&](int part) { s.R.word(part, place) = parts[part]; });
+  });
+}
+
+template <typename T>
+__device__ __forceinline__ void form_all_scores(const ChunkDecays<T>& decays, const Step& step, KeyMemory<T>& s) {
+  for (int job = warp(); job < 2 * kCorners<T>; job += T::kWarps) {
+    const bool of_features = job >= kCorners<T>;
+    const Corner at = corner_of(of_features ? job - kCorners<T> : job);
+    ScoreTile<T>& scores = s.scores[of_features];
+    form_scores<T>(s.tile(of_features ? s.kK : s.kV, step), s.tile(of_features ? s.kQ : s.kG, step), at.near, at.far,
+                   [&](int low, int right, int i, int j, float x, float y) {
+                     const float2 first = s.rows[j], second = s.rows[j + 1];
+                     x = (x - (of_features ? 0 : first.y)) * first.x;
+                     y = (y - (of_features ? 0 : second.y)) * second.x;
+                     uint32_t parts[T::kMoreParts];
+                     split(j >= i ? x * weight_between<T>(decays, j, i) : 0,
+                           j + 1 >= i ? y * weight_between<T>(decays, j + 1, i) : 0, parts);
+                     const uint32_t place = ScoreTile<T>::place_of_sums(at.near, low, at.far, right);
+                     unroll<T::kMoreParts>([&](int part) { scores.word(part, place) = parts[part]; });
+                   });
+  }
+}
+
+// v R - r and phi(k) R^T, as rows see the state behind the chunk.
+template <typename T>
+__device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const Step& step, const KeyState<T>& state,
+                                           KeyMemory<T>& s, KeyResult<T>& result) {
+  using Loaded = typename KeyMemory<T>::Loaded;
+  using OfR = Tile<T::kDepth, T::kDepth, T::kParts>;
+  const KeyPlace<T> at;
+  const Wide<Loaded> v(s.tile(s.kV, step)), k(s.tile(s.kK, step));
+  const Wide<OfR> wide(s.R);
+  const Tall<OfR> tall(s.R);
+  unroll<KeyPlace<T>::kRows, 4, 4>([&](int m, int t, int i) {
+    result.k[m][t][i] = -state.r[t][i % 2];
+    result.v[m][t][i] = 0;
+  });
+  unroll<T::kSteps>([&](int d) {
+    uint32_t x[2][T::kParts][4], y[2][T::kParts][4];
+    unroll<2>([&](int c) {
+      wide.template load<true>(d, 2 * at.group + c, x[c]);
+      tall.template load<false>(2 * at.group + c, d, y[c]);
+    });
+    unroll<KeyPlace<T>::kRows>([&](int m) {
+      uint32_t of_v[T::kParts][4], of_k[T::kParts][4];
+      v.template load<false>(at.row(m), d, of_v);
+      k.template load<false>(at.row(m), d, of_k);
+      unroll<4>([&](int t) {
+        multiply_half(of_v, x[t / 2], t % 2, result.k[m][t]);
+        multiply_half(of_k, y[t / 2], t % 2, result.v[m][t]);
+      });
+    });
+  });
+  if constexpr (T::kDecayed)
+    unroll<KeyPlace<T>::kRows, 4, 4>([&](int m, int t, int i) {
+      const float weight = decays.of_row[16 * at.row(m) + fragment_row(0, i / 2)];
+      result.k[m][t][i] *= weight;
+      result.v[m][t][i] *= weight;
+    });
+}
+
+// Adds scores phi(q) and scores g. Also forms what the chunk adds to r.
+template <typename T>
+__device__ __forceinline__ void read_chunk(const Step& step, KeyMemory<T>& s, bool sees, KeyResult<T>& result,
+                                           float (&of_r)[4][4]) {
+  using Loaded = typename KeyMemory<T>::Loaded;
+  const KeyPlace<T> at;
+  const Wide<Loaded> q(s.tile(s.kQ, step)), g(s.tile(s.kG, step));
+  const Wide<ScoreTile<T>> of_values(s.scores[0]), of_features(s.scores[1]);
+  unroll<T::kHigh>([&](int n) {
+    uint32_t x[2][T::kParts][4], y[2][T::kParts][4];
+    unroll<2>([&](int c) {
+      q.template load<true>(n, 2 * at.group + c, x[c]);
+      g.template load<true>(n, 2 * at.group + c, y[c]);
+    });
+    uint32_t weights[1][4];
+    split_weights(s.weights[1] + 16 * n, weights);
+    unroll<4, T::kParts>([&](int t, int part) {
+      const uint32_t of_q[1][4] = {{x[t / 2][part][0], x[t / 2][part][1], x[t / 2][part][2], x[t / 2][part][3]}};
+      multiply_half(weights, of_q, t % 2, of_r[t]);
+    });
+    unroll<KeyPlace<T>::kRows>([&](int m) {
+      if (!sees || n < at.row(m)) return;
+      uint32_t a[T::kMoreParts][4], b[T::kMoreParts][4];
+      of_values.template load<false>(at.row(m), n, a);
+      of_features.template load<false>(at.row(m), n, b);
+      unroll<4>([&](int t) {
+        multiply_half(a, x[t / 2], t % 2, result.k[m][t]);
+        multiply_half(b, y[t / 2], t % 2, result.v[m][t]);
+      });
+    });
+  });
+}
+
+template <typename T>
+__device__ __forceinline__ void fade(const ChunkDecays<T>& decays, KeyState<T>& state) {
+  if constexpr (T::kDecayed) {
+    unroll<2, T::kSteps / 2, 2, 4>([&](int a, int d, int h, int i) { state.R[a][d][h][i] *= decays.all; });
+    unroll<4, 2>([&](int t, int i) { state.r[t][i] *= decays.all; });
+  }
+}
+
+// A thread for each query: the weights with which it joins the state.
+template <typename T>
+__device__ __forceinline__ void find_weights(const ChunkDecays<T>& decays, KeyMemory<T>& s) {
+  const int line = static_cast<int>(threadIdx.x);
+  if (line >= T::kChunk) return;
+  float weight = s.rows[line].x;
+  if constexpr (T::kDecayed) weight *= decays.of_column[line];
+  s.weights[0][line] = weight;
+  s.weights[1][line] = s.rows[line].y * weight;
+}
+
+// Two features of k, which its tile has.
+template <typename T>
+__device__ __forceinline__ float2 features_at(typename KeyMemory<T>::Loaded& k, uint32_t place) {
+  uint32_t parts[T::kParts];
+  unroll<T::kParts>([&](int part) { parts[part] = k.word(part, place); });
+  return sum_of_parts(parts);
+}
+
+// Stores phi(k).(grad phi(k)) of the rows, which the gradient of a decay needs.
+template <typename T>
+__device__ __forceinline__ void store_products(const Scan& scan, const Step& step, const KeyResult<T>& result,
+                                               KeyMemory<T>& s) {
+  const KeyPlace<T> at;
+  auto& k = s.tile(s.kK, step);
+  unroll<KeyPlace<T>::kRows, 2>([&](int m, int low) {
+    float product = 0;
+    unroll<4>([&](int t) {
+      const float2 phi = features_at<T>(k, k.place_of_sums(at.row(m), low, 2 * at.group + t / 2, t % 2));
+      product += phi.x * result.k[m][t][2 * low] + phi.y * result.k[m][t][2 * low + 1];
+    });
+    product = sum_of_row(product);
+    if (lane() % 4 == 0) s.products[at.group][16 * at.row(m) + fragment_row(0, low)] = product;
+  });
+  __syncthreads();
+  const int line = static_cast<int>(threadIdx.x);
+  if (line >= T::kChunk || !step.chunk.rows.has(line)) return;
+  float product = 0;
+  unroll<KeyPlace<T>::kGroups>([&](int group) { product += s.products[group][line]; });
+  scan.key_product_at<float>(0, key_row(scan.shape, s.work.b(), s.work.key_head) + step.chunk.rows.first + line) =
+      product;
+}
+
+// The gradients, by way of the tiles of k and v: every thread writes where it alone reads.
+template <typename T>
+__device__ __forceinline__ void stage_gradients(FeatureMap map, const Step& step, const KeyResult<T>& result,
+                                                KeyMemory<T>& s) {
+  using scalar_t = typename T::scalar;
+  const KeyPlace<T> at;
+  auto& k = s.tile(s.kK, step);
+  auto& v = s.tile(s.kV, step);
+  unroll<KeyPlace<T>::kRows, 2, 4>([&](int m, int low, int t) {
+    const uint32_t place = k.place_of_sums(at.row(m), low, 2 * at.group + t / 2, t % 2);
+    const float2 phi = features_at<T>(k, place);
+    k.word(0, place) = rounded_pair(scalar_t(), result.k[m][t][2 * low] * derivative_of(map, phi.x),
+                                    result.k[m][t][2 * low + 1] * derivative_of(map, phi.y));
+    v.word(0, place) = rounded_pair(scalar_t(), result.v[m][t][2 * low], result.v[m][t][2 * low + 1]);
+  });
+}
+
+// 1 / den and g.y of this thread's query.
+template <typename T>
+__device__ __forceinline__ float2 query_row_of(const Scan& scan, const Step& step, int64_t b) {
+  const int line = static_cast<int>(threadIdx.x);
+  if (!scan.shape.normalize) return make_float2(1, 0);
+  if (line >= T::kChunk || !step.takes_columns || !step.chunk.columns.has(line)) return make_float2(0, 0);
+  const int64_t row = query_row(scan.shape, b, step.column_head) + step.chunk.columns.first + line;
+  return make_float2(scan.inverse_at<float>(row), scan.product_at<float>(0, row));
+}
+
+template <typename T, typename Move>
+__device__ __forceinline__ void move_state(KeyState<T>& state, KeyMemory<T>& s, const Move& move) {
+  const KeyPlace<T> at;
+  for_state<false>(state.R, s.state, 2 * at.group, T::kSteps / 2 * at.half, move);
+  unroll<4, 2>([&](int t, int i) { move(state.r[t][i], s.vector[32 * at.group + fragment_column(t) + i]); });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
+    key_gradient_kernel(const Scan scan, const int stages) {
+  auto& s = shared<KeyMemory<T>>();
+  if (threadIdx.x == 0) begin_steps(scan, stages, T::kChunk, s);
+  __syncthreads();
+  if (!s.work.exists) return;
+  KeyState<T> state = {};
+  begin_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { x = staged; }); });
+  const FeatureMap map = scan.shape.feature_map;
+  const KeyPlace<T> at;
+  KeyResult<T> result;
+  float2 row = {};  // of the next step
+  for_steps<T>(
+      scan, s, [&](const Step& step) { row = query_row_of<T>(scan, step, s.work.b()); },
+      [&](const auto* lines, const Step& step) {
+        if (step.takes_columns && threadIdx.x < T::kChunk) s.rows[threadIdx.x] = row;
+        if (step.takes_rows) store_state_for_warps(state, s);
+        form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
+        form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step));
+        if (T::kParts == 1) return;
+        form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
+        form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
+      },
+      [&](const Step& step, const auto* lines, const ChunkDecays<T>& decays) {
+        const bool sees = step.chunk.has_rows && step.chunk.has_columns;
+        if (step.chunk.has_columns) find_weights(decays, s);
+        if (sees) form_all_scores(decays, step, s);
+        if (step.takes_rows) read_state(decays, step, state, s, result);
+        __syncthreads();
+        if (step.fades) fade(decays, state);
+        if (step.chunk.has_columns) {
+          float of_r[4][4] = {};
+          read_chunk(step, s, sees, result, of_r);
+          unroll<4, 2>([&](int t, int i) { state.r[t][i] += of_r[t][i] + of_r[t][2 + i]; });
+          join<T>(s.tile(s.kG, step), 2 * at.group, s.tile(s.kQ, step), T::kSteps / 2 * at.half, s.weights[0], state.R);
+        }
+        if constexpr (T::kDecayed)
+          if (step.finishes_rows && scan.key_products != nullptr) store_products(scan, step, result, s);
+        if (step.finishes_rows) stage_gradients(map, step, result, s);
+        __syncthreads();
+        if (!step.finishes_rows) return;
+        store_lines<T>(lines[s.kTensors], s.tile(s.kK, step));
+        store_lines<T>(lines[s.kTensors + 1], s.tile(s.kV, step));
+      });
+  end_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { staged = x; }); });
+}
+
+}  // namespace
+
+bool key_gradients_fit(const LinearAttentionShape& n, Dtype dtype) {
+  return dtype == Dtype::BFloat16 || std::max(n.D, n.Dv) <= 64 ||
+         fits_in_a_block(sizeof(KeyMemory<Traits<__half, 128, 32, true>>));
+}
+
+void key_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {
+  with_traits(scan, dtype, [&](auto traits) {
+    using T = decltype(traits);
+    using Short = Traits<typename T::scalar, T::kDepth, 32, T::kDecayed>;
+    run_phases(scan, dtype, stream, [&](const Scan& phase, int64_t blocks) {
+      if (fits_in_a_block(sizeof(KeyMemory<T>)))
+        launch_steps<T, KeyMemory<T>>(phase, blocks, stream, key_gradient_kernel<T>);
+      else
+        launch_steps<Short, KeyMemory<Short>>(phase, blocks, stream, key_gradient_kernel<Short>);
+    });
+  });
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck

@@ -1,0 +1,262 @@
+#include "linear_attention/linear_attention_steps_cuda.cuh"
+
+// The gradient of q of 16-bit types on tensor cores, and 1 / den and g.y of each query, where g is the gradient of y.
+// A warp has 16 rows of S, the sum of phi(k) v^T, in float32 registers, and 16 numbers of z, the sum of phi(k). S has
+// a part more than features, because S g - (g.y) z cancels where values have a mean.
+
+namespace memcheck {
+namespace linear_cuda {
+
+namespace {
+
+template <typename T>
+struct alignas(256) QueryMemory : StepMemory<QueryMemory<T>, T, 2, 4> {
+  enum { kQ, kG, kK, kV };
+
+  ScoreTile<T> scores;                    // g v^T
+  float2 parts[T::kWarps][T::kChunk];     // phi(q) z and phi(q) S g, of each warp's part of the depth
+  float2 rows[T::kChunk];                 // 1 / den and g.y
+};
+
+template <typename T>
+struct QueryState {
+  float S[1][T::kSteps][2][4];  // rows are the warp's 16 of the depth
+  float z[2][2];                // of depth 16 warp + 8 t + lane % 4 * 2 + i
+};
+
+// Of a chunk: the sum of (g.v) phi(k), and that of phi(k).
+template <typename T>
+struct QueryResult {
+  float S_g[T::kHigh][2][4];
+  float z[T::kHigh][2][4];
+};
+
+template <typename T>
+__device__ __forceinline__ void form_all_scores(const ChunkDecays<T>& decays, const Step& step, QueryMemory<T>& s) {
+  for (int job = warp(); job < kCorners<T>; job += T::kWarps) {
+    const Corner at = corner_of(job);
+    form_scores<T>(s.tile(s.kG, step), s.tile(s.kV, step), at.far, at.near,
+                   [&](int low, int right, int i, int j, float x, float y) {
+                     uint32_t parts[T::kMoreParts];
+                     split(j <= i ? x * weight_between<T>(decays, i, j) : 0,
+                           j < i ? y * weight_between<T>(decays, i, j + 1) : 0, parts);
+                     const uint32_t place = ScoreTile<T>::place_of_sums(at.far, low, at.near, right);
+                     unroll<T::kMoreParts>([&](int part) { s.scores.word(part, place) = parts[part]; });
+                   });
+  }
+}
+
+// g S^T and z, as rows see the state before the chunk.
+template <typename T>
+__device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const Step& step, const QueryState<T>& state,
+                                           QueryMemory<T>& s, QueryResult<T>& result) {
+  const Wide<typename QueryMemory<T>::Loaded> g(s.tile(s.kG, step));
+  unroll<T::kHigh, 2, 4>([&](int m, int t, int i) { result.S_g[m][t][i] = 0; });
+  unroll<T::kSteps>([&](int e) {
+    uint32_t of_state[T::kMoreParts][4];
+    unroll<4>([&](int i) {
+      const float(&pair)[4] = state.S[0][e][i % 2];
+      uint32_t parts[T::kMoreParts];
+      split(pair[i / 2 * 2], pair[i / 2 * 2 + 1], parts);
+      unroll<T::kMoreParts>([&](int part) { of_state[part][i] = parts[part]; });
+    });
+    unroll<T::kHigh>([&](int m) {
+      uint32_t of_g[T::kParts][4];
+      g.template load<false>(m, e, of_g);
+      multiply(of_g, of_state, result.S_g[m]);
+    });
+  });
+  unroll<T::kHigh, 2, 4>([&](int m, int t, int i) {
+    const float weight = weight_of_row<T>(decays, 16 * m + fragment_row(0, i / 2));
+    result.S_g[m][t][i] *= weight;
+    result.z[m][t][i] = state.z[t][i % 2] * weight;
+  });
+}
+
+// A left factor that sums the columns that rows see, in the square at (m, n).
+template <typename T, int kParts>
+__device__ __forceinline__ void seen_columns(const ChunkDecays<T>& decays, int m, int n, uint32_t (&a)[kParts][4]) {
+  unroll<4>([&](int i) {
+    const int row = 16 * m + fragment_row(0, i % 2), column = 16 * n + fragment_column(i / 2);
+    uint32_t parts[kParts];
+    split(column <= row ? weight_between<T>(decays, row, column) : 0,
+          column < row ? weight_between<T>(decays, row, column + 1) : 0, parts);
+    unroll<kParts>([&](int part) { a[part][i] = parts[part]; });
+  });
+}
+
+// Adds the columns of the chunk that each row sees.
+template <typename T>
+__device__ __forceinline__ void read_chunk(const ChunkDecays<T>& decays, const Step& step, QueryMemory<T>& s,
+                                           QueryResult<T>& result) {
+  const Wide<typename QueryMemory<T>::Loaded> k(s.tile(s.kK, step));
+  const Wide<ScoreTile<T>> scores(s.scores);
+  float before[2][4] = {};  // the sum of phi(k) of the squares so far, where nothing decays
+  unroll<T::kHigh>([&](int n) {
+    uint32_t of_k[T::kParts][4];
+    k.template load<true>(n, warp(), of_k);
+    unroll<T::kHigh>([&](int m) {
+      if (m < n) return;
+      uint32_t of_scores[T::kMoreParts][4];
+      scores.template load<false>(m, n, of_scores);
+      multiply(of_scores, of_k, result.S_g[m]);
+      if (T::kDecayed || m == n) {
+        uint32_t seen[T::kDecayed ? T::kParts : 1][4];
+        seen_columns<T>(decays, m, n, seen);
+        multiply(seen, of_k, result.z[m]);
+      }
+    });
+    if constexpr (!T::kDecayed) {
+      unroll<2, 4>([&](int t, int i) { result.z[n][t][i] += before[t][i % 2]; });
+      uint32_t ones[1][4];
+      split_ones(ones);
+      unroll<T::kParts>([&](int part) { multiply_two<bf16>(ones[0], of_k[part], before); });
+    }
+  });
+}
+
+template <typename T>
+__device__ __forceinline__ void join_state(const ChunkDecays<T>& decays, const Step& step, QueryMemory<T>& s,
+                                           QueryState<T>& state) {
+  const auto& k = s.tile(s.kK, step);
+  const float* weights = nullptr;
+  if constexpr (T::kDecayed) weights = decays.of_column;
+  join<T>(k, warp(), s.tile(s.kV, step), 0, weights, state.S);
+  const Wide<typename QueryMemory<T>::Loaded> of_k(k);
+  float sums[2][4] = {};
+  unroll<T::kHigh>([&](int n) {
+    uint32_t seen[1][4], features[T::kParts][4];
+    T::kDecayed ? split_weights(weights + 16 * n, seen) : split_ones(seen);
+    of_k.template load<true>(n, warp(), features);
+    unroll<T::kParts>([&](int part) { multiply_two<bf16>(seen[0], features[part], sums); });
+  });
+  unroll<2, 2>([&](int t, int i) { state.z[t][i] += sums[t][i] + sums[t][2 + i]; });
+}
+
+template <typename T>
+__device__ __forceinline__ void fade(const ChunkDecays<T>& decays, QueryState<T>& state) {
+  if constexpr (T::kDecayed) {
+    unroll<T::kSteps, 2, 4>([&](int d, int h, int i) { state.S[0][d][h][i] *= decays.all; });
+    unroll<2, 2>([&](int t, int i) { state.z[t][i] *= decays.all; });
+  }
+}
+
+// Two features of q; 0 behind the last column.
+template <typename T>
+__device__ __forceinline__ float2 features_of(FeatureMap map, uint32_t pair, int column, int columns) {
+  const float2 x = values_of<typename T::scalar>(pair);
+  return make_float2(column < columns ? fast_feature(map, x.x) : 0, column + 1 < columns ? fast_feature(map, x.y) : 0);
+}
+
+// This warp's parts of phi(q) z and phi(q) S g.
+template <typename T>
+__device__ __forceinline__ void share_rows(FeatureMap map, const Step& step, const QueryResult<T>& result, int columns,
+                                           QueryMemory<T>& s) {
+  auto& q = s.tile(s.kQ, step);
+  unroll<T::kHigh, 2>([&](int m, int low) {
+    float2 part = {};
+    unroll<2>([&](int right) {
+      const uint32_t pair = q.word(0, q.place_of_sums(m, low, warp(), right));
+      const float2 phi = features_of<T>(map, pair, 16 * warp() + fragment_column(right), columns);
+      part.x += phi.x * result.z[m][right][2 * low] + phi.y * result.z[m][right][2 * low + 1];
+      part.y += phi.x * result.S_g[m][right][2 * low] + phi.y * result.S_g[m][right][2 * low + 1];
+    });
+    part = make_float2(sum_of_row(part.x), sum_of_row(part.y));
+    if (lane() % 4 == 0) s.parts[warp()][16 * m + fragment_row(0, low)] = part;
+  });
+}
+
+// A thread for each row: 1 / den and g.y, for this kernel and the other gradients.
+template <typename T>
+__device__ __forceinline__ void find_rows(const Scan& scan, const Step& step, QueryMemory<T>& s) {
+  const int row = static_cast<int>(threadIdx.x);
+  if (row >= T::kChunk) return;
+  float den = static_cast<float>(scan.eps), product = 0;
+  unroll<T::kWarps>([&](int w) { den += s.parts[w][row].x, product += s.parts[w][row].y; });
+  const float inverse = scan.shape.normalize ? 1 / den : 1;
+  product *= inverse;
+  s.rows[row] = make_float2(inverse, scan.shape.normalize ? product : 0);
+  if (!step.chunk.rows.has(row) || !(scan.shape.normalize || scan.decay)) return;
+  const int64_t index = query_row(scan.shape, s.work.b(), step.row_head) + step.chunk.rows.first + row;
+  scan.inverse_at<float>(index) = inverse;
+  scan.product_at<float>(0, index) = product;
+}
+
+// The gradient, by way of q's tile: every thread writes where it alone has read.
+template <typename T>
+__device__ __forceinline__ void stage_gradient(FeatureMap map, const Step& step, const QueryResult<T>& result,
+                                               int columns, QueryMemory<T>& s) {
+  auto& q = s.tile(s.kQ, step);
+  unroll<T::kHigh, 2>([&](int m, int low) {
+    const float2 row = s.rows[16 * m + fragment_row(0, low)];
+    unroll<2>([&](int right) {
+      uint32_t& pair = q.word(0, q.place_of_sums(m, low, warp(), right));
+      const float2 phi = features_of<T>(map, pair, 16 * warp() + fragment_column(right), columns);
+      const float(&S_g)[4] = result.S_g[m][right];
+      const float(&z)[4] = result.z[m][right];
+      pair = rounded_pair(typename T::scalar(),
+                          (S_g[2 * low] - row.y * z[2 * low]) * row.x * derivative_of(map, phi.x),
+                          (S_g[2 * low + 1] - row.y * z[2 * low + 1]) * row.x * derivative_of(map, phi.y));
+    });
+  });
+}
+
+template <typename T, typename Move>
+__device__ __forceinline__ void move_state(QueryState<T>& state, QueryMemory<T>& s, const Move& move) {
+  for_state<true>(state.S, s.state, warp(), 0, move);
+  unroll<2, 2>([&](int t, int i) { move(state.z[t][i], s.vector[16 * warp() + fragment_column(t) + i]); });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
+    query_gradient_kernel(const Scan scan, const int stages) {
+  auto& s = shared<QueryMemory<T>>();
+  if (threadIdx.x == 0) begin_steps(scan, stages, T::kChunk, s);
+  __syncthreads();
+  if (!s.work.exists) return;
+  QueryState<T> state = {};
+  begin_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { x = staged; }); });
+  const FeatureMap map = scan.shape.feature_map;
+  for_steps<T>(
+      scan, s, [](const Step&) {},
+      [&](const auto* lines, const Step& step) {
+        form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
+        if (T::kParts == 1) return;
+        form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
+        form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
+      },
+      [&](const Step& step, const auto* lines, const ChunkDecays<T>& decays) {
+        const bool sees = step.chunk.has_rows && step.chunk.has_columns;
+        QueryResult<T> result;
+        if (sees) form_all_scores(decays, step, s);
+        if (step.chunk.has_rows) read_state(decays, step, state, s, result);
+        __syncthreads();
+        if (sees) read_chunk(decays, step, s, result);
+        if (step.fades) fade(decays, state);
+        if (step.joins_columns) join_state(decays, step, s, state);
+        const int columns = lines[s.kQ].columns;
+        if (step.chunk.has_rows) share_rows(map, step, result, columns, s);
+        __syncthreads();
+        if (!step.chunk.has_rows) return;
+        find_rows(scan, step, s);
+        __syncthreads();
+        stage_gradient(map, step, result, columns, s);
+        __syncthreads();
+        store_lines<T>(lines[s.kTensors], s.tile(s.kQ, step));
+      });
+  end_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { staged = x; }); });
+}
+
+}  // namespace
+
+void query_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {
+  with_traits(scan, dtype, [&](auto traits) {
+    using T = decltype(traits);
+    run_phases(scan, dtype, stream, [&](const Scan& phase, int64_t blocks) {
+      launch_steps<T, QueryMemory<T>>(phase, blocks, stream, query_gradient_kernel<T>);
+    });
+  });
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck

@@ -1,0 +1,281 @@
+#pragma once
+
+#include "common/mma.cuh"
+#include "linear_attention/linear_attention_scan_cuda.cuh"
+
+// Tiles of the scans on tensor cores, and their products.
+//
+// Numbers in tiles are bfloat16, or sums of such parts, x = high + low + ...: bfloat16 has the range of float32, which
+// states and scores need. Values and features of bfloat16 have one part, those of float16 two. Sums are float32. Scores
+// have one part more, because a row may have a single one; so has a state of which little may be left in a difference.
+
+namespace memcheck {
+namespace linear_cuda {
+
+using bf16 = __nv_bfloat16;
+
+// The numbers that rounding to 16 bits leaves 2^-9 off are features of bfloat16, and states where they are read.
+template <typename scalar_t, int kDepth_, int kChunk_, bool kDecayed_>
+struct Traits {
+  using scalar = scalar_t;
+  static constexpr int kDepth = kDepth_;  // of D and of Dv, with padding
+  static constexpr int kChunk = kChunk_;  // positions
+  static constexpr bool kDecayed = kDecayed_;
+  static constexpr int kParts = std::is_same_v<scalar_t, bf16> ? 1 : 2;
+  static constexpr int kMoreParts = kParts + 1;
+  static constexpr int kWarps = kDepth / 16;  // each has a square's columns of a result
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kSteps = kDepth / 16;  // squares along the depth
+  static constexpr int kHigh = kChunk / 16;   // squares along a chunk
+};
+
+// ---- shared memory: addresses of 32 bits, which a thread forms by exclusive or
+
+#if defined(MEMCHECK_HOST_CUDA)
+
+using Address = uintptr_t;
+
+inline Address address_of(const void* in_shared) {
+  return reinterpret_cast<Address>(in_shared);
+}
+inline const void* pointer_to(Address address) {
+  return reinterpret_cast<const void*>(address);
+}
+
+#else
+
+using Address = uint32_t;
+
+__device__ __forceinline__ Address address_of(const void* in_shared) {
+  return shared_address(in_shared);
+}
+__device__ __forceinline__ const void* pointer_to(Address address) {
+  return __cvta_shared_to_generic(address);
+}
+
+#endif
+
+// A tile of rows of 64 or 128 numbers. Eight rows have a 16-byte pack of the same number in different banks.
+template <int kRows_, int kColumns_, int kParts_>
+struct alignas(2 * kColumns_) Tile {
+  static constexpr int kRows = kRows_;
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kParts = kParts_;
+  static constexpr uint32_t kPartBytes = kRows * kColumns * 2;
+
+  unsigned char bytes[kParts * kPartBytes];
+
+  // The byte of a row's pack.
+  __device__ __forceinline__ static uint32_t place(int row, int pack) {
+    return static_cast<uint32_t>((row * kColumns + (pack ^ (row & 7)) * 8) * 2);
+  }
+  // From a place in the first square of 16 by 16 numbers to the same one in the square at (row, column). For addresses,
+  // too, because tiles are aligned to their rows.
+  template <typename Place>
+  __device__ __forceinline__ static Place square(Place place, int row, int column) {
+    return (place ^ static_cast<Place>(column * 32)) + static_cast<Place>(row * 16 * kColumns * 2);
+  }
+  // Where two neighbours of a product's sums belong: in the square at (row, column), in half `low` of its rows and half
+  // `right` of its columns.
+  __device__ __forceinline__ static uint32_t place_of_sums(int row, int low, int column, int right) {
+    const uint32_t first = place(lane() / 4, 0) + lane() % 4 * 4;
+    return (first ^ static_cast<uint32_t>((column * 2 + right) * 16)) +
+           static_cast<uint32_t>((row * 2 + low) * 8 * kColumns * 2);
+  }
+  __device__ __forceinline__ uint32_t& word(int part, uint32_t place) {
+    return *reinterpret_cast<uint32_t*>(bytes + part * kPartBytes + place);
+  }
+  __device__ __forceinline__ uint4& pack(int part, uint32_t place) {
+    return *reinterpret_cast<uint4*>(bytes + part * kPartBytes + place);
+  }
+};
+
+// The squares of a tile as a warp loads them for products. kTall: as the right factor of a product with the square's
+// transpose, or transposed as a left one; else as the left factor, or transposed as the right one.
+template <typename Of, bool kTall>
+struct Squares {
+  Address first;  // of this lane
+
+  __device__ __forceinline__ explicit Squares(const Of& tile)
+      : first(address_of(tile.bytes) + (kTall ? Of::place(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)
+                                              : Of::place(lane() % 16, lane() / 16))) {}
+  template <bool kTransposed>
+  __device__ __forceinline__ void load(int row, int column, uint32_t (&to)[Of::kParts][4]) const {
+    unroll<Of::kParts>([&](int part) {
+      const void* from = pointer_to(Of::square(first, row, column) + part * Of::kPartBytes);
+      if constexpr (kTransposed)
+        ldmatrix_x4_transposed(to[part], from);
+      else
+        ldmatrix_x4(to[part], from);
+    });
+  }
+};
+template <typename Of>
+using Wide = Squares<Of, false>;
+template <typename Of>
+using Tall = Squares<Of, true>;
+
+// ---- parts
+
+__device__ __forceinline__ float low_half(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Splits two numbers into sums of bfloat16, the high parts first.
+template <int kParts>
+__device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    parts[part] = rounded_pair(bf16(), x, y);
+    if (part == kParts - 1) break;
+    x -= low_half(parts[part]);
+    y -= high_half(parts[part]);
+  }
+}
+
+template <int kParts>
+__device__ __forceinline__ float2 sum_of_parts(const uint32_t (&parts)[kParts]) {
+  float2 sum = {};
+#pragma unroll
+  for (int part = kParts - 1; part >= 0; --part) {
+    sum.x += low_half(parts[part]);
+    sum.y += high_half(parts[part]);
+  }
+  return sum;
+}
+
+// Two values in memory.
+template <typename scalar_t>
+__device__ __forceinline__ float2 values_of(uint32_t pair) {
+  scalar_t values[2];
+  __builtin_memcpy(static_cast<void*>(values), &pair, sizeof(pair));
+  return make_float2(to_acc(values[0]), to_acc(values[1]));
+}
+
+// phi(x), and phi'(x) from it.
+__device__ __forceinline__ float fast_feature(FeatureMap map, float x) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  if (map == FeatureMap::Identity) return x;
+  return x > 0 ? x + 1 : exp2_flushed(x * kLog2e);
+}
+__device__ __forceinline__ float derivative_of(FeatureMap map, float feature) {
+  return map == FeatureMap::Identity ? 1.0f : fminf(feature, 1.0f);
+}
+
+// ---- products
+
+// c += a b of a square, without the products of parts that are as small as what splitting left out.
+template <int kA, int kB>
+__device__ __forceinline__ void multiply(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], float (&c)[2][4]) {
+  unroll<kA, kB>([&](int i, int j) {
+    if (i + j < (kA > kB ? kA : kB)) multiply_two<bf16>(a[i], b[j], c);
+  });
+}
+
+// c += a b of eight columns: half of the right factor.
+template <int kA, int kB>
+__device__ __forceinline__ void multiply_half(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], int half,
+                                              float (&c)[4]) {
+  unroll<kA, kB>([&](int i, int j) {
+    const uint32_t of_half[2] = {b[j][2 * half], b[j][2 * half + 1]};
+    if (i + j < (kA > kB ? kA : kB)) mma_m16n8k16<bf16>(c, a[i], of_half);
+  });
+}
+
+// The number of squares on and below the diagonal of the scores.
+template <typename T>
+constexpr int kCorners = T::kHigh * (T::kHigh + 1) / 2;
+
+// The job-th of these squares: its place along the chunk, and one that is not further.
+struct Corner {
+  int far, near;
+};
+__device__ __forceinline__ Corner corner_of(int job) {
+  const int far = (job >= 1) + (job >= 3) + (job >= 6);
+  return {far, job - far * (far + 1) / 2};
+}
+
+// Scores of a chunk, which have a row for each row.
+template <typename T>
+using ScoreTile = Tile<T::kChunk, (T::kChunk < 64 ? 64 : T::kChunk), T::kMoreParts>;
+
+// Forms the square at (row, column) of a b^T. Of each two neighbours, store(low, right, i, j, x, y) gets the row i and
+// the column j of the first.
+template <typename T, typename Of, typename Store>
+__device__ __forceinline__ void form_scores(const Of& a, const Of& b, int row, int column, const Store& store) {
+  const Wide<Of> rows(a);
+  const Tall<Of> columns(b);
+  float sums[2][4] = {};
+  unroll<T::kSteps>([&](int step) {
+    uint32_t x[T::kParts][4], y[T::kParts][4];
+    rows.template load<false>(row, step, x);
+    columns.template load<false>(column, step, y);
+    multiply(x, y, sums);
+  });
+  unroll<2, 2>([&](int low, int right) {
+    store(low, right, 16 * row + 8 * low + lane() / 4, 16 * column + 8 * right + lane() % 4 * 2, sums[right][2 * low],
+          sums[right][2 * low + 1]);
+  });
+}
+
+// Multiplies the columns of a left factor by their weights.
+template <int kParts>
+__device__ __forceinline__ void weigh(const float* weights, uint32_t (&a)[kParts][4]) {
+  unroll<4>([&](int i) {
+    uint32_t parts[kParts];
+    unroll<kParts>([&](int part) { parts[part] = a[part][i]; });
+    const float2 x = sum_of_parts(parts);
+    const float2 w = *reinterpret_cast<const float2*>(weights + fragment_column(i / 2));
+    split(x.x * w.x, x.y * w.y, parts);
+    unroll<kParts>([&](int part) { a[part][i] = parts[part]; });
+  });
+}
+
+// state += a^T b over the positions of a chunk, for kTall squares of a's columns from square `row` on and kWide of b's
+// from `column` on. The sum over the chunk is formed first, because tensor cores round sums towards 0. weights: of the
+// positions, or null.
+template <typename T, int kTall, int kWide, typename Of>
+__device__ __forceinline__ void join(const Of& a, int row, const Of& b, int column, const float* weights,
+                                     float (&state)[kTall][kWide][2][4]) {
+  const Tall<Of> of_rows(a);
+  const Wide<Of> of_columns(b);
+  uint32_t x[kTall][T::kHigh][T::kParts][4];
+  unroll<kTall, T::kHigh>([&](int r, int n) {
+    of_rows.template load<true>(n, row + r, x[r][n]);
+    if (weights != nullptr) weigh(weights + 16 * n, x[r][n]);
+  });
+  unroll<kWide>([&](int c) {
+    float sums[kTall][2][4] = {};
+    unroll<T::kHigh>([&](int n) {
+      uint32_t y[T::kParts][4];
+      of_columns.template load<true>(n, column + c, y);
+      unroll<kTall>([&](int r) { multiply(x[r][n], y, sums[r]); });
+    });
+    unroll<kTall, 2, 4>([&](int r, int h, int i) { state[r][c][h][i] += sums[r][h][i]; });
+  });
+}
+
+// A left factor that sums rows with these weights, of 16 positions: rows 0 to 7 have them rounded, and the others what
+// rounding left out.
+__device__ __forceinline__ void split_weights(const float* weights, uint32_t (&a)[1][4]) {
+  unroll<2>([&](int i) {
+    const float2 w = *reinterpret_cast<const float2*>(weights + fragment_column(i));
+    uint32_t parts[2];
+    split(w.x, w.y, parts);
+    a[0][2 * i] = parts[0];
+    a[0][2 * i + 1] = parts[1];
+  });
+}
+
+// The same of ones.
+__device__ __forceinline__ void split_ones(uint32_t (&a)[1][4]) {
+  constexpr uint32_t kOnes = 0x3f803f80u;
+  a[0][0] = a[0][2] = kOnes;
+  a[0][1] = a[0][3] = 0;
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck
