@@ -2,7 +2,7 @@
 
 // The gradients of k and v of 16-bit types on tensor cores, from one state: R, the sum of phi(q) / den g^T of the
 // queries behind a chunk, and r, that of phi(q) / den (g.y). The warps have R in float32 registers. Both gradients read
-// it, one of them transposed, so a copy lies in shared memory. 1 / den multiplies scores, and what joins the state.
+// it, one of them transposed, so a copy lies in shared memory.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -13,11 +13,11 @@ template <typename T>
 struct alignas(256) KeyMemory : StepMemory<KeyMemory<T>, T, 2, 4> {
   enum { kK, kV, kQ, kG };
 
-  ScoreTile<T> scores[2];                       // v g^T - g.y and phi(k) phi(q)^T, both times 1 / den
-  Tile<T::kDepth, T::kDepth, T::kParts> R;      // rows are columns of v
-  float2 rows[T::kChunk];                       // 1 / den and g.y of queries
-  alignas(16) float weights[2][T::kChunk];      // with which queries join R and r
-  float products[T::kDepth / 32][T::kChunk];    // phi(k).(grad phi(k)), of 32 columns each
+  ScoreTile<T> scores[2];                         // v g^T - g.y and phi(k) (phi(q) / den)^T
+  Tile<T::kDepth, T::kDepth, T::kParts> R;        // rows are columns of v
+  alignas(16) float query_products[T::kChunk];    // g.y
+  alignas(16) float joining[T::kChunk];           // the same, with weights of decays
+  float key_products[T::kDepth / 32][T::kChunk];  // phi(k).(grad phi(k)), of 32 columns each
 };
 
 // A warp has 32 columns of both results, and of the rows squares `half` and kHigh - 1 - half, which have as many
@@ -62,9 +62,9 @@ __device__ __forceinline__ void form_all_scores(const ChunkDecays<T>& decays, co
     ScoreTile<T>& scores = s.scores[of_features];
     form_scores<T>(s.tile(of_features ? s.kK : s.kV, step), s.tile(of_features ? s.kQ : s.kG, step), at.near, at.far,
                    [&](int low, int right, int i, int j, float x, float y) {
-                     const float2 first = s.rows[j], second = s.rows[j + 1];
-                     x = (x - (of_features ? 0 : first.y)) * first.x;
-                     y = (y - (of_features ? 0 : second.y)) * second.x;
+                     const float2 bias = *reinterpret_cast<const float2*>(&s.query_products[j]);
+                     x -= of_features ? 0 : bias.x;
+                     y -= of_features ? 0 : bias.y;
                      uint32_t parts[T::kMoreParts];
                      split(j >= i ? x * weight_between<T>(decays, j, i) : 0,
                            j + 1 >= i ? y * weight_between<T>(decays, j + 1, i) : 0, parts);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void read_chunk(const Step& step, KeyMemory<T>& s, bo
       g.template load<true>(n, 2 * at.group + c, y[c]);
     });
     uint32_t weights[1][4];
-    split_weights(s.weights[1] + 16 * n, weights);
+    split_weights((T::kDecayed ? s.joining : s.query_products) + 16 * n, weights);
     unroll<4, T::kParts>([&](int t, int part) {
       const uint32_t of_q[1][4] = {{x[t / 2][part][0], x[t / 2][part][1], x[t / 2][part][2], x[t / 2][part][3]}};
       multiply_half(weights, of_q, t % 2, of_r[t]);
@@ -153,17 +153,6 @@ __device__ __forceinline__ void fade(const ChunkDecays<T>& decays, KeyState<T>& 
   }
 }
 
-// A thread for each query: the weights with which it joins the state.
-template <typename T>
-__device__ __forceinline__ void find_weights(const ChunkDecays<T>& decays, KeyMemory<T>& s) {
-  const int line = static_cast<int>(threadIdx.x);
-  if (line >= T::kChunk) return;
-  float weight = s.rows[line].x;
-  if constexpr (T::kDecayed) weight *= decays.of_column[line];
-  s.weights[0][line] = weight;
-  s.weights[1][line] = s.rows[line].y * weight;
-}
-
 // Two features of k, which its tile has.
 template <typename T>
 __device__ __forceinline__ float2 features_at(typename KeyMemory<T>::Loaded& k, uint32_t place) {
@@ -185,13 +174,13 @@ __device__ __forceinline__ void store_products(const Scan& scan, const Step& ste
       product += phi.x * result.k[m][t][2 * low] + phi.y * result.k[m][t][2 * low + 1];
     });
     product = sum_of_row(product);
-    if (lane() % 4 == 0) s.products[at.group][16 * at.row(m) + fragment_row(0, low)] = product;
+    if (lane() % 4 == 0) s.key_products[at.group][16 * at.row(m) + fragment_row(0, low)] = product;
   });
   __syncthreads();
   const int line = static_cast<int>(threadIdx.x);
   if (line >= T::kChunk || !step.chunk.rows.has(line)) return;
   float product = 0;
-  unroll<KeyPlace<T>::kGroups>([&](int group) { product += s.products[group][line]; });
+  unroll<KeyPlace<T>::kGroups>([&](int group) { product += s.key_products[group][line]; });
   scan.key_product_at<float>(0, key_row(scan.shape, s.work.b(), s.work.key_head) + step.chunk.rows.first + line) =
       product;
 }
@@ -213,15 +202,23 @@ __device__ __forceinline__ void stage_gradients(FeatureMap map, const Step& step
   });
 }
 
-// 1 / den and g.y of this thread's query.
+// What a thread needs of the next step's queries: 1 / den of the lines that it loads, and g.y of its own.
 template <typename T>
-__device__ __forceinline__ float2 query_row_of(const Scan& scan, const Step& step, int64_t b) {
-  const int line = static_cast<int>(threadIdx.x);
-  if (!scan.shape.normalize) return make_float2(1, 0);
-  if (line >= T::kChunk || !step.takes_columns || !step.chunk.columns.has(line)) return make_float2(0, 0);
-  const int64_t row = query_row(scan.shape, b, step.column_head) + step.chunk.columns.first + line;
-  return make_float2(scan.inverse_at<float>(row), scan.product_at<float>(0, row));
-}
+struct QueryRows {
+  float inverse[OwnPacks<T>::kCount];
+  float product;
+
+  __device__ __forceinline__ void load(const Scan& scan, const Step& step, int64_t b) {
+    if (!step.takes_columns) return;
+    const int64_t first = query_row(scan.shape, b, step.column_head) + step.chunk.columns.first;
+    const auto exists = [&](int line) { return scan.shape.normalize && step.chunk.columns.has(line); };
+    const OwnPacks<T> own;
+    unroll<OwnPacks<T>::kCount>(
+        [&](int i) { inverse[i] = exists(own.line_of(i)) ? scan.inverse_at<float>(first + own.line_of(i)) : 1; });
+    const int line = static_cast<int>(threadIdx.x);
+    product = exists(line) ? scan.product_at<float>(0, first + line) : 0;
+  }
+};
 
 template <typename T, typename Move>
 __device__ __forceinline__ void move_state(KeyState<T>& state, KeyMemory<T>& s, const Move& move) {
@@ -242,21 +239,23 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
   const FeatureMap map = scan.shape.feature_map;
   const KeyPlace<T> at;
   KeyResult<T> result;
-  float2 row = {};  // of the next step
+  QueryRows<T> rows;
   for_steps<T>(
-      scan, s, [&](const Step& step) { row = query_row_of<T>(scan, step, s.work.b()); },
+      scan, s, [&](const Step& step) { rows.load(scan, step, s.work.b()); },
       [&](const auto* lines, const Step& step) {
-        if (step.takes_columns && threadIdx.x < T::kChunk) s.rows[threadIdx.x] = row;
+        if (step.takes_columns && threadIdx.x < T::kChunk) s.query_products[threadIdx.x] = rows.product;
         if (step.takes_rows) store_state_for_warps(state, s);
         form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
-        form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step));
+        form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step), rows.inverse);
         if (T::kParts == 1) return;
         form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
         form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
       },
       [&](const Step& step, const auto* lines, const ChunkDecays<T>& decays) {
         const bool sees = step.chunk.has_rows && step.chunk.has_columns;
-        if (step.chunk.has_columns) find_weights(decays, s);
+        if constexpr (T::kDecayed)
+          if (threadIdx.x < T::kChunk)
+            s.joining[threadIdx.x] = s.query_products[threadIdx.x] * decays.of_column[threadIdx.x];
         if (sees) form_all_scores(decays, step, s);
         if (step.takes_rows) read_state(decays, step, state, s, result);
         __syncthreads();
@@ -265,7 +264,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
           float of_r[4][4] = {};
           read_chunk(step, s, sees, result, of_r);
           unroll<4, 2>([&](int t, int i) { state.r[t][i] += of_r[t][i] + of_r[t][2 + i]; });
-          join<T>(s.tile(s.kG, step), 2 * at.group, s.tile(s.kQ, step), T::kSteps / 2 * at.half, s.weights[0], state.R);
+          const float* weights = nullptr;
+          if constexpr (T::kDecayed) weights = decays.of_column;
+          join<T>(s.tile(s.kG, step), 2 * at.group, s.tile(s.kQ, step), T::kSteps / 2 * at.half, weights, state.R);
         }
         if constexpr (T::kDecayed)
           if (step.finishes_rows && scan.key_products != nullptr) store_products(scan, step, result, s);

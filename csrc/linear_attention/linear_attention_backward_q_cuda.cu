@@ -13,15 +13,9 @@ template <typename T>
 struct alignas(256) QueryMemory : StepMemory<QueryMemory<T>, T, 2, 4> {
   enum { kQ, kG, kK, kV };
 
-  ScoreTile<T> scores;                    // g v^T
-  float2 parts[T::kWarps][T::kChunk];     // phi(q) z and phi(q) S g, of each warp's part of the depth
-  float2 rows[T::kChunk];                 // 1 / den and g.y
-};
-
-template <typename T>
-struct QueryState {
-  float S[1][T::kSteps][2][4];  // rows are the warp's 16 of the depth
-  float z[2][2];                // of depth 16 warp + 8 t + lane % 4 * 2 + i
+  ScoreTile<T> scores;                 // g v^T
+  float2 parts[T::kWarps][T::kChunk];  // phi(q) z and phi(q) S g, of each warp's part of the depth
+  float2 rows[T::kChunk];              // 1 / den and g.y
 };
 
 // Of a chunk: the sum of (g.v) phi(k), and that of phi(k).
@@ -46,9 +40,9 @@ __device__ __forceinline__ void form_all_scores(const ChunkDecays<T>& decays, co
   }
 }
 
-// g S^T and z, as rows see the state before the chunk.
+// g S^T, as rows see the state before the chunk.
 template <typename T>
-__device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const Step& step, const QueryState<T>& state,
+__device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const Step& step, const WarpState<T>& state,
                                            QueryMemory<T>& s, QueryResult<T>& result) {
   const Wide<typename QueryMemory<T>::Loaded> g(s.tile(s.kG, step));
   unroll<T::kHigh, 2, 4>([&](int m, int t, int i) { result.S_g[m][t][i] = 0; });
@@ -69,7 +63,15 @@ __device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const S
   unroll<T::kHigh, 2, 4>([&](int m, int t, int i) {
     const float weight = weight_of_row<T>(decays, 16 * m + fragment_row(0, i / 2));
     result.S_g[m][t][i] *= weight;
-    result.z[m][t][i] = state.z[t][i % 2] * weight;
+  });
+}
+
+// z before the chunk.
+template <typename T>
+__device__ __forceinline__ void read_sums(const ChunkDecays<T>& decays, const WarpState<T>& state,
+                                          QueryResult<T>& result) {
+  unroll<T::kHigh, 2, 4>([&](int m, int t, int i) {
+    result.z[m][t][i] = state.z[t][i % 2] * weight_of_row<T>(decays, 16 * m + fragment_row(0, i / 2));
   });
 }
 
@@ -113,32 +115,6 @@ __device__ __forceinline__ void read_chunk(const ChunkDecays<T>& decays, const S
       unroll<T::kParts>([&](int part) { multiply_two<bf16>(ones[0], of_k[part], before); });
     }
   });
-}
-
-template <typename T>
-__device__ __forceinline__ void join_state(const ChunkDecays<T>& decays, const Step& step, QueryMemory<T>& s,
-                                           QueryState<T>& state) {
-  const auto& k = s.tile(s.kK, step);
-  const float* weights = nullptr;
-  if constexpr (T::kDecayed) weights = decays.of_column;
-  join<T>(k, warp(), s.tile(s.kV, step), 0, weights, state.S);
-  const Wide<typename QueryMemory<T>::Loaded> of_k(k);
-  float sums[2][4] = {};
-  unroll<T::kHigh>([&](int n) {
-    uint32_t seen[1][4], features[T::kParts][4];
-    T::kDecayed ? split_weights(weights + 16 * n, seen) : split_ones(seen);
-    of_k.template load<true>(n, warp(), features);
-    unroll<T::kParts>([&](int part) { multiply_two<bf16>(seen[0], features[part], sums); });
-  });
-  unroll<2, 2>([&](int t, int i) { state.z[t][i] += sums[t][i] + sums[t][2 + i]; });
-}
-
-template <typename T>
-__device__ __forceinline__ void fade(const ChunkDecays<T>& decays, QueryState<T>& state) {
-  if constexpr (T::kDecayed) {
-    unroll<T::kSteps, 2, 4>([&](int d, int h, int i) { state.S[0][d][h][i] *= decays.all; });
-    unroll<2, 2>([&](int t, int i) { state.z[t][i] *= decays.all; });
-  }
 }
 
 // Two features of q; 0 behind the last column.
@@ -194,27 +170,20 @@ __device__ __forceinline__ void stage_gradient(FeatureMap map, const Step& step,
       const float2 phi = features_of<T>(map, pair, 16 * warp() + fragment_column(right), columns);
       const float(&S_g)[4] = result.S_g[m][right];
       const float(&z)[4] = result.z[m][right];
-      pair = rounded_pair(typename T::scalar(),
-                          (S_g[2 * low] - row.y * z[2 * low]) * row.x * derivative_of(map, phi.x),
+      pair = rounded_pair(typename T::scalar(), (S_g[2 * low] - row.y * z[2 * low]) * row.x * derivative_of(map, phi.x),
                           (S_g[2 * low + 1] - row.y * z[2 * low + 1]) * row.x * derivative_of(map, phi.y));
     });
   });
 }
 
-template <typename T, typename Move>
-__device__ __forceinline__ void move_state(QueryState<T>& state, QueryMemory<T>& s, const Move& move) {
-  for_state<true>(state.S, s.state, warp(), 0, move);
-  unroll<2, 2>([&](int t, int i) { move(state.z[t][i], s.vector[16 * warp() + fragment_column(t) + i]); });
-}
-
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
+__global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
     query_gradient_kernel(const Scan scan, const int stages) {
   auto& s = shared<QueryMemory<T>>();
   if (threadIdx.x == 0) begin_steps(scan, stages, T::kChunk, s);
   __syncthreads();
   if (!s.work.exists) return;
-  QueryState<T> state = {};
+  WarpState<T> state = {};
   begin_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { x = staged; }); });
   const FeatureMap map = scan.shape.feature_map;
   for_steps<T>(
@@ -231,9 +200,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
         if (sees) form_all_scores(decays, step, s);
         if (step.chunk.has_rows) read_state(decays, step, state, s, result);
         __syncthreads();
+        if (step.chunk.has_rows) read_sums(decays, state, result);
         if (sees) read_chunk(decays, step, s, result);
         if (step.fades) fade(decays, state);
-        if (step.joins_columns) join_state(decays, step, s, state);
+        if (step.joins_columns) {
+          const auto& k = s.tile(s.kK, step);
+          join_state(decays, k, s.tile(s.kV, step), k, state);
+        }
         const int columns = lines[s.kQ].columns;
         if (step.chunk.has_rows) share_rows(map, step, result, columns, s);
         __syncthreads();

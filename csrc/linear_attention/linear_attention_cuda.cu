@@ -202,9 +202,7 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   const bool on_tensor_cores = linear_attention_suits_tensor_cores(p.shape, dtype) && key_gradients_fit(p.shape, dtype);
   const bool with_grad_q = grad_q_finds_rows(p.shape, dtype, on_tensor_cores);
   const bool reads_rows = p.shape.normalize || p.grad_decay;
-  const auto run = [&](ScanKind kind) {
-    run_scan(backward_scan(p, dtype, kind, on_tensor_cores), dtype, stream);
-  };
+  const auto run = [&](ScanKind kind) { run_scan(backward_scan(p, dtype, kind, on_tensor_cores), dtype, stream); };
   if (reads_rows && !with_grad_q) run(ScanKind::Denominators);
   if (p.grad_q || (reads_rows && with_grad_q)) run(ScanKind::GradQ);
   if (p.grad_k || p.grad_initial || p.grad_decay || (on_tensor_cores && p.grad_v)) run(ScanKind::GradK);

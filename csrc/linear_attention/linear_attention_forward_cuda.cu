@@ -19,12 +19,6 @@ struct alignas(256) ForwardMemory : StepMemory<ForwardMemory<T>, T, 1, 3> {
 };
 
 template <typename T>
-struct ForwardState {
-  float S[1][T::kSteps][2][4];  // transposed: rows are the warp's columns of v
-  float z[2][2];                // of depth 16 warp + 8 t + lane % 4 * 2 + i
-};
-
-template <typename T>
 using ForwardResult = float[T::kHigh][2][4];
 
 // The scores of a chunk, and their sums, shared by all warps.
@@ -52,9 +46,8 @@ __device__ __forceinline__ void form_all_scores(const ChunkDecays<T>& decays, co
 
 // result = phi(q) S, and this warp's part of phi(q) z.
 template <typename T>
-__device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const Step& step,
-                                           const ForwardState<T>& state, ForwardMemory<T>& s,
-                                           ForwardResult<T>& result) {
+__device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const Step& step, const WarpState<T>& state,
+                                           ForwardMemory<T>& s, ForwardResult<T>& result) {
   const Wide<typename ForwardMemory<T>::Loaded> q(s.tile(s.kQ, step));
   unroll<T::kHigh, 2, 4>([&](int m, int t, int i) { result[m][t][i] = 0; });
   unroll<T::kSteps>([&](int d) {
@@ -99,8 +92,7 @@ __device__ __forceinline__ void find_inverse(const Scan& scan, const ChunkDecays
   float den = 0;
   unroll<T::kWarps>([&](int w) { den += s.state_sums[w][row]; });
   den *= weight_of_row<T>(decays, row);
-  if (step.chunk.has_columns)
-    unroll<T::kHigh>([&](int n) { den += 16 * n <= row ? s.score_sums[n][row] : 0; });
+  if (step.chunk.has_columns) unroll<T::kHigh>([&](int n) { den += 16 * n <= row ? s.score_sums[n][row] : 0; });
   s.inverse[row] = scan.shape.normalize ? 1 / (den + static_cast<float>(scan.eps)) : 1;
 }
 
@@ -121,33 +113,6 @@ __device__ __forceinline__ void read_chunk(const Step& step, ForwardMemory<T>& s
   });
 }
 
-// The columns of a chunk join the state.
-template <typename T>
-__device__ __forceinline__ void join_state(const ChunkDecays<T>& decays, const Step& step, ForwardMemory<T>& s,
-                                           ForwardState<T>& state) {
-  const auto& k = s.tile(s.kK, step);
-  const float* weights = nullptr;
-  if constexpr (T::kDecayed) weights = decays.of_column;
-  join<T>(s.tile(s.kV, step), warp(), k, 0, weights, state.S);
-  const Wide<typename ForwardMemory<T>::Loaded> of_k(k);
-  float sums[2][4] = {};
-  unroll<T::kHigh>([&](int n) {
-    uint32_t seen[1][4], features[T::kParts][4];
-    T::kDecayed ? split_weights(weights + 16 * n, seen) : split_ones(seen);
-    of_k.template load<true>(n, warp(), features);
-    unroll<T::kParts>([&](int part) { multiply_two<bf16>(seen[0], features[part], sums); });
-  });
-  unroll<2, 2>([&](int t, int i) { state.z[t][i] += sums[t][i] + sums[t][2 + i]; });
-}
-
-template <typename T>
-__device__ __forceinline__ void fade(const ChunkDecays<T>& decays, ForwardState<T>& state) {
-  if constexpr (T::kDecayed) {
-    unroll<T::kSteps, 2, 4>([&](int d, int h, int i) { state.S[0][d][h][i] *= decays.all; });
-    unroll<2, 2>([&](int t, int i) { state.z[t][i] *= decays.all; });
-  }
-}
-
 // y, by way of q's tile, so that rows are stored 16 bytes at a time.
 template <typename T>
 __device__ __forceinline__ void stage_output(const Step& step, ForwardMemory<T>& s, const ForwardResult<T>& result) {
@@ -161,13 +126,6 @@ __device__ __forceinline__ void stage_output(const Step& step, ForwardMemory<T>&
   });
 }
 
-// Moves the state to or from shared memory.
-template <typename T, typename Move>
-__device__ __forceinline__ void move_state(ForwardState<T>& state, ForwardMemory<T>& s, const Move& move) {
-  for_state<true>(state.S, s.state, warp(), 0, move);
-  unroll<2, 2>([&](int t, int i) { move(state.z[t][i], s.vector[16 * warp() + fragment_column(t) + i]); });
-}
-
 template <typename T>
 __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
     forward_kernel(const Scan scan, const int stages) {
@@ -175,7 +133,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
   if (threadIdx.x == 0) begin_steps(scan, stages, T::kChunk, s);
   __syncthreads();
   if (!s.work.exists) return;
-  ForwardState<T> state = {};
+  WarpState<T> state = {};
   begin_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { x = staged; }); });
   const FeatureMap map = scan.shape.feature_map;
   for_steps<T>(
@@ -194,7 +152,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
         if (step.chunk.has_rows) find_inverse(scan, decays, step, s);
         if (sees) read_chunk(step, s, result);
         if (step.fades) fade(decays, state);
-        if (step.joins_columns) join_state(decays, step, s, state);
+        if (step.joins_columns) {
+          const auto& k = s.tile(s.kK, step);
+          join_state(decays, s.tile(s.kV, step), k, k, state);
+        }
         __syncthreads();
         if (!step.chunk.has_rows) return;
         stage_output(step, s, result);

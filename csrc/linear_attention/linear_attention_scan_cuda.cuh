@@ -22,13 +22,13 @@
 // z of phi(k) over the keys that a query sees, and g.y = phi(q).(sum of (a.b) x). Else another scan stores them before.
 // A block goes along the sequence in chunks. Rows and columns of the same chunk form a matrix of scores; columns of
 // earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the rows are keys, which see later queries, the
-// scan goes backwards. On tensor cores grad k and grad v are one scan, because their states differ by z alone. If there are few heads, the sequence is cut into segments: one launch sums the columns of each
-// segment, one adds the segments up, and one scans all segments at once. The segments' states lie in the result until
-// the last launch writes it: each in rows that only its own segment's blocks write, so every query head of a group has
-// a copy, if it has a block of its own. With a table of sequences, a launch has a block for every place that a segment
-// may have; a block finds the sequence and the segment of its place, and does nothing if there is none. On tensor cores
-// one block can have all query heads of a group: at each chunk its rows read the state one head after the other, then
-// the columns join it.
+// scan goes backwards. On tensor cores grad k and grad v are one scan, because their states differ by z alone. If there
+// are few heads, the sequence is cut into segments: one launch sums the columns of each segment, one adds the segments
+// up, and one scans all segments at once. The segments' states lie in the result until the last launch writes it: each
+// in rows that only its own segment's blocks write, so every query head of a group has a copy, if it has a block of its
+// own. With a table of sequences, a launch has a block for every place that a segment may have; a block finds the
+// sequence and the segment of its place, and does nothing if there is none. On tensor cores one block can have all
+// query heads of a group: at each chunk its rows read the state one head after the other, then the columns join it.
 //
 // There may be a state before the first key, the state behind the last one may be wanted, and sums may not be
 // normalized (no bias, and den is 1). With decays, query i sees key j with the product of the decays from j + 1 to i as

@@ -37,7 +37,9 @@ struct TensorLines {
   bool in_packs;   // may be read or written 16 bytes at a time
   bool taken;      // else the tile stays as it is
 
-  MEMCHECK_INLINE bool has(int line) const { return line >= begin && line < end; }
+  MEMCHECK_INLINE bool has(int line) const {
+    return static_cast<unsigned>(line - begin) < static_cast<unsigned>(end - begin);
+  }
 };
 
 // The weights that decays give to the positions of a chunk.
@@ -45,10 +47,10 @@ template <typename T, bool kDecayed = T::kDecayed>
 struct ChunkDecays {};
 template <typename T>
 struct alignas(16) ChunkDecays<T, true> {
-  float2 logs[T::kChunk];     // sums of logarithms to base 2 up to a position: a number, and what rounding left out
-  float of_row[T::kChunk];    // between a row and the state before the chunk
+  float2 logs[T::kChunk];      // sums of logarithms to base 2 up to a position: a number, and what rounding left out
+  float of_row[T::kChunk];     // between a row and the state before the chunk
   float of_column[T::kChunk];  // between a column and the state behind it
-  float all;                  // the product of all decays
+  float all;                   // the product of all decays
 };
 
 template <typename T>
@@ -70,8 +72,8 @@ struct StepMemory {
     Loaded tile[kTensors];
   };
 
-  alignas(16) float vector[T::kDepth];  // of the state, before and after the scan
-  ChunkDecays<T> decays[2];             // of this chunk and the next one
+  alignas(16) float vector[T::kDepth];                // of the state, before and after the scan
+  ChunkDecays<T> decays[2];                           // of this chunk and the next one
   TensorLines<scalar> lines[3][kTensors + kResults];  // of this step and the next two
   Step steps[3];
   ScanWork work;
@@ -146,8 +148,8 @@ __device__ __forceinline__ TensorLines<scalar_t> lines_of(const Strided<4>& x, b
           taken};
 }
 
-// Forms step i, and its lines: those of q, k, v, or of the rows' q or k, then a, the columns' x, then b; and of results.
-// One warp calls it.
+// Forms step i, and its lines: those of q, k, v, or of the rows' q or k, then a, the columns' x, then b; and of
+// results. One warp calls it.
 template <typename T, typename Memory>
 __device__ __forceinline__ void form_step(const Scan& scan, int i, Memory& s) {
   using scalar_t = typename T::scalar;
@@ -169,8 +171,8 @@ __device__ __forceinline__ void form_step(const Scan& scan, int i, Memory& s) {
     lines[0] = kOutput ? of_rows(scan.a.x, scan.a.in_packs, scan.depth, step.takes_rows)
                        : of_rows(scan.last, scan.last_in_packs, scan.width, step.takes_rows);
   } else if (of_lane == 1) {
-    lines[1] = kOutput ? of_columns(scan.b, scan.depth)
-                       : of_rows(scan.a.x, scan.a.in_packs, scan.depth, step.takes_rows);
+    lines[1] =
+        kOutput ? of_columns(scan.b, scan.depth) : of_rows(scan.a.x, scan.a.in_packs, scan.depth, step.takes_rows);
   } else if (of_lane == 2) {
     lines[2] = of_columns(scan.x, scan.width);
   } else if (of_lane == 3 && !kOutput) {
@@ -183,7 +185,8 @@ __device__ __forceinline__ void form_step(const Scan& scan, int i, Memory& s) {
   __syncwarp();
 }
 
-// ---- from memory to tiles, and back. A thread has the same pack of every 16th line.
+// ---- from memory to tiles, and back. A thread has the same pack of every 16th line. Lines are passed by value: those
+// in shared memory would be read again after every store.
 
 template <typename T>
 struct OwnPacks {
@@ -196,7 +199,7 @@ struct OwnPacks {
 
 // Begins to load lines; zeros where nothing exists. They have arrived for this thread after cp_async_wait.
 template <typename T, typename Of>
-__device__ __forceinline__ void request_lines(const TensorLines<typename T::scalar>& lines, Of& tile) {
+__device__ __forceinline__ void request_lines(const TensorLines<typename T::scalar> lines, Of& tile) {
   using scalar_t = typename T::scalar;
   if (!lines.taken) return;
   const OwnPacks<T> own;
@@ -219,10 +222,12 @@ __device__ __forceinline__ void request_lines(const TensorLines<typename T::scal
   }
 }
 
-// Replaces what this thread loaded by phi of it, or leaves the values, in parts; zeros where nothing exists.
+// Replaces what this thread loaded by phi of it, or leaves the values, in parts; zeros where nothing exists. scale: of
+// each of its lines, or null.
 template <typename T, typename Of>
-__device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar>& lines, FeatureMap map, Of& tile) {
-  if (!lines.taken || (T::kParts == 1 && map == FeatureMap::Identity)) return;
+__device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar> lines, FeatureMap map, Of& tile,
+                                           const float* scale = nullptr) {
+  if (!lines.taken || (T::kParts == 1 && map == FeatureMap::Identity && scale == nullptr)) return;
   const OwnPacks<T> own;
   const uint32_t place = Of::place(own.line, own.pack);
   const int columns = lines.columns - 8 * own.pack;
@@ -233,7 +238,8 @@ __device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar>
     uint32_t parts[4][T::kParts];
     unroll<4>([&](int j) {
       const float2 x = values_of<typename T::scalar>(words[j]);
-      split(fast_feature(map, x.x), fast_feature(map, x.y), parts[j]);
+      const float factor = scale == nullptr ? 1 : scale[i];
+      split(fast_feature(map, x.x) * factor, fast_feature(map, x.y) * factor, parts[j]);
     });
     const int exist = lines.has(own.line_of(i)) ? columns : 0;
     if (exist < 8) {
@@ -249,7 +255,7 @@ __device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar>
 
 // Copies results in 16 bits to memory.
 template <typename T, typename Of>
-__device__ __forceinline__ void store_lines(const TensorLines<typename T::scalar>& lines, Of& tile) {
+__device__ __forceinline__ void store_lines(const TensorLines<typename T::scalar> lines, Of& tile) {
   using scalar_t = typename T::scalar;
   if (!lines.taken) return;
   const OwnPacks<T> own;
@@ -335,8 +341,7 @@ __device__ __forceinline__ void request_step(int i, Memory& s) {
   const Step& step = s.steps[i];
   if (step.number >= s.chunks) return;
 #pragma unroll 1
-  for (int tensor = 0; tensor < Memory::kTensors; ++tensor)
-    request_lines<T>(s.lines[i][tensor], s.tile(tensor, step));
+  for (int tensor = 0; tensor < Memory::kTensors; ++tensor) request_lines<T>(s.lines[i][tensor], s.tile(tensor, step));
   cp_async_commit();
 }
 
@@ -379,6 +384,39 @@ __device__ __forceinline__ void for_steps(const Scan& scan, Memory& s, const Req
 
 // ---- states
 
+// The state of forward and grad_q. A warp has 16 columns of what it computes, in float32 registers.
+template <typename T>
+struct WarpState {
+  float S[1][T::kSteps][2][4];  // the sum of phi(k) v^T, or transposed: rows are the warp's columns of the result
+  float z[2][2];                // that of phi(k), of depth 16 warp + 8 t + lane % 4 * 2 + i
+};
+
+// The columns of a chunk join the state: rows^T columns, and the sum of k.
+template <typename T, typename Of>
+__device__ __forceinline__ void join_state(const ChunkDecays<T>& decays, const Of& rows, const Of& columns, const Of& k,
+                                           WarpState<T>& state) {
+  const float* weights = nullptr;
+  if constexpr (T::kDecayed) weights = decays.of_column;
+  join<T>(rows, warp(), columns, 0, weights, state.S);
+  const Wide<Of> of_k(k);
+  float sums[2][4] = {};
+  unroll<T::kHigh>([&](int n) {
+    uint32_t seen[1][4], features[T::kParts][4];
+    T::kDecayed ? split_weights(weights + 16 * n, seen) : split_ones(seen);
+    of_k.template load<true>(n, warp(), features);
+    unroll<T::kParts>([&](int part) { multiply_two<bf16>(seen[0], features[part], sums); });
+  });
+  unroll<2, 2>([&](int t, int i) { state.z[t][i] += sums[t][i] + sums[t][2 + i]; });
+}
+
+template <typename T>
+__device__ __forceinline__ void fade(const ChunkDecays<T>& decays, WarpState<T>& state) {
+  if constexpr (T::kDecayed) {
+    unroll<T::kSteps, 2, 4>([&](int d, int h, int i) { state.S[0][d][h][i] *= decays.all; });
+    unroll<2, 2>([&](int t, int i) { state.z[t][i] *= decays.all; });
+  }
+}
+
 // Calls move(number, staged) for this thread's numbers of a state: of kTall squares of rows from `row` on and kWide of
 // columns. kTransposed: columns are along the depth.
 template <bool kTransposed, typename T, int kTall, int kWide, typename Move>
@@ -389,6 +427,13 @@ __device__ __forceinline__ void for_state(float (&state)[kTall][kWide][2][4], St
     const int of_column = 16 * (column + c) + fragment_column(half) + i % 2;
     move(state[r][c][half][i], kTransposed ? staged.matrix[of_column][of_row] : staged.matrix[of_row][of_column]);
   });
+}
+
+// Moves the state of forward and grad_q to or from shared memory.
+template <typename T, typename Memory, typename Move>
+__device__ __forceinline__ void move_state(WarpState<T>& state, Memory& s, const Move& move) {
+  for_state<true>(state.S, s.state, warp(), 0, move);
+  unroll<2, 2>([&](int t, int i) { move(state.z[t][i], s.vector[16 * warp() + fragment_column(t) + i]); });
 }
 
 // Calls move(k, column, staged) for the elements of the matrix that this thread moves to or from memory, and

@@ -150,6 +150,7 @@ __device__ __forceinline__ float2 sum_of_parts(const uint32_t (&parts)[kParts]) 
 // Two values in memory.
 template <typename scalar_t>
 __device__ __forceinline__ float2 values_of(uint32_t pair) {
+  if constexpr (std::is_same_v<scalar_t, bf16>) return make_float2(low_half(pair), high_half(pair));
   scalar_t values[2];
   __builtin_memcpy(static_cast<void*>(values), &pair, sizeof(pair));
   return make_float2(to_acc(values[0]), to_acc(values[1]));

@@ -143,4 +143,4 @@ def test_launches_of_linear_attention_do_not_depend_on_the_number_of_sequences(d
         memcheck.linear_attention(q, k, v, causal=True, decay=a, cu_seqlens=cu_seqlens).sum().backward()
         counts.append({name: of.count for name, of in library.launches().items()})
     assert counts[0] == counts[1]
-    assert counts[0]["linear_attention_add_up"] >= 4
+    assert counts[0]["linear_attention_add_up"] >= 3
