@@ -37,7 +37,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast durations light ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda kernels gpu wheels wheel coverage mutants clean
+.PHONY: help profile test test-fast durations light ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -135,16 +135,6 @@ check-cuda: $(BUILD) $(DEVELOPMENT)  ## Check CUDA kernels without a GPU: compil
 count-cuda: $(BUILD) $(DEVELOPMENT)  ## Count the CUDA kernels' work on a GPU, on the host; ARGS=--lines: by line
 	$(BIN)/python tests/host_cuda/count.py $(ARGS)
 	$(if $(ARGS),,$(BIN)/python tests/host_cuda/count.py --derive)
-
-# For this architecture; make gpu takes the machine's own.
-ARCHITECTURE ?= sm_90
-PROTOTYPES := build/kernels/trial.so
-kernels: $(PROTOTYPES)  ## Compile the prototypes of kernels in benchmarks/kernels with nvcc, without a GPU
-
-$(PROTOTYPES): $(wildcard benchmarks/kernels/*.cu*) $(wildcard csrc/common/*.cuh)
-	@mkdir -p $(@D)
-	nvcc -std=c++17 -O3 -arch=$(ARCHITECTURE) --expt-relaxed-constexpr -Icsrc --threads 3 -shared -cudart static \
-	    -Xcompiler=-fPIC -Xlinker=--exclude-libs,ALL -o $@ $(filter %.cu,$^)
 
 gpu:  ## Run everything that needs a GPU, with the installed torch, in parts of eight minutes; STEP="times ptx": this part and step
 	benchmarks/gpu.sh $(STEP)

@@ -3,14 +3,13 @@
 # benchmarks/gpu.sh [WORD ...] runs steps, or parts, which are several steps; without words, all parts. Each word takes
 # at most MEMCHECK_MINUTES, 8 by default: then its step is stopped, and the same command goes on from there later. A
 # failed step does not stop the others; the exit code is 1 if a step failed or was stopped.
-#   times      kernels bench
+#   times      bench
 #   counters   stalls counts
 #   checks     failed ptx values operators prediction snapshot gradcheck sanitizer slow profile
-# First the extension is built for the GPU of this machine, in the background, because `kernels` does not need it.
+# First the extension is built for the GPU of this machine.
 #   build      builds the extension, with nvcc for its kernels, and prints memcheck info
-#   kernels    prototypes of kernels: errors, bits, times beside libraries, and the ceilings of this machine
 #   bench      every operator, compared with its alternatives: bench.md, bench.json
-#   stalls     where warps of the large cases and of the prototypes wait, by Nsight Compute
+#   stalls     where warps of the large cases wait, by Nsight Compute
 #   counts     what the host counts of the kernels, compared with Nsight Compute, and derived times with measured ones
 #   failed     tests that failed in a stored run, in one process
 #   ptx        inline PTX instructions, compared with their host implementations
@@ -34,7 +33,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
 
 declare -A parts=(
-    [times]="kernels bench"
+    [times]="bench"
     [counters]="stalls counts"
     [checks]="failed ptx values operators prediction snapshot gradcheck sanitizer slow profile"
 )
@@ -52,7 +51,6 @@ run_workers() {
 }
 
 architecture() { nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1; }
-prototypes() { make --silent build/kernels/trial.so ARCHITECTURE="sm_$(architecture | tr -d .)"; }
 
 # Some toolchains link libstdc++ statically. A module with a copy of it crashes where it raises an error of torch.
 step_build() {
@@ -60,9 +58,8 @@ step_build() {
     LDFLAGS="-Wl,--no-as-needed,-l:libstdc++.so.6,--as-needed ${LDFLAGS-}" MEMCHECK_CUDA=1 \
         "$python" setup.py build_ext --inplace && "$python" -m memcheck info
 }
-step_kernels() { prototypes && "$python" benchmarks/kernels/trial.py; }
 step_bench() { "$python" benchmarks/gpu.py; }
-step_stalls() { prototypes && "$python" benchmarks/gpu_counts.py --stalls; }
+step_stalls() { "$python" benchmarks/gpu_counts.py --stalls; }
 step_counts() { "$python" benchmarks/gpu_counts.py; }
 step_failed() {
     run_pytest --failed tests/ops --device cuda -m "not cpu"
@@ -127,7 +124,7 @@ fi
 # As gpu_harness.results_folder spells it.
 name=${machine%%,*} name=${name,,} name=${name#nvidia }
 results=${MEMCHECK_RESULTS:-benchmarks/results/${name// /-}}
-sources=$(find csrc memcheck tests benchmarks/*.* benchmarks/kernels -type f ! -name '*.so' ! -name '*.pyc' \
+sources=$(find csrc memcheck tests benchmarks/*.* -type f ! -name '*.so' ! -name '*.pyc' \
     ! -name _build.py -print0 | sort -z | xargs -0 sha1sum | sha1sum | head -c 12)
 export MEMCHECK_RESULTS=$results MEMCHECK_SOURCES=$sources
 mkdir -p "$results"
@@ -151,18 +148,16 @@ failed=0
 table=""
 for word in "${words[@]}"; do
     deadline=$((SECONDS + 60 * ${MEMCHECK_MINUTES:-8}))
-    [ "$word" = kernels ] || run_step build >/dev/null &
+    run_step build >/dev/null
     for step in ${parts[$word]-$word}; do
-        [ "$step" = kernels ] || wait
         if [ "$step" != build ] && ! has_ended "$step" "passed|FAILED"; then
             echo "== $step"
-            if [ "$step" = kernels ] || has_ended build passed; then run_step "$step"; fi
+            if has_ended build passed; then run_step "$step"; fi
         fi
         has_ended "$step" passed || failed=1
         line=$(has_ended "$step" ".*" && tail -n 1 "$results/$step.log")
         table+=$(printf '%-10s %s' "$step" "${line:-not run}")$'\n'
     done
-    wait
 done
 has_ended build passed || tail -n 20 "$results/build.log" >&2
 echo "== $machine"

@@ -7,8 +7,7 @@ stand beside benchmarks/results/cuda_counts/counts.csv. The host stands for an A
 variants of kernels, which are named. Times: the large cases run by themselves, timed by CUDA events, and stand beside
 the derived times of an H100 and their terms, from derived.csv.
 
-With --stalls, instead, the large cases and the prototypes of benchmarks/kernels run under Nsight Compute, and for each
-kernel it is stored where warps wait, and how busy the multiprocessors' parts are. A case that is stored of the same
+With --stalls, instead, the large cases run under Nsight Compute, and for each kernel it is stored where warps wait, and how busy the multiprocessors' parts are. A case that is stored of the same
 sources (MEMCHECK_SOURCES) does not run again.
 
 Tables go to FOLDER/counts.csv, FOLDER/derived_times.csv and FOLDER/stalls.csv: FOLDER is MEMCHECK_RESULTS, or the one
@@ -66,7 +65,6 @@ STALLS = {
     "dram %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     **{f"{name} stall": f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio" for name in WAITS},
 }
-PROTOTYPES, TRIAL = "prototypes", ROOT / "benchmarks/kernels/trial.py"
 # torch.cuda._sleep launches it. It stands before every pass.
 SEPARATOR = "spin_kernel"
 
@@ -217,12 +215,10 @@ def watch_stalls(folder: Path) -> None:
     stored = pd.read_csv(path).to_dict("records") if path.is_file() else []
     rows = [row for row in stored if row["sources"] == sources]
     ended = {row["case"] for row in rows}
-    for name in [PROTOTYPES, *(case.name for case in cases_of(count.large_cases))]:
+    for name in [case.name for case in cases_of(count.large_cases)]:
         if name in ended:
             continue
-        words = [TRIAL, "--launch"] if name == PROTOTYPES else [__file__, "--launch", name]
-        launches = launches_of(watched(list(STALLS.values()), *words))
-        groups = [launches] if name == PROTOTYPES else by_pass(launches)
+        groups = by_pass(launches_of(watched(list(STALLS.values()), __file__, "--launch", name)))
         facts = {"gpu": torch.cuda.get_device_name(), "sources": sources, "case": name}
         of_case = [
             {**facts, "pass": of, **row}

@@ -122,7 +122,7 @@ struct LinearAttentionDecaySum {
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads and on the
 // lengths of sequences, that of CUDA on shape and dtype only.
 struct LinearAttentionPlan {
-  int64_t forward_states_bytes;  // of segments of the sequence, if there are too few heads; CUDA: and no room in y
+  int64_t forward_states_bytes;  // of segments of the sequence, if there are too few heads
   int64_t forward_scratch_bytes;
   int64_t rows_bytes;
   int64_t backward_states_bytes;

@@ -8,38 +8,30 @@ namespace linear_cuda {
 
 namespace {
 
-// add_up_segments; a thread for each number of a key head's slots, of which none has more than `most`.
-template <typename scalar_t>
-__global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
-  using acc_t = acc_type<scalar_t>;
+// add_up_segments; a thread for each number of a key head's slots.
+template <typename acc_t>
+__global__ void add_up_kernel(const Scan scan) {
   const LinearAttentionShape& n = scan.shape;
+  const int64_t most = linear_attention_slot(scan.depth, scan.width);
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t number = index % most;
-  const SequenceTile at = segment_at(scan, index / most / slots / n.Hkv, 1);
+  const SequenceTile at = segment_at(scan, index / most / n.Hkv, 1);
   if (at.tile > 0 || at.sequence >= sequence_count(n)) return;
   ScanWork work = {};
-  work.part = index / most % slots;
   work.sequence = scan_sequence(scan, at.sequence);
   if (work.is_whole()) return;
-  work.key_head = index / most / slots % n.Hkv;
-  work.row_head = work.key_head * n.group();
-  const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, 0);
-  if (number >= slot.count) return;
-  const bool shares = scan.segments.grouped || scan.states.of_keys;
-  const int64_t copies = scan.states.result && !shares ? n.group() : 1;
+  work.key_head = index / most % n.Hkv;
+  const StateSlot<acc_t> first(scan, work, 0);
+  if (number >= first.count) return;
   const int64_t count = work.sequence.segments;
-  const auto replace = [&](int64_t segment, acc_t x) {
-    ScanWork of_copy = work;
-    for (int64_t i = 0; i < copies; ++i, ++of_copy.row_head) slot_of<scalar_t>(scan, of_copy, segment).write(number, x);
-  };
-  acc_t sum = number < slot.matrix
-                  ? initial_element<acc_t>(scan, work, number / slot.columns, slot.first_column + number % slot.columns)
-                  : initial_sum<acc_t>(scan, work, slot.first_sum + number - slot.matrix);
+  const auto of_segment = [&](int64_t i) -> acc_t& { return StateSlot<acc_t>(scan, work, i).numbers[number]; };
+  acc_t sum = number < first.matrix ? initial_element<acc_t>(scan, work, number / first.width, number % first.width)
+                                    : initial_sum<acc_t>(scan, work, number - first.matrix);
   acc_t rest = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t segment = scan.backwards() ? count - 1 - i : i;
-    const acc_t x = i < scan.summed(count) ? slot_of<scalar_t>(scan, work, segment).read(number) : acc_t(0);
-    if (n.causal) replace(segment, sum);
+    const acc_t x = i < scan.summed(count) ? of_segment(segment) : acc_t(0);
+    if (n.causal) of_segment(segment) = sum;
     if (scan.decay && i < scan.summed(count)) {
       const acc_t kept = kept_of<acc_t>(scan, work, segment);
       sum *= kept;
@@ -47,21 +39,18 @@ __global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
     }
     add_to_sum(x, sum, rest);
   }
-  for (int64_t i = 0; i < count && !n.causal; ++i) replace(i, sum);
+  for (int64_t i = 0; i < count && !n.causal; ++i) of_segment(i) = sum;
 }
 
 }  // namespace
 
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   constexpr unsigned kBlock = 256;
-  const int64_t slots = scan.parts_have_slots() ? scan.parts() : 1;
-  const int64_t columns = scan.parts_have_slots() ? std::min(scan.tile, scan.width) : scan.width;
-  const int64_t most = linear_attention_slot(scan.depth, columns);
   const LinearAttentionShape& n = scan.shape;
   const int64_t places = n.sequences.packed ? scan.places() : n.B;
-  const Launch with{"linear_attention_add_up", ceil_div(places * n.Hkv * slots * most, kBlock), dim3(kBlock), 0,
-                    stream};
-  with_device_type(dtype, [&](auto scalar) { launch(with, add_up_kernel<decltype(scalar)>, scan, slots, most); });
+  const int64_t numbers = places * n.Hkv * linear_attention_slot(scan.depth, scan.width);
+  const Launch with{"linear_attention_add_up", ceil_div(numbers, kBlock), dim3(kBlock), 0, stream};
+  dtype == Dtype::Float64 ? launch(with, add_up_kernel<double>, scan) : launch(with, add_up_kernel<float>, scan);
 }
 
 namespace {
@@ -100,28 +89,16 @@ Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind ki
   return scan;
 }
 
-// The segments' states, in the result if there is one, and the products of their decays. Both may be in scratch: the
-// states first.
-void place_states(const StateMemory& in_result, void* scratch, Dtype dtype, Scan& scan) {
+// The segments' states, and behind them the products of their decays.
+void place_states(void* memory, Dtype dtype, Scan& scan) {
   const LinearAttentionShape& n = scan.shape;
-  if (scan.segments.in_result && !in_result.result) scan.segments = {1, false, scan.segments.grouped};
-  scan.states = scan.segments.in_result ? in_result : StateMemory{scratch, {}, false, 0};
-  const int64_t of_states =
-      scan.segments.in_result ? 0 : n.B * n.Hkv * scan.segments.count * linear_attention_slot(n.D, n.Dv);
-  scan.kept = static_cast<char*>(scratch) + of_states * acc_bytes(dtype);
+  const int64_t of_states = n.B * n.Hkv * scan.segments.count * linear_attention_slot(n.D, n.Dv);
+  scan.states = memory;
+  scan.kept = static_cast<char*>(memory) + of_states * acc_bytes(dtype);
 }
 
 Strided<4> transposed(const Strided<4>& x) {
   return {x.data, {x.stride[0], x.stride[1], x.stride[3], x.stride[2]}};
-}
-
-// A state lies in the scan's own result, or if that is not wanted in that of a later scan.
-StateMemory states_in_result(const LinearAttentionBackward& p, const Scan& scan) {
-  const LinearAttentionShape& n = p.shape;
-  const StateMemory of_q{nullptr, p.grad_q, false, n.D}, of_k{nullptr, p.grad_k, true, n.D},
-      of_v{nullptr, p.grad_v, true, n.Dv};
-  const StateMemory of_keys = p.grad_k && scan.kind != ScanKind::GradV ? of_k : of_v;
-  return p.grad_q && scan.rows_are_queries() ? of_q : of_keys;
 }
 
 // Those of keys lie behind 1 / den and the most parts of g.y.
@@ -170,7 +147,7 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind,
       scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v, scan.m = p.grad_last.m;
       break;
   }
-  place_states(states_in_result(p, scan), p.states, dtype, scan);
+  place_states(p.states, dtype, scan);
   return scan;
 }
 
@@ -188,7 +165,7 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   scan.b = {p.k, maps, false, false};
   scan.x = {p.v, false, false, false};
   scan.out = p.y;
-  place_states({nullptr, p.y, false, p.shape.Dv}, p.states, dtype, scan);
+  place_states(p.states, dtype, scan);
   scan.deep = p.scratch;
   scan.decay = p.decay;
   scan.m = p.initial.m, scan.z = p.initial.z;

@@ -34,9 +34,6 @@ inline int64_t linear_attention_parts(int64_t columns, Dtype dtype) {
 // blocks. Causal: rows are cut where columns are; else rows are cut into as many pieces as columns.
 struct LinearAttentionSegments {
   int64_t count;  // with `shortest`: of the longest sequence that the batch may have
-  // The states lie in the result, each in the rows that its segment's blocks write in the end. Else in memory of their
-  // own.
-  bool in_result;
   // Rows are queries, and a block has those of all query heads of a key head.
   bool grouped;
   // With a table, a sequence has as many segments as it has times this length, or one. So its bits depend on no other
@@ -82,32 +79,6 @@ inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearA
 // A state deeper than this lies in memory, not in the shared memory of a block.
 constexpr int64_t kLinearAttentionDeepest = 256;
 
-// Whether states may lie in results: every segment has rows there. Those of a table that is not causal may have none.
-inline bool linear_attention_states_in_result(const LinearAttentionShape& n, LinearAttentionRows rows) {
-  const bool have_rows = n.S == n.T || (n.causal ? rows == LinearAttentionRows::Keys : !n.sequences);
-  return have_rows && std::min(n.D, n.Dv) > 0 && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
-}
-
-// The most segments of a dense batch whose states have room in their rows of every result. A block has a tile of the
-// result's columns, and its part of the state lies in them.
-inline int64_t linear_attention_segments_in_result(const LinearAttentionShape& n, Dtype dtype,
-                                                   LinearAttentionRows rows) {
-  if (!linear_attention_states_in_result(n, rows)) return 0;
-  const int64_t tile = linear_attention_tile(dtype);
-  int64_t rows_of_state = 1;
-  const auto fit = [&](int64_t columns, int64_t elements) {
-    const int64_t needed = ceil_div(elements * acc_bytes(dtype), columns * element_bytes(dtype));
-    rows_of_state = std::max(rows_of_state, needed);
-  };
-  for (const auto& [depth, width] : {std::pair{n.D, n.Dv}, std::pair{n.Dv, n.D}}) {
-    const int64_t narrowest = width % tile == 0 ? tile : width % tile;
-    fit(narrowest, depth * narrowest + std::max(depth, narrowest));
-    fit(width, linear_attention_slot(n.D, n.Dv));
-  }
-  const int64_t length = n.causal ? n.T : std::min(n.S, n.T);
-  return length / kLinearAttentionChunk / ceil_div(rows_of_state, kLinearAttentionChunk);
-}
-
 constexpr int64_t kLinearAttentionMultiprocessors = 132;
 
 // The most segments that blocks of one multiprocessor go through, of `count` for each of so many heads.
@@ -132,8 +103,8 @@ inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentio
   // last place of float32 or float64, and the tolerance is above 32 + sqrt(positions). Segments are added with
   // compensation.
   const int64_t longest = dtype == Dtype::Float64 ? 4096 : 16384;
-  // States in memory of their own take at most this part of the bytes of the keys, or so many bytes if that is more.
-  constexpr int64_t kSmallBytes = 768 << 10;
+  // States take at most this part of the bytes of the keys, or so many bytes if that is more.
+  constexpr int64_t kSmallBytes = 4 << 20;
   constexpr int64_t kPartOfKeys = 16;
   const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
   const int64_t states_bytes = std::max<int64_t>(1, n.B * n.Hkv * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype));
@@ -142,11 +113,8 @@ inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentio
   const int64_t fewest = std::max<int64_t>(1, ceil_div(length, longest));
   const int64_t wanted =
       std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
-  const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
   const int64_t evened = linear_attention_evened(heads, wanted, length / kShortest);
-  const int64_t in_result = std::min(evened, linear_attention_segments_in_result(n, dtype, rows));
-  return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1, false}
-                                : LinearAttentionSegments{in_memory, false, false};
+  return {std::max(fewest, std::min(evened, affordable)), false};
 }
 
 // Whether scans of the shape run on tensor cores: those of 16-bit types whose products have many terms, so that the
@@ -157,30 +125,24 @@ inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, D
   return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kWidest;
 }
 
-// The segments of a batch with a table. Causal batches of as many queries as keys, and others whose sequences have as
-// many, have the states in results: eight times the wider dimension leaves room there for states, and makes moving them
-// a small part of the work. Else states in memory take about a sixteenth of the bytes of the keys.
+// The segments of a batch with a table. States take about a sixteenth of the bytes of the keys.
 inline LinearAttentionSegments linear_attention_segments_of_table(const LinearAttentionShape& n, Dtype dtype,
                                                                   LinearAttentionRows rows) {
-  constexpr int64_t kShortest = 256, kLongest = 16384, kPartOfKeys = 16, kOfWider = 8;
+  constexpr int64_t kShortest = 256, kLongest = 16384, kPartOfKeys = 16;
   const bool of_queries = rows == LinearAttentionRows::Queries;
   const int64_t length = n.causal || of_queries ? n.T : n.S;
-  const int64_t wider = std::max(n.D, n.Dv);
-  const bool in_result = linear_attention_states_in_result(n, rows);
   const int64_t of_state = ceil_div(linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype) * kPartOfKeys,
                                     std::max<int64_t>(1, n.D) * element_bytes(dtype));
-  const int64_t wanted = in_result ? kOfWider * wider : std::min(of_state, kLongest);
-  const int64_t shortest = std::max(kShortest, ceil_div(wanted, kLinearAttentionChunk) * kLinearAttentionChunk);
-  LinearAttentionSegments segments{1, in_result, false, shortest};
+  const int64_t wanted = ceil_div(std::min(of_state, kLongest), kLinearAttentionChunk) * kLinearAttentionChunk;
+  LinearAttentionSegments segments{1, false, std::max(kShortest, wanted)};
   segments.count = segments.count_of(length);
   const bool fills_gpu = n.B * n.Hkv * segments.count >= 2 * kLinearAttentionMultiprocessors;
-  segments.grouped =
-      of_queries && n.group() > 1 && in_result && fills_gpu && linear_attention_suits_tensor_cores(n, dtype);
+  segments.grouped = of_queries && n.group() > 1 && fills_gpu && linear_attention_suits_tensor_cores(n, dtype);
   return segments;
 }
 
-// The segments of columns. On tensor cores a block has all query heads of a group if that takes no scratch, leaves two
-// blocks to a multiprocessor, and takes less time: by the counts, the columns of a chunk take about half of what its
+// The segments of columns. On tensor cores a block has all query heads of a group if that leaves two blocks to a
+// multiprocessor and takes less time: by the counts, the columns of a chunk take about half of what its
 // rows of one head take.
 inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
                                                          LinearAttentionRows rows) {
@@ -196,8 +158,7 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   constexpr int64_t kOfRows = 2, kOfColumns = 1;
   const bool takes_less = blocks * (n.group() * kOfRows + kOfColumns) * apart.count <
                           blocks_apart * (kOfRows + kOfColumns) * together.count;
-  const bool takes_scratch = together.count > 1 && !together.in_result;
-  together.grouped = takes_less && !takes_scratch && blocks >= 2;
+  together.grouped = takes_less && blocks >= 2;
   return together.grouped ? together : apart;
 }
 
@@ -235,8 +196,7 @@ inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape
   const auto states_bytes = [&](LinearAttentionRows rows) {
     const LinearAttentionSegments segments = linear_attention_segments(n, dtype, rows);
     if (segments.count == 1) return int64_t{0};
-    const int64_t of_state = segments.in_result ? 0 : linear_attention_slot(n.D, n.Dv);
-    return n.B * n.Hkv * segments.count * (of_state + (n.decayed ? 1 : 0)) * acc_bytes(dtype);
+    return n.B * n.Hkv * segments.count * (linear_attention_slot(n.D, n.Dv) + (n.decayed ? 1 : 0)) * acc_bytes(dtype);
   };
   const auto deep_bytes = [&](LinearAttentionRows rows) {
     return std::max(linear_attention_deep_bytes(n, dtype, rows, n.D, n.Dv),

@@ -24,11 +24,10 @@
 // earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the rows are keys, which see later queries, the
 // scan goes backwards. On tensor cores grad k and grad v are one scan, because their states differ by z alone. If there
 // are few heads, the sequence is cut into segments: one launch sums the columns of each segment, one adds the segments
-// up, and one scans all segments at once. The segments' states lie in the result until the last launch writes it: each
-// in rows that only its own segment's blocks write, so every query head of a group has a copy, if it has a block of its
-// own. With a table of sequences, a launch has a block for every place that a segment may have; a block finds the
-// sequence and the segment of its place, and does nothing if there is none. On tensor cores one block can have all
-// query heads of a group: at each chunk its rows read the state one head after the other, then the columns join it.
+// up, and one scans all segments at once. With a table of sequences, a launch has a block for every place that a
+// segment may have; a block finds the sequence and the segment of its place, and does nothing if there is none. On
+// tensor cores one block can have all query heads of a group: at each chunk its rows read the state one head after the
+// other, then the columns join it.
 //
 // There may be a state before the first key, the state behind the last one may be wanted, and sums may not be
 // normalized (no bias, and den is 1). With decays, query i sees key j with the product of the decays from j + 1 to i as
@@ -68,15 +67,6 @@ struct ScanFactor {
   bool in_packs;  // may be read 16 bytes at a time
 };
 
-// The memory of the segments' states: scratch (segments,Hkv,slot), or rows of a result, (B,H,S,columns) or
-// (B,Hkv,T,columns), of which nothing is written yet.
-struct StateMemory {
-  void* scratch;
-  Strided<4> result;  // null if they lie in scratch
-  bool of_keys;
-  int64_t columns;
-};
-
 struct Scan {
   LinearAttentionShape shape;
   double eps;
@@ -99,7 +89,7 @@ struct Scan {
   Strided<4> m, z;  // (N,Hkv,depth,width), (N,Hkv,1,depth or width)
   Strided<4> new_m, new_z;
   LinearAttentionSegments segments;
-  StateMemory states;
+  void* states;  // of segments (segments,Hkv,slot)
   int64_t tile;  // the columns of a block, of the width
   LinearAttentionDecay decay;
   void* kept;           // (segments,Hkv): products of decays
@@ -121,8 +111,6 @@ struct Scan {
   MEMCHECK_INLINE int64_t parts() const { return linear_attention_parts(width, tile); }
   // Of so many segments, those whose sums are wanted: if causal, all but the last in the direction of the scan.
   MEMCHECK_INLINE int64_t summed(int64_t count) const { return count - (shape.causal ? 1 : 0); }
-  // Whether a block's part of the state lies in the columns that it writes. Else parts share a slot.
-  MEMCHECK_INLINE bool parts_have_slots() const { return states.result && out; }
   // 1 / den and a part of g.y of a query, and a part of phi(k).(grad phi(k)) of a key; rows are those of query_row and
   // key_row.
   template <typename acc_t>
@@ -158,14 +146,12 @@ MEMCHECK_INLINE int64_t first_time(const Scan& scan, const Sequence& x) {
 MEMCHECK_INLINE ScanSequence scan_sequence(const Scan& scan, int64_t index) {
   const Sequence x = sequence_of(scan.shape, index);
   const int64_t times = scan.times_are_keys() ? x.keys : x.queries;
-  const bool both_have_room = !scan.shape.causal && scan.segments.in_result;
-  const int64_t shorter = x.queries < x.keys ? x.queries : x.keys;
   const int64_t slot_of_packed = scan.segments.shortest == 0 ? 0 : first_time(scan, x) / scan.segments.shortest;
   return {index,
           x.row,
           {x.first_query, x.first_query + x.queries},
           {x.first_key, x.first_key + x.keys},
-          scan.segments.count_of(both_have_room ? shorter : times),
+          scan.segments.count_of(times),
           scan.shape.sequences.packed ? slot_of_packed : index * scan.segments.count};
 }
 
@@ -294,83 +280,26 @@ MEMCHECK_INLINE int64_t key_row(const LinearAttentionShape& n, int64_t b, int64_
   return (b * n.Hkv + head) * n.T;
 }
 
-// The state of a segment in memory, or a block's part of it: numbers in the accumulation type, a matrix (depth,columns)
-// and then the sum of a vector. In a result of 16 bits a number takes two elements.
-template <typename scalar_t>
-struct StateSlot {
-  using acc_t = acc_type<scalar_t>;
-  using bits_t = std::conditional_t<sizeof(scalar_t) == sizeof(uint16_t), uint16_t, acc_t>;
-  static constexpr int kBits = sizeof(acc_t) / sizeof(bits_t);
-
-  int64_t matrix, count;  // numbers of the matrix, and of all
-  int64_t columns;
-  int64_t first_column;  // of the matrix, in the width
-  int64_t first_sum;     // of the vector
-  acc_t* whole;          // null if the numbers are not contiguous
-  bits_t* bits;          // then they are in a result's rows, so many elements in each
-  int64_t row_stride, column_stride;
-  uint32_t row_length;
-
-  MEMCHECK_INLINE int64_t at(int64_t k, int64_t column) const { return k * columns + column - first_column; }
-  MEMCHECK_INLINE int64_t sum_at(int64_t i) const { return matrix + i - first_sum; }
-  MEMCHECK_INLINE bits_t* bits_of(int64_t number, int i) const {
-    const uint32_t element = static_cast<uint32_t>(number) * kBits + i;
-    return bits + element / row_length * row_stride + element % row_length * column_stride;
-  }
-  MEMCHECK_INLINE acc_t read(int64_t number) const {
-    if (whole != nullptr) return whole[number];
-    bits_t parts[kBits];
-    unroll<kBits>([&](int i) { parts[i] = *bits_of(number, i); });
-    acc_t x;
-    __builtin_memcpy(&x, parts, sizeof(x));
-    return x;
-  }
-  MEMCHECK_INLINE void write(int64_t number, acc_t x) const {
-    if (whole != nullptr) {
-      whole[number] = x;
-      return;
-    }
-    bits_t parts[kBits];
-    __builtin_memcpy(parts, &x, sizeof(x));
-    unroll<kBits>([&](int i) { *bits_of(number, i) = parts[i]; });
-  }
-};
-
-// Of a segment and key head, in scratch.
+// Of a segment and key head.
 MEMCHECK_INLINE int64_t slot_number(const Scan& scan, const ScanWork& work, int64_t segment) {
   return (work.sequence.first_slot + segment) * scan.shape.Hkv + work.key_head;
 }
 
-template <typename scalar_t>
-__device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const ScanWork& work, int64_t segment) {
-  using Slot = StateSlot<scalar_t>;
-  using acc_t = typename Slot::acc_t;
-  const StateMemory& memory = scan.states;
-  const bool is_part = scan.parts_have_slots();
-  Slot slot = {};
-  slot.first_column = is_part ? work.part * scan.tile : 0;
-  slot.columns = is_part ? min(scan.tile, scan.width - slot.first_column) : scan.width;
-  slot.first_sum = scan.forms_output() ? 0 : slot.first_column;
-  slot.matrix = scan.depth * slot.columns;
-  slot.count = slot.matrix + (scan.forms_output() ? scan.depth : slot.columns);
-  const ScanSequence& x = work.sequence;
-  if (!memory.result) {
-    slot.whole = static_cast<acc_t*>(memory.scratch) +
-                 slot_number(scan, work, segment) * linear_attention_slot(scan.depth, scan.width);
-    return slot;
-  }
-  const int64_t head = memory.of_keys ? work.key_head : work.row_head;
-  const Range& rows = memory.of_keys ? x.keys : x.queries;
-  const int64_t row = rows.begin + linear_attention_segment(x.segments, segment, rows.end - rows.begin).begin;
-  slot.row_length = static_cast<uint32_t>(is_part ? slot.columns : memory.columns);
-  slot.row_stride = memory.result.stride[2];
-  slot.column_stride = memory.result.stride[3];
-  slot.bits = memory.result.at<typename Slot::bits_t>(x.row, head, row, slot.first_column);
-  if (slot.column_stride == 1 && slot.row_stride == slot.row_length &&
-      reinterpret_cast<uintptr_t>(slot.bits) % sizeof(acc_t) == 0)
-    slot.whole = reinterpret_cast<acc_t*>(slot.bits);
-  return slot;
-}
+// The state of a segment: a matrix (depth,width), and then the sum of a vector.
+template <typename acc_t>
+struct StateSlot {
+  acc_t* numbers;
+  int64_t width, matrix, count;  // numbers of a row, of the matrix, and of all
+
+  __device__ __forceinline__ StateSlot(const Scan& scan, const ScanWork& work, int64_t segment)
+      : numbers(static_cast<acc_t*>(scan.states) +
+                slot_number(scan, work, segment) * linear_attention_slot(scan.depth, scan.width)),
+        width(scan.width),
+        matrix(scan.depth * scan.width),
+        count(matrix + (scan.forms_output() ? scan.depth : scan.width)) {}
+  MEMCHECK_INLINE acc_t& at(int64_t k, int64_t column) const { return numbers[k * width + column]; }
+  MEMCHECK_INLINE acc_t& sum_at(int64_t i) const { return numbers[matrix + i]; }
+};
 
 // The state before the scan of a head: an element of the matrix, and of the vector.
 template <typename acc_t>
@@ -399,9 +328,9 @@ __device__ __forceinline__ void load_state(const Scan& scan, const ScanWork& wor
     each([&](int64_t k, int64_t column, acc_t& to) { to = initial_element<acc_t>(scan, work, k, column); },
          [&](int64_t i, acc_t& to) { to = initial_sum<acc_t>(scan, work, i); });
   } else {
-    const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.segment);
-    each([&](int64_t k, int64_t column, acc_t& to) { to = slot.read(slot.at(k, column)); },
-         [&](int64_t i, acc_t& to) { to = slot.read(slot.sum_at(i)); });
+    const StateSlot<acc_t> slot(scan, work, work.segment);
+    each([&](int64_t k, int64_t column, acc_t& to) { to = slot.at(k, column); },
+         [&](int64_t i, acc_t& to) { to = slot.sum_at(i); });
   }
 }
 
@@ -412,10 +341,10 @@ __device__ __forceinline__ void store_state(const Scan& scan, const ScanWork& wo
   using acc_t = acc_type<scalar_t>;
   const bool has_vector = !scan.forms_output() || work.part == 0;
   if (scan.phase == ScanPhase::Sums) {
-    const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.segment);
-    each([&](int64_t k, int64_t column, acc_t& from) { slot.write(slot.at(k, column), from); },
+    const StateSlot<acc_t> slot(scan, work, work.segment);
+    each([&](int64_t k, int64_t column, acc_t& from) { slot.at(k, column) = from; },
          [&](int64_t i, acc_t& from) {
-           if (has_vector || scan.parts_have_slots()) slot.write(slot.sum_at(i), from);
+           if (has_vector) slot.sum_at(i) = from;
          });
   } else {
     each(

@@ -36,7 +36,7 @@ from memcheck.ops.reference import linear_attention as reference
 SMALL, make_inputs = LINEAR.small, LINEAR.make
 MIDDLE = (2, 4, 2, 70, 130, 40, 24) if ON_HOST else (2, 8, 4, 70, 300, 40, 24)  # some chunks, and a rest
 TENSOR = (1, 4, 2, 70, 130, 40, 33)  # on tensor cores in 16 bits
-IN_RESULTS = (1, 2, 1, 600, 600, 40, 33)  # the same, and states of segments lie in results on CUDA
+SEGMENTS = (1, 2, 1, 600, 600, 40, 33)  # the same, cut into segments on CUDA
 # B, H, Hkv, S, T, D, Dv, causal: so many heads that a CUDA block has all query heads of a key head in 16 bits.
 GROUPED = [
     (1, 531, 177, 33, 33, 20, 17, True),
@@ -144,7 +144,7 @@ def test_results_do_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(TENSOR, torch.bfloat16), (IN_RESULTS, torch.bfloat16)],
+    [(TENSOR, torch.bfloat16), (SEGMENTS, torch.bfloat16)],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides_on_tensor_cores(layout: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
@@ -160,7 +160,7 @@ def test_any_strides_on_tensor_cores(layout: str, shape: tuple[int, ...], dtype:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [SMALL, TENSOR, IN_RESULTS, (1, 2, 1, 600, 600, 9, 12)])
+@pytest.mark.parametrize("shape", [SMALL, TENSOR, SEGMENTS, (1, 2, 1, 600, 600, 9, 12)])
 def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], causal: bool) -> None:
     inputs, grad_y = make_inputs(*shape, torch.bfloat16)
     function = contract(causal).function
@@ -174,7 +174,7 @@ def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], 
 @pytest.mark.host_cuda
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [TENSOR, IN_RESULTS, (1, 1, 1, 100, 520, 128, 72)])
+@pytest.mark.parametrize("shape", [TENSOR, SEGMENTS, (1, 1, 1, 100, 520, 128, 72)])
 def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     from host_cuda import library
 

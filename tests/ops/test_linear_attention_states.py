@@ -389,7 +389,7 @@ def test_two_calls_are_one(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_a_state_before_segments_in_two_parts() -> None:
-    """On CUDA the states of two segments lie in y, in parts of 64 columns. Each part begins with its own columns."""
+    """On CUDA a block of the two segments has 64 columns, and begins with its own columns of the state."""
     (q, k, v, _), _ = make_inputs(1, 2, 1, 594, 594, 72, 70, "per head")
     bound = error_bounds.linear_attention_bound(*doubles([q, k, v]), causal=True)
     truth = reference.linear_attention(*doubles([q, k, v]), causal=True)
@@ -631,13 +631,13 @@ def test_memory_to_the_byte() -> None:
 
 @pytest.mark.skipif(KERNELS == "cpu", reason="the test of the CPU is test_memory_to_the_byte")
 def test_memory_to_the_byte_on_cuda() -> None:
-    """The products of the decays of segments of 256 positions, whose states lie in results; backward also 1 / den, g.y
-    and phi(k).dphi(k) of every position."""
+    """The states of segments of 256 positions, and the products of their decays; backward also 1 / den, g.y and
+    phi(k).dphi(k) of every position."""
     S = 2048
     inputs, grad_y = make_inputs(1, 2, 2, S, S, 8, 8, "per position")
     state = tuple(x.requires_grad_() for x in make_state(1, 2, 8, 8))
     leaves = [x.requires_grad_() for x in inputs]
-    kept = 2 * (S // 256) * 4
+    kept = 2 * (S // 256) * (8 * 8 + 8 + 1) * 4
     sums = 2 * 8
     with track(device=DEVICE) as memory:
         y, last = ours(*leaves[:3], state, leaves[3])

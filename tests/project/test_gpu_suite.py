@@ -47,7 +47,6 @@ def write_gpu(tmp_path: Path, python: str) -> None:
     """A machine that seems to have a GPU, where python3 runs these words of bash."""
     write_tool(tmp_path, "nvidia-smi", '[[ $* == *compute_cap* ]] && echo 9.0 || echo "NVIDIA A GPU 1GB, 580.1, 1 MiB"')
     write_tool(tmp_path, "python3", python)
-    write_tool(tmp_path, "make", 'echo "made: $*"')
 
 
 def parts() -> dict[str, list[str]]:
@@ -91,13 +90,12 @@ def test_a_failed_step_does_not_stop_the_others(tmp_path: Path) -> None:
     ended = suite(tmp_path, "gradcheck", "ptx", "values", "sanitizer", "times")
     assert ended.returncode == 1, ended.stderr
     results = tmp_path / "results"
-    passed = [[step, "passed"] for step in ("ptx", "values", "sanitizer", "kernels", "bench")]
+    passed = [[step, "passed"] for step in ("ptx", "values", "sanitizer", "bench")]
     assert outcomes(results) == [["gradcheck", "FAILED"], *passed]
     record = f"--outcomes {results}/tests.txt"
     assert f"ran: -m pytest -q {record} tests/gpu/test_ptx_cuda.py\n" in (results / "ptx.log").read_text()
     assert "tests/ops --device cuda -m not cpu and not slow and not ci\n" in (results / "values.log").read_text()
     assert "skipped: compute-sanitizer is not on PATH\n" in (results / "sanitizer.log").read_text()
-    assert "made: --silent build/kernels/trial.so ARCHITECTURE=sm_90\n" in (results / "kernels.log").read_text()
     assert "ran: setup.py build_ext --inplace\nran: -m memcheck info\n" in (results / "build.log").read_text()
     assert "A GPU" in (results / "machine.txt").read_text()
 
@@ -108,7 +106,7 @@ def copied_script(tmp_path: Path, *changes: tuple[str, str]) -> Path:
     for old, new in changes:
         assert text.count(old) >= 1
         text = text.replace(old, new)
-    for folder in ("csrc", "memcheck", "tests", "benchmarks/kernels"):
+    for folder in ("csrc", "memcheck", "tests", "benchmarks"):
         (tmp_path / folder).mkdir(parents=True)
     copy = tmp_path / "benchmarks/gpu.sh"
     copy.write_text(text)
@@ -137,7 +135,7 @@ def test_a_stopped_part_goes_on_where_it_stopped(tmp_path: Path) -> None:
     results = tmp_path / "results"
     slow = 'case "$*" in *counts*) exit 1;; *ptx*) echo "so far"; [ -e goes-on ] || sleep 30;; esac; echo "ran: $*"'
     write_gpu(tmp_path, f'cd "{tmp_path}"; {slow}')
-    of_part, in_seconds = ('"kernels bench"', '"counts ptx bench"'), ("60 * ${MEMCHECK_MINUTES:-8}", "$IN_SECONDS")
+    of_part, in_seconds = ('[times]="bench"', '[times]="counts ptx bench"'), ("60 * ${MEMCHECK_MINUTES:-8}", "$IN_SECONDS")
     script = copied_script(tmp_path, of_part, in_seconds)
     assert suite(tmp_path, "times", script=script, IN_SECONDS="2").returncode == 1
     assert outcomes(results) == [["counts", "FAILED"], ["ptx", "stopped"], ["bench", "not"]]
@@ -334,7 +332,7 @@ def test_where_warps_wait_is_stored_case_by_case(
 
     def ncu(metrics: Sequence[str], *words: object) -> str:
         watched.append(str(words[-1]))
-        if len(watched) == 3:
+        if len(watched) == 2:
             raise KeyboardInterrupt
         return printed_by_ncu(gpu_counts, metrics).replace('"1,500"', '"2,000"', 1)
 
@@ -342,14 +340,14 @@ def test_where_warps_wait_is_stored_case_by_case(
     monkeypatch.setenv("MEMCHECK_SOURCES", "a1")
     with pytest.raises(KeyboardInterrupt):
         gpu_counts.watch_stalls(tmp_path)
-    assert watched == ["--launch", cases[0].name, cases[1].name]
+    assert watched == [cases[0].name, cases[1].name]
     table = pd.read_csv(tmp_path / "stalls.csv")
-    assert set(table["case"]) == {"prototypes", cases[0].name}
+    assert set(table["case"]) == {cases[0].name}
     row = table[table["case"] == cases[0].name].set_index("kernel").loc["softplus_cuda::backward_kernel<__half, 1, 2>"]
     assert (row["gpu"], row["sources"], row["pass"], row["launches"]) == ("A GPU", "a1", "forward", 2)
     assert (row["us"], row["instructions"], row["no_instruction stall"]) == (3.0, 3000, 1500)
     gpu_counts.watch_stalls(tmp_path)
-    assert watched[3:] == [cases[1].name]
+    assert watched[2:] == [cases[1].name]
     monkeypatch.setenv("MEMCHECK_SOURCES", "b2")
     gpu_counts.watch_stalls(tmp_path)
     assert watched[4:] == ["--launch", cases[0].name, cases[1].name]
