@@ -223,7 +223,7 @@ struct QueryRows {
 template <typename T, typename Move>
 __device__ __forceinline__ void move_state(KeyState<T>& state, KeyMemory<T>& s, const Move& move) {
   const KeyPlace<T> at;
-  for_state<false>(state.R, s.state, 2 * at.group, T::kSteps / 2 * at.half, move);
+  for_state<false>(state.R, s.state(), 2 * at.group, T::kSteps / 2 * at.half, move);
   unroll<4, 2>([&](int t, int i) { move(state.r[t][i], s.vector[32 * at.group + fragment_column(t) + i]); });
 }
 
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
 
 bool key_gradients_fit(const LinearAttentionShape& n, Dtype dtype) {
   return dtype == Dtype::BFloat16 || std::max(n.D, n.Dv) <= 64 ||
-         fits_in_a_block(sizeof(KeyMemory<Traits<__half, 128, 32, true>>));
+         fits_in_a_block(KeyMemory<Traits<__half, 128, 32, true>>::bytes(1));
 }
 
 void key_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {
@@ -291,7 +291,7 @@ void key_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t s
     using T = decltype(traits);
     using Short = Traits<typename T::scalar, T::kDepth, 32, T::kDecayed>;
     run_phases(scan, dtype, stream, [&](const Scan& phase, int64_t blocks) {
-      if (fits_in_a_block(sizeof(KeyMemory<T>)))
+      if (fits_in_a_block(KeyMemory<T>::bytes(1)))
         launch_steps<T, KeyMemory<T>>(phase, blocks, stream, key_gradient_kernel<T>);
       else
         launch_steps<Short, KeyMemory<Short>>(phase, blocks, stream, key_gradient_kernel<Short>);

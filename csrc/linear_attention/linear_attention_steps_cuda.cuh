@@ -80,11 +80,14 @@ struct StepMemory {
   ScanRanges ranges;
   double kept;  // the product of the decays so far
   int summed_chunks, chunks, stages;
-  union {
-    Stage first_stage;
-    StagedState<T> state;
-  };
+  Stage first_stage;
 
+  // Before and after the scan it lies where tiles and what a kernel adds are in between.
+  __device__ __forceinline__ StagedState<T>& state() { return *reinterpret_cast<StagedState<T>*>(&first_stage); }
+  static constexpr size_t bytes(int stages) {
+    return std::max(sizeof(Memory) + (stages - 1) * sizeof(Stage),
+                    sizeof(StepMemory) - sizeof(Stage) + sizeof(StagedState<T>));
+  }
   __device__ __forceinline__ Loaded& tile(int tensor, const Step& step) {
     const int stage = tensor < kRowTensors ? step.row_stage : step.column_stage;
     return (stage == 0 ? &first_stage : reinterpret_cast<Stage*>(static_cast<Memory*>(this) + 1))->tile[tensor];
@@ -432,7 +435,7 @@ __device__ __forceinline__ void for_state(float (&state)[kTall][kWide][2][4], St
 // Moves the state of forward and grad_q to or from shared memory.
 template <typename T, typename Memory, typename Move>
 __device__ __forceinline__ void move_state(WarpState<T>& state, Memory& s, const Move& move) {
-  for_state<true>(state.S, s.state, warp(), 0, move);
+  for_state<true>(state.S, s.state(), warp(), 0, move);
   unroll<2, 2>([&](int t, int i) { move(state.z[t][i], s.vector[16 * warp() + fragment_column(t) + i]); });
 }
 
@@ -443,7 +446,7 @@ __device__ __forceinline__ void for_staged(const Scan& scan, Memory& s, const Mo
 #pragma unroll 4
   for (int i = static_cast<int>(threadIdx.x); i < T::kDepth * T::kDepth; i += T::kThreads) {
     const int k = i / T::kDepth, column = i % T::kDepth;
-    if (k < scan.depth && column < scan.width) move(k, column, s.state.matrix[k][column]);
+    if (k < scan.depth && column < scan.width) move(k, column, s.state().matrix[k][column]);
   }
   const int sums = static_cast<int>(scan.forms_output() ? scan.depth : scan.width);
   if (static_cast<int>(threadIdx.x) < sums) move_sum(threadIdx.x, s.vector[threadIdx.x]);
@@ -454,7 +457,7 @@ template <typename T, typename Memory, typename Take>
 __device__ __forceinline__ void begin_with_state(const Scan& scan, Memory& s, const Take& take) {
   if (scan.phase == ScanPhase::Sums || (s.work.is_whole() && !scan.m && !scan.z)) return;
   for (int i = static_cast<int>(threadIdx.x); i < T::kDepth * (T::kDepth + 4); i += T::kThreads)
-    (&s.state.matrix[0][0])[i] = 0;
+    (&s.state().matrix[0][0])[i] = 0;
   if (threadIdx.x < T::kDepth) s.vector[threadIdx.x] = 0;
   __syncthreads();
   load_state<typename T::scalar>(
@@ -497,10 +500,8 @@ void with_traits(const Scan& scan, Dtype dtype, const Run& run) {
 // Queues a kernel of T with as many stages, 2 or 1, as a block has shared memory for.
 template <typename T, typename Memory, typename Kernel>
 void launch_steps(const Scan& scan, int64_t blocks, cudaStream_t stream, Kernel kernel) {
-  constexpr size_t kTwo = sizeof(Memory) + sizeof(typename Memory::Stage);
-  const int stages = fits_in_a_block(kTwo) ? 2 : 1;
-  launch({name_of(scan.kind, true), blocks, dim3(T::kThreads), stages == 2 ? kTwo : sizeof(Memory), stream}, kernel,
-         scan, stages);
+  const int stages = fits_in_a_block(Memory::bytes(2)) ? 2 : 1;
+  launch({name_of(scan.kind, true), blocks, dim3(T::kThreads), Memory::bytes(stages), stream}, kernel, scan, stages);
 }
 
 }  // namespace linear_cuda

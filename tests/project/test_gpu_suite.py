@@ -350,7 +350,7 @@ def test_where_warps_wait_is_stored_case_by_case(
     assert watched[2:] == [cases[1].name]
     monkeypatch.setenv("MEMCHECK_SOURCES", "b2")
     gpu_counts.watch_stalls(tmp_path)
-    assert watched[4:] == ["--launch", cases[0].name, cases[1].name]
+    assert watched[3:] == [cases[0].name, cases[1].name]
     assert set(pd.read_csv(tmp_path / "stalls.csv")["sources"]) == {"b2"}
 
 
