@@ -126,12 +126,8 @@ __device__ __forceinline__ void read_chunk(const Step& step, KeyMemory<T>& s, bo
       q.template load<true>(n, 2 * at.group + c, x[c]);
       g.template load<true>(n, 2 * at.group + c, y[c]);
     });
-    uint32_t weights[1][4];
-    split_weights((T::kDecayed ? s.joining : s.query_products) + 16 * n, weights);
-    unroll<4, T::kParts>([&](int t, int part) {
-      const uint32_t of_q[1][4] = {{x[t / 2][part][0], x[t / 2][part][1], x[t / 2][part][2], x[t / 2][part][3]}};
-      multiply_half(weights, of_q, t % 2, of_r[t]);
-    });
+    const auto weights = RowSums<T>::of_weights((T::kDecayed ? s.joining : s.query_products) + 16 * n);
+    unroll<4>([&](int t) { weights.add(x[t / 2], t % 2, of_r[t]); });
     unroll<KeyPlace<T>::kRows>([&](int m) {
       if (!sees || n < at.row(m)) return;
       uint32_t a[T::kMoreParts][4], b[T::kMoreParts][4];
@@ -189,16 +185,16 @@ __device__ __forceinline__ void store_products(const Scan& scan, const Step& ste
 template <typename T>
 __device__ __forceinline__ void stage_gradients(FeatureMap map, const Step& step, const KeyResult<T>& result,
                                                 KeyMemory<T>& s) {
-  using scalar_t = typename T::scalar;
   const KeyPlace<T> at;
   auto& k = s.tile(s.kK, step);
   auto& v = s.tile(s.kV, step);
   unroll<KeyPlace<T>::kRows, 2, 4>([&](int m, int low, int t) {
     const uint32_t place = k.place_of_sums(at.row(m), low, 2 * at.group + t / 2, t % 2);
     const float2 phi = features_at<T>(k, place);
-    k.word(0, place) = rounded_pair(scalar_t(), result.k[m][t][2 * low] * derivative_of(map, phi.x),
-                                    result.k[m][t][2 * low + 1] * derivative_of(map, phi.y));
-    v.word(0, place) = rounded_pair(scalar_t(), result.v[m][t][2 * low], result.v[m][t][2 * low + 1]);
+    if (T::kPacks > 1) __syncwarp();
+    store_pair<T>(k, place, result.k[m][t][2 * low] * derivative_of(map, phi.x),
+                  result.k[m][t][2 * low + 1] * derivative_of(map, phi.y));
+    store_pair<T>(v, place, result.v[m][t][2 * low], result.v[m][t][2 * low + 1]);
   });
 }
 
@@ -282,8 +278,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
 }  // namespace
 
 bool key_gradients_fit(const LinearAttentionShape& n, Dtype dtype) {
-  return dtype == Dtype::BFloat16 || std::max(n.D, n.Dv) <= 64 ||
-         fits_in_a_block(KeyMemory<Traits<__half, 128, 32, true>>::bytes(1));
+  if (dtype == Dtype::BFloat16 || std::max(n.D, n.Dv) <= 64) return true;
+  return fits_in_a_block(dtype == Dtype::Float16 ? KeyMemory<Traits<__half, 128, 32, true>>::bytes(1)
+                                                 : KeyMemory<Traits<float, 128, 32, true>>::bytes(1));
 }
 
 void key_gradients_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {

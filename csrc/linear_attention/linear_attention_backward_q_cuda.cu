@@ -110,18 +110,16 @@ __device__ __forceinline__ void read_chunk(const ChunkDecays<T>& decays, const S
     });
     if constexpr (!T::kDecayed) {
       unroll<2, 4>([&](int t, int i) { result.z[n][t][i] += before[t][i % 2]; });
-      uint32_t ones[1][4];
-      split_ones(ones);
-      unroll<T::kParts>([&](int part) { multiply_two<bf16>(ones[0], of_k[part], before); });
+      unroll<2>([&](int t) { RowSums<T>::of_ones().add(of_k, t, before[t]); });
     }
   });
 }
 
 // Two features of q; 0 behind the last column.
 template <typename T>
-__device__ __forceinline__ float2 features_of(FeatureMap map, uint32_t pair, int column, int columns) {
-  const float2 x = values_of<typename T::scalar>(pair);
-  return make_float2(column < columns ? fast_feature(map, x.x) : 0, column + 1 < columns ? fast_feature(map, x.y) : 0);
+__device__ __forceinline__ float2 features_of(FeatureMap map, float2 x, int column, int columns) {
+  return make_float2(column < columns ? feature_of<T>(map, x.x) : 0,
+                     column + 1 < columns ? feature_of<T>(map, x.y) : 0);
 }
 
 // This warp's parts of phi(q) z and phi(q) S g.
@@ -132,8 +130,8 @@ __device__ __forceinline__ void share_rows(FeatureMap map, const Step& step, con
   unroll<T::kHigh, 2>([&](int m, int low) {
     float2 part = {};
     unroll<2>([&](int right) {
-      const uint32_t pair = q.word(0, q.place_of_sums(m, low, warp(), right));
-      const float2 phi = features_of<T>(map, pair, 16 * warp() + fragment_column(right), columns);
+      const float2 x = load_pair<T>(q, q.place_of_sums(m, low, warp(), right));
+      const float2 phi = features_of<T>(map, x, 16 * warp() + fragment_column(right), columns);
       part.x += phi.x * result.z[m][right][2 * low] + phi.y * result.z[m][right][2 * low + 1];
       part.y += phi.x * result.S_g[m][right][2 * low] + phi.y * result.S_g[m][right][2 * low + 1];
     });
@@ -166,12 +164,12 @@ __device__ __forceinline__ void stage_gradient(FeatureMap map, const Step& step,
   unroll<T::kHigh, 2>([&](int m, int low) {
     const float2 row = s.rows[16 * m + fragment_row(0, low)];
     unroll<2>([&](int right) {
-      uint32_t& pair = q.word(0, q.place_of_sums(m, low, warp(), right));
-      const float2 phi = features_of<T>(map, pair, 16 * warp() + fragment_column(right), columns);
+      const uint32_t place = q.place_of_sums(m, low, warp(), right);
+      const float2 phi = features_of<T>(map, load_pair<T>(q, place), 16 * warp() + fragment_column(right), columns);
       const float(&S_g)[4] = result.S_g[m][right];
       const float(&z)[4] = result.z[m][right];
-      pair = rounded_pair(typename T::scalar(), (S_g[2 * low] - row.y * z[2 * low]) * row.x * derivative_of(map, phi.x),
-                          (S_g[2 * low + 1] - row.y * z[2 * low + 1]) * row.x * derivative_of(map, phi.y));
+      store_pair<T>(q, place, (S_g[2 * low] - row.y * z[2 * low]) * row.x * derivative_of(map, phi.x),
+                    (S_g[2 * low + 1] - row.y * z[2 * low + 1]) * row.x * derivative_of(map, phi.y));
     });
   });
 }

@@ -1,3 +1,6 @@
+#include <cstdlib>
+#include <cstring>
+
 #include "common/compensated_sum.h"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
@@ -54,6 +57,15 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
 }
 
 namespace {
+
+// Float32 runs there in three parts, as exact as by multiply-adds, if MEMCHECK_FLOAT32_TENSOR_CORES is 1: no GPU has
+// run that yet.
+bool runs_on_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
+  const char* asked = std::getenv("MEMCHECK_FLOAT32_TENSOR_CORES");
+  if (dtype == Dtype::Float32 && asked != nullptr && std::strcmp(asked, "1") == 0)
+    return linear_attention_has_columns_for_tensor_cores(n);
+  return linear_attention_suits_tensor_cores(n, dtype);
+}
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
   scan.tile = scan.on_tensor_cores ? scan.width : linear_attention_tile(dtype);
@@ -158,7 +170,7 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   using namespace linear_cuda;
   if (p.is_step()) return queue_step(p, dtype, stream);
   if (p.decay) check_decays(p, dtype, stream);
-  const bool on_tensor_cores = linear_attention_suits_tensor_cores(p.shape, dtype);
+  const bool on_tensor_cores = runs_on_tensor_cores(p.shape, dtype);
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output, on_tensor_cores);
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   scan.a = {p.q, maps, false, false};
@@ -176,7 +188,7 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
 void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
   if (!p.grad_q && !p.grad_k && !p.grad_v && !p.grad_initial && !p.grad_decay) return;
-  const bool on_tensor_cores = linear_attention_suits_tensor_cores(p.shape, dtype) && key_gradients_fit(p.shape, dtype);
+  const bool on_tensor_cores = runs_on_tensor_cores(p.shape, dtype) && key_gradients_fit(p.shape, dtype);
   const bool with_grad_q = grad_q_finds_rows(p.shape, dtype, on_tensor_cores);
   const bool reads_rows = p.shape.normalize || p.grad_decay;
   const auto run = [&](ScanKind kind) { run_scan(backward_scan(p, dtype, kind, on_tensor_cores), dtype, stream); };

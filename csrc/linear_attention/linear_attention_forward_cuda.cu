@@ -120,8 +120,8 @@ __device__ __forceinline__ void stage_output(const Step& step, ForwardMemory<T>&
   unroll<T::kHigh, 2>([&](int m, int low) {
     const float inverse = s.inverse[16 * m + fragment_row(0, low)];
     unroll<2>([&](int right) {
-      to.word(0, to.place_of_sums(m, low, warp(), right)) = rounded_pair(
-          typename T::scalar(), result[m][right][2 * low] * inverse, result[m][right][2 * low + 1] * inverse);
+      store_pair<T>(to, to.place_of_sums(m, low, warp(), right), result[m][right][2 * low] * inverse,
+                    result[m][right][2 * low + 1] * inverse);
     });
   });
 }

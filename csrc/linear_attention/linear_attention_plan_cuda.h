@@ -117,12 +117,15 @@ inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentio
   return {std::max(fewest, std::min(evened, affordable)), false};
 }
 
+inline bool linear_attention_has_columns_for_tensor_cores(const LinearAttentionShape& n) {
+  constexpr int64_t kFewest = 16, kWidest = 128;
+  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kWidest;
+}
+
 // Whether scans of the shape run on tensor cores: those of 16-bit types whose products have many terms, so that the
 // errors of rounding the factors average out, and whose states one block can have.
 inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  constexpr int64_t kFewest = 16, kWidest = 128;
-  if (dtype != Dtype::Float16 && dtype != Dtype::BFloat16) return false;
-  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kWidest;
+  return element_bytes(dtype) == 2 && linear_attention_has_columns_for_tensor_cores(n);
 }
 
 // The segments of a batch with a table. States take about a sixteenth of the bytes of the keys.

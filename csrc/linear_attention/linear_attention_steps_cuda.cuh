@@ -211,17 +211,22 @@ __device__ __forceinline__ void request_lines(const TensorLines<typename T::scal
   if (lines.in_packs) {
     const scalar_t* from = lines.first + own.line * lines.line_stride + column;
     unroll<OwnPacks<T>::kCount>([&](int i) {
-      cp_async_16(&tile.pack(0, Of::square(place, i, 0)), from, lines.has(own.line_of(i)) && column < lines.columns);
+      unroll<T::kPacks>([&](int part) {
+        const int further = part * T::kPackElements;
+        const bool exists = lines.has(own.line_of(i)) && column + further < lines.columns;
+        cp_async_16(&tile.pack(part, Of::square(place, i, 0)), from + further, exists);
+      });
       from += 16 * lines.line_stride;
     });
     return;
   }
 #pragma unroll 1
-  for (int i = 0; i < OwnPacks<T>::kCount; ++i) {
-    const scalar_t* from = lines.first + own.line_of(i) * lines.line_stride + column * lines.column_stride;
+  for (int i = 0; i < T::kPacks * OwnPacks<T>::kCount; ++i) {
+    const int line = own.line_of(i / T::kPacks), part = i % T::kPacks, first = column + part * T::kPackElements;
+    const scalar_t* from = lines.first + line * lines.line_stride + first * lines.column_stride;
     const RowLayout layout{lines.column_stride, lines.columns, false};
-    const Pack<scalar_t> pack = read_pack(from, layout, column, lines.has(own.line_of(i)));
-    __builtin_memcpy(&tile.pack(0, Of::square(place, i, 0)), pack.values, sizeof(pack));
+    const Pack<scalar_t> pack = read_pack(from, layout, first, lines.has(line));
+    __builtin_memcpy(&tile.pack(part, Of::square(place, i / T::kPacks, 0)), pack.values, sizeof(pack));
   }
 }
 
@@ -236,13 +241,12 @@ __device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar>
   const int columns = lines.columns - 8 * own.pack;
   unroll<OwnPacks<T>::kCount>([&](int i) {
     const uint32_t at = Of::square(place, i, 0);
-    uint4 pack = tile.pack(0, at);
-    uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
+    float values[8];
+    load_values<T>(tile, at, values);
     uint32_t parts[4][T::kParts];
     unroll<4>([&](int j) {
-      const float2 x = values_of<typename T::scalar>(words[j]);
       const float factor = scale == nullptr ? 1 : scale[i];
-      split(fast_feature(map, x.x) * factor, fast_feature(map, x.y) * factor, parts[j]);
+      split(feature_of<T>(map, values[2 * j]) * factor, feature_of<T>(map, values[2 * j + 1]) * factor, parts[j]);
     });
     const int exist = lines.has(own.line_of(i)) ? columns : 0;
     if (exist < 8) {
@@ -256,7 +260,7 @@ __device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar>
   });
 }
 
-// Copies results in 16 bits to memory.
+// Copies results to memory.
 template <typename T, typename Of>
 __device__ __forceinline__ void store_lines(const TensorLines<typename T::scalar> lines, Of& tile) {
   using scalar_t = typename T::scalar;
@@ -267,11 +271,13 @@ __device__ __forceinline__ void store_lines(const TensorLines<typename T::scalar
   const RowLayout layout{lines.column_stride, lines.columns, lines.in_packs};
   scalar_t* to = lines.first + own.line * lines.line_stride + column * lines.column_stride;
   unroll<OwnPacks<T>::kCount>([&](int i) {
-    if (lines.has(own.line_of(i))) {
+    unroll<T::kPacks>([&](int part) {
+      if (!lines.has(own.line_of(i))) return;
       Pack<scalar_t> pack;
-      __builtin_memcpy(static_cast<void*>(pack.values), &tile.pack(0, Of::square(place, i, 0)), sizeof(pack));
-      write_pack(pack, to, layout, column);
-    }
+      const int further = part * T::kPackElements;
+      __builtin_memcpy(static_cast<void*>(pack.values), &tile.pack(part, Of::square(place, i, 0)), sizeof(pack));
+      write_pack(pack, to + further * lines.column_stride, layout, column + further);
+    });
     to += 16 * lines.line_stride;
   });
 }
@@ -404,10 +410,10 @@ __device__ __forceinline__ void join_state(const ChunkDecays<T>& decays, const O
   const Wide<Of> of_k(k);
   float sums[2][4] = {};
   unroll<T::kHigh>([&](int n) {
-    uint32_t seen[1][4], features[T::kParts][4];
-    T::kDecayed ? split_weights(weights + 16 * n, seen) : split_ones(seen);
+    uint32_t features[T::kParts][4];
+    const auto seen = T::kDecayed ? RowSums<T>::of_weights(weights + 16 * n) : RowSums<T>::of_ones();
     of_k.template load<true>(n, warp(), features);
-    unroll<T::kParts>([&](int part) { multiply_two<bf16>(seen[0], features[part], sums); });
+    unroll<2>([&](int t) { seen.add(features, t, sums[t]); });
   });
   unroll<2, 2>([&](int t, int i) { state.z[t][i] += sums[t][i] + sums[t][2 + i]; });
 }
@@ -494,7 +500,8 @@ void with_traits_of(const Scan& scan, const Run& run) {
 }
 template <typename Run>
 void with_traits(const Scan& scan, Dtype dtype, const Run& run) {
-  dtype == Dtype::Float16 ? with_traits_of<__half, 32>(scan, run) : with_traits_of<bf16, 64>(scan, run);
+  if (dtype == Dtype::BFloat16) return with_traits_of<bf16, 64>(scan, run);
+  dtype == Dtype::Float16 ? with_traits_of<__half, 32>(scan, run) : with_traits_of<float, 32>(scan, run);
 }
 
 // Queues a kernel of T with as many stages, 2 or 1, as a block has shared memory for.

@@ -21,9 +21,11 @@ struct Traits {
   static constexpr int kDepth = kDepth_;  // of D and of Dv, with padding
   static constexpr int kChunk = kChunk_;  // positions
   static constexpr bool kDecayed = kDecayed_;
-  static constexpr int kParts = std::is_same_v<scalar_t, bf16> ? 1 : 2;
-  static constexpr int kMoreParts = kParts + 1;
-  static constexpr int kWarps = kDepth / 16;  // each has a square's columns of a result
+  static constexpr int kParts = std::is_same_v<scalar_t, bf16> ? 1 : std::is_same_v<scalar_t, float> ? 3 : 2;
+  static constexpr int kMoreParts = kParts < 3 ? kParts + 1 : 3;  // three have the bits of float32
+  static constexpr int kPackElements = kPackSize<scalar_t>;
+  static constexpr int kPacks = 8 / kPackElements;  // of eight columns
+  static constexpr int kWarps = kDepth / 16;        // each has a square's columns of a result
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kSteps = kDepth / 16;  // squares along the depth
   static constexpr int kHigh = kChunk / 16;   // squares along a chunk
@@ -147,19 +149,62 @@ __device__ __forceinline__ float2 sum_of_parts(const uint32_t (&parts)[kParts]) 
   return sum;
 }
 
-// Two values in memory.
-template <typename scalar_t>
-__device__ __forceinline__ float2 values_of(uint32_t pair) {
-  if constexpr (std::is_same_v<scalar_t, bf16>) return make_float2(low_half(pair), high_half(pair));
-  scalar_t values[2];
-  __builtin_memcpy(static_cast<void*>(values), &pair, sizeof(pair));
-  return make_float2(to_acc(values[0]), to_acc(values[1]));
+// Values as they are in memory lie in the place of the first part, those of float32 in that of the first two: of eight
+// columns, four in each.
+
+// The eight values of a pack's columns.
+template <typename T, typename Of>
+__device__ __forceinline__ void load_values(Of& tile, uint32_t place, float (&to)[8]) {
+  unroll<T::kPacks>([&](int part) {
+    const uint4 pack = tile.pack(part, place);
+    const uint32_t words[4] = {pack.x, pack.y, pack.z, pack.w};
+    unroll<T::kPackElements>([&](int i) {
+      float& x = to[part * T::kPackElements + i];
+      if constexpr (std::is_same_v<typename T::scalar, float>) {
+        x = __uint_as_float(words[i]);
+      } else if constexpr (std::is_same_v<typename T::scalar, bf16>) {
+        x = i % 2 == 0 ? low_half(words[i / 2]) : high_half(words[i / 2]);
+      } else {
+        const uint16_t bits = static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
+        typename T::scalar value;
+        __builtin_memcpy(static_cast<void*>(&value), &bits, sizeof(bits));
+        x = to_acc(value);
+      }
+    });
+  });
+}
+
+// Two neighbours of a product's sums, as values in memory. For float32 the lanes of a row have read what they need of
+// its parts.
+template <typename T, typename Of>
+__device__ __forceinline__ void store_pair(Of& tile, uint32_t place, float x, float y) {
+  if constexpr (std::is_same_v<typename T::scalar, float>) {
+    const uint32_t pack = place - lane() % 4 * 4;
+    *reinterpret_cast<float2*>(tile.bytes + lane() % 4 / 2 * Of::kPartBytes + pack + lane() % 2 * 8) =
+        make_float2(x, y);
+  } else {
+    tile.word(0, place) = rounded_pair(typename T::scalar(), x, y);
+  }
+}
+
+template <typename T, typename Of>
+__device__ __forceinline__ float2 load_pair(Of& tile, uint32_t place) {
+  if constexpr (std::is_same_v<typename T::scalar, float>) {
+    const uint32_t pack = place - lane() % 4 * 4;
+    return *reinterpret_cast<const float2*>(tile.bytes + lane() % 4 / 2 * Of::kPartBytes + pack + lane() % 2 * 8);
+  } else if constexpr (std::is_same_v<typename T::scalar, bf16>) {
+    return make_float2(low_half(tile.word(0, place)), high_half(tile.word(0, place)));
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&tile.word(0, place)));
+  }
 }
 
 // phi(x), and phi'(x) from it.
-__device__ __forceinline__ float fast_feature(FeatureMap map, float x) {
+template <typename T>
+__device__ __forceinline__ float feature_of(FeatureMap map, float x) {
   constexpr float kLog2e = 1.44269504088896341f;
   if (map == FeatureMap::Identity) return x;
+  if constexpr (std::is_same_v<typename T::scalar, float>) return elu_plus_one(x, exp_minus_abs(x));
   return x > 0 ? x + 1 : exp2_flushed(x * kLog2e);
 }
 __device__ __forceinline__ float derivative_of(FeatureMap map, float feature) {
@@ -168,22 +213,33 @@ __device__ __forceinline__ float derivative_of(FeatureMap map, float feature) {
 
 // ---- products
 
-// c += a b of a square, without the products of parts that are as small as what splitting left out.
-template <int kA, int kB>
-__device__ __forceinline__ void multiply(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], float (&c)[2][4]) {
-  unroll<kA, kB>([&](int i, int j) {
-    if (i + j < (kA > kB ? kA : kB)) multiply_two<bf16>(a[i], b[j], c);
+// c += a b of eight columns, without the products of parts that are as small as what splitting left out. of(j, i): part
+// j of register i of the right factor. With three parts the smallest products come first, and c is added by rounding:
+// tensor cores cut sums towards 0.
+template <int kA, int kB, typename Of>
+__device__ __forceinline__ void multiply_parts(const uint32_t (&a)[kA][4], const Of& of, float (&c)[4]) {
+  constexpr int kMost = kA > kB ? kA : kB;
+  constexpr bool kApart = kA > 2 && kB > 2;
+  float apart[4] = {};
+  float(&sum)[4] = kApart ? apart : c;
+  unroll<kMost, kA>([&](int i, int part) {
+    const int sum_of_both = kApart ? kMost - 1 - i : i, other = sum_of_both - part;
+    if (other < 0 || other >= kB) return;
+    const uint32_t b[2] = {of(other, 0), of(other, 1)};
+    mma_m16n8k16<bf16>(sum, a[part], b);
   });
+  if (kApart) unroll<4>([&](int i) { c[i] += apart[i]; });
 }
 
-// c += a b of eight columns: half of the right factor.
+// The same of half of a right factor of 16 columns, or of both halves.
 template <int kA, int kB>
 __device__ __forceinline__ void multiply_half(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], int half,
                                               float (&c)[4]) {
-  unroll<kA, kB>([&](int i, int j) {
-    const uint32_t of_half[2] = {b[j][2 * half], b[j][2 * half + 1]};
-    if (i + j < (kA > kB ? kA : kB)) mma_m16n8k16<bf16>(c, a[i], of_half);
-  });
+  multiply_parts<kA, kB>(a, [&](int part, int i) { return b[part][2 * half + i]; }, c);
+}
+template <int kA, int kB>
+__device__ __forceinline__ void multiply(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], float (&c)[2][4]) {
+  unroll<2>([&](int half) { multiply_half(a, b, half, c[half]); });
 }
 
 // The number of squares on and below the diagonal of the scores.
@@ -259,24 +315,37 @@ __device__ __forceinline__ void join(const Of& a, int row, const Of& b, int colu
   });
 }
 
-// A left factor that sums rows with these weights, of 16 positions: rows 0 to 7 have them rounded, and the others what
-// rounding left out.
-__device__ __forceinline__ void split_weights(const float* weights, uint32_t (&a)[1][4]) {
-  unroll<2>([&](int i) {
-    const float2 w = *reinterpret_cast<const float2*>(weights + fragment_column(i));
-    uint32_t parts[2];
-    split(w.x, w.y, parts);
-    a[0][2 * i] = parts[0];
-    a[0][2 * i + 1] = parts[1];
-  });
-}
+// Left factors that sum rows with weights of 16 positions. Rows 0 to 7 have a part of the weights, and the others the
+// next one.
+template <typename T>
+struct RowSums {
+  static constexpr int kFactors = T::kParts > 2 ? 2 : 1;
+  uint32_t a[kFactors][4];
 
-// The same of ones.
-__device__ __forceinline__ void split_ones(uint32_t (&a)[1][4]) {
-  constexpr uint32_t kOnes = 0x3f803f80u;
-  a[0][0] = a[0][2] = kOnes;
-  a[0][1] = a[0][3] = 0;
-}
+  __device__ __forceinline__ static RowSums of_weights(const float* weights) {
+    RowSums factor = {};
+    unroll<2>([&](int i) {
+      const float2 w = *reinterpret_cast<const float2*>(weights + fragment_column(i));
+      uint32_t parts[kFactors + 1];
+      split(w.x, w.y, parts);
+      unroll<kFactors + 1>([&](int part) { factor.a[part / 2][2 * i + part % 2] = parts[part]; });
+    });
+    return factor;
+  }
+  __device__ __forceinline__ static RowSums of_ones() {
+    constexpr uint32_t kOnes = 0x3f803f80u;
+    RowSums factor = {};
+    factor.a[0][0] = factor.a[0][2] = kOnes;
+    return factor;
+  }
+  // Adds the sums of eight columns: half of the right factor b. Those of a column are in sums[i] and sums[2 + i].
+  __device__ __forceinline__ void add(const uint32_t (&b)[T::kParts][4], int half, float (&sums)[4]) const {
+    unroll<kFactors, T::kParts>([&](int i, int part) {
+      const uint32_t of_half[2] = {b[part][2 * half], b[part][2 * half + 1]};
+      if (i == 0 || part == 0) mma_m16n8k16<bf16>(sums, a[i], of_half);
+    });
+  }
+};
 
 }  // namespace linear_cuda
 }  // namespace memcheck

@@ -192,6 +192,28 @@ def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bo
 
 
 @pytest.mark.host_cuda
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [TENSOR, SEGMENTS, (1, 4, 2, 70, 90, 128, 100)])
+def test_float32_on_tensor_cores(shape: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In three parts of bfloat16, if that is asked for, within the bound of float32. Wide heads need the shared memory
+    of an H100 for the gradients."""
+    from host_cuda import library
+
+    monkeypatch.setenv("MEMCHECK_FLOAT32_TENSOR_CORES", "1")
+    try:
+        for gpu, names in (("9.0", ["forward", "backward_q", "backward_kv"]), ("8.6", ["forward"])):
+            library.stand_for(gpu)
+            library.forget_launches()
+            (q, k, v), grad_y = make_inputs(*shape)
+            for layout in ("dense", "every second column"):
+                *_, (*inputs, grad) = laid_out([q, k, v, grad_y], layout)
+                assert_contract(contract(causal), inputs, grad)
+            assert {f"linear_attention_{name}_tensor" for name in names} <= set(library.launches())
+    finally:
+        library.stand_for(library.this_gpu())
+
+
+@pytest.mark.host_cuda
 @pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 64), (torch.float32, 65), (torch.float64, 32)])
 def test_grad_q_finds_denominators_if_a_block_has_all_columns(

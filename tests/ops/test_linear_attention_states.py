@@ -148,6 +148,14 @@ def test_decays_of_many_segments(kind: str, dtype: torch.dtype) -> None:
     assert_decay_is_right(*make_inputs(*SPLIT, kind, dtype))
 
 
+@pytest.mark.host_cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_decays_of_float32_on_tensor_cores(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMCHECK_FLOAT32_TENSOR_CORES", "1")
+    assert_decay_is_right(*make_inputs(*MIDDLE, kind))
+    assert_decay_is_right(*make_inputs(1, 2, 1, 600, 600, 20, 17, kind), normalize=False)
+
+
 # ---- logarithms of decays
 
 

@@ -135,7 +135,10 @@ def test_a_stopped_part_goes_on_where_it_stopped(tmp_path: Path) -> None:
     results = tmp_path / "results"
     slow = 'case "$*" in *counts*) exit 1;; *ptx*) echo "so far"; [ -e goes-on ] || sleep 30;; esac; echo "ran: $*"'
     write_gpu(tmp_path, f'cd "{tmp_path}"; {slow}')
-    of_part, in_seconds = ('[times]="bench"', '[times]="counts ptx bench"'), ("60 * ${MEMCHECK_MINUTES:-8}", "$IN_SECONDS")
+    of_part, in_seconds = (
+        ('[times]="bench"', '[times]="counts ptx bench"'),
+        ("60 * ${MEMCHECK_MINUTES:-8}", "$IN_SECONDS"),
+    )
     script = copied_script(tmp_path, of_part, in_seconds)
     assert suite(tmp_path, "times", script=script, IN_SECONDS="2").returncode == 1
     assert outcomes(results) == [["counts", "FAILED"], ["ptx", "stopped"], ["bench", "not"]]
