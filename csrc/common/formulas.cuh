@@ -14,7 +14,6 @@ namespace memcheck {
 // to 0, so the kernel computes 2^(t + 64), and the last product rounds once. Where |x| is so large that r has no
 // correct digits, 2^(t + 64) is 0.
 __device__ __forceinline__ float exp_minus_abs_on_device(float x) {
-  constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2High = 0.693147182464599609375f;
   constexpr float kLn2Low = -1.90465429995776804525e-9f;
   constexpr float kRound = 768.0f;  // 1.5 * 2^9: numbers near it are multiples of 2^-14

@@ -23,13 +23,14 @@ namespace memcheck {
 
 // ---- exponential and logarithm
 
+constexpr float kLog2e = 1.44269504088896341f;
+
 // exp(-|x|) = 2^n exp(r) with an integer n and |r| <= ln(2)/2. The low bits of `shifted` are n + 127 + 64.
 struct ReducedExponent {
   float r, shifted;
 };
 
 MEMCHECK_INLINE ReducedExponent reduce_minus_abs(float x) {
-  constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n * kLn2High is exact
   constexpr float kLn2Low = 1.42860682030941723212e-6f;
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits. 127 + 64 makes it the exponent of 2^(n + 64).

@@ -202,7 +202,6 @@ __device__ __forceinline__ float2 load_pair(Of& tile, uint32_t place) {
 // phi(x), and phi'(x) from it.
 template <typename T>
 __device__ __forceinline__ float feature_of(FeatureMap map, float x) {
-  constexpr float kLog2e = 1.44269504088896341f;
   if (map == FeatureMap::Identity) return x;
   if constexpr (std::is_same_v<typename T::scalar, float>) return elu_plus_one(x, exp_minus_abs(x));
   return x > 0 ? x + 1 : exp2_flushed(x * kLog2e);
