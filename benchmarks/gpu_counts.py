@@ -8,7 +8,8 @@ variants of kernels, which are named. Times: the large cases run by themselves, 
 the derived times of an H100 and their terms, from derived.csv.
 
 With --stalls, instead, the large cases run under Nsight Compute, and for each kernel it is stored where warps wait, and
-how busy the multiprocessors' parts are. A case that is stored of the same sources (MEMCHECK_SOURCES) does not run again.
+how busy the multiprocessors' parts are. A case that is stored of the same sources (MEMCHECK_SOURCES) does not run
+again.
 
 Tables go to FOLDER/counts.csv, FOLDER/derived_times.csv and FOLDER/stalls.csv: FOLDER is MEMCHECK_RESULTS, or the one
 that benchmarks/results has for this GPU, h200 say.
