@@ -51,6 +51,7 @@ def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_p
             ["backward_keys_kernel", "backward_causal_kernel"],
             4,
         ),
+        ("linear_attention/linear_attention_forward_cuda.cu", ["forward_kernel"], 0),
         ("linear_attention/linear_attention_step_cuda.cu", ["step_kernel<__nv_bfloat16, true>"], 0),
     ],
 )
