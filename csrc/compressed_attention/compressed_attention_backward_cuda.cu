@@ -25,7 +25,6 @@ struct QueryGradientShared {
   RowLimits<TileSize<acc_t>::kSize, Parameters> limits;
   acc_t shift[TileSize<acc_t>::kSize];  // of the scores of each row, from its lse
   acc_t delta[TileSize<acc_t>::kSize];
-  int absent[TileSize<acc_t>::kSize];
 };
 
 template <typename scalar_t>
@@ -43,23 +42,21 @@ struct Matrices {
 // Forms the weights of a tile of columns, and their gradients.
 template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void weigh_keys(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
-                                           int64_t tile, bool careful, QueryGradientShared<acc_t, Parameters>& memory,
+                                           int64_t tile, QueryGradientShared<acc_t, Parameters>& memory,
                                            ThreadTile<acc_t>& weights, ThreadTile<acc_t>& grad_weights) {
   const auto scale = static_cast<acc_t>(p.scale);
   const ColumnTile at = column_tile(work, tile, TileSize<acc_t>::kSize);
-  const auto keys = columns_of<scalar_t>(p, work.of, at, false);
+  const auto keys = columns_of<scalar_t>(p, work, at, false);
   const bool queries_are_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
   multiply_rows(of.q, work.row, queries_are_loaded, keys, at.first, memory.q, memory.kc, weights);
-  multiply_rows(of.grad_y, work.row, queries_are_loaded, columns_of<scalar_t>(p, work.of, at, true), at.first,
+  multiply_rows(of.grad_y, work.row, queries_are_loaded, columns_of<scalar_t>(p, work, at, true), at.first,
                 memory.grad_y, memory.vc, grad_weights);
-  if (careful) find_absent(keys, at.first, memory.absent);
   unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
     const acc_t shift = memory.shift[row_of(i)];
     const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
     unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
-      const bool sees = seen.have(spread_column(j)) && !(careful && memory.absent[spread_column(j)]);
       const acc_t score = scaled(weights[i][j], scale);
-      weights[i][j] = sees ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
+      weights[i][j] = seen.have(spread_column(j)) ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
     });
   });
 }
@@ -92,11 +89,11 @@ __device__ __forceinline__ void delta_from_y(const Parameters& p, const Matrices
 // delta = sum_j p_j dp_j, because y was rounded to 16 bits, and its error would be in the gradient of every score.
 template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void delta_from_weights(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
-                                                   bool careful, QueryGradientShared<acc_t, Parameters>& memory) {
+                                                   QueryGradientShared<acc_t, Parameters>& memory) {
   acc_t delta[TileSize<acc_t>::kThreadRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
-    weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
+    weigh_keys(p, of, work, tile, memory, weights, grad_weights);
     unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
       acc_t sum = acc_t(0);
       unroll<TileSize<acc_t>::kThreadColumns>([&](int j) { sum += weighted(weights[i][j], grad_weights[i][j]); });
@@ -111,10 +108,10 @@ __device__ __forceinline__ void delta_from_weights(const Parameters& p, const Ma
   __syncthreads();
 }
 
-// Forms a tile of columns of grad_q of the same queries. Returns whether a number of this thread is not finite.
+// Forms a tile of columns of grad_q of the same queries.
 template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ bool query_gradient(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
-                                               bool careful, QueryGradientShared<acc_t, Parameters>& memory) {
+__device__ __forceinline__ void query_gradient(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
+                                               QueryGradientShared<acc_t, Parameters>& memory) {
   using Size = TileSize<acc_t>;
   const bool all_columns = stays<acc_t>(p.shape.D);
   ThreadTile<acc_t> chunk;
@@ -122,7 +119,7 @@ __device__ __forceinline__ bool query_gradient(const Parameters& p, const Matric
   start(memory.grad_q);
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
-    weigh_keys(p, of, work, tile, careful, memory, weights, grad_weights);
+    weigh_keys(p, of, work, tile, memory, weights, grad_weights);
     unroll<Size::kThreadRows>([&](int i) {
       const acc_t delta = memory.delta[row_of(i)];
       unroll<Size::kThreadColumns>(
@@ -132,10 +129,10 @@ __device__ __forceinline__ bool query_gradient(const Parameters& p, const Matric
     keep_tile(weights, memory.vc);
     if (!all_columns) {
       const ColumnTile at = column_tile(work, tile, Size::kSize);
-      load_tile(columns_of<scalar_t>(p, work.of, at, false), at.first, work.column, memory.kc);
+      load_tile(columns_of<scalar_t>(p, work, at, false), at.first, work.column, memory.kc);
     }
     __syncthreads();
-    add_product_of_tile(careful, memory.vc, memory.kc, chunk);
+    add_product_of_tile(memory.vc, memory.kc, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.grad_q);
   }
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
@@ -147,7 +144,6 @@ __device__ __forceinline__ bool query_gradient(const Parameters& p, const Matric
       store_columns<scalar_t, Size::kThreadColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0),
                                                     of_row);
   });
-  return any_not_finite(memory.grad_q);
 }
 
 template <typename scalar_t, typename Parameters>
@@ -165,22 +161,17 @@ __global__ void __launch_bounds__(kThreads, 2) query_gradient_kernel(Parameters 
     memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, row)) : acc_t(0);
   }
   __syncthreads();
-#pragma unroll 1
-  for (bool careful = false, again = true; again; careful = true) {
-    if (p.y) {
-      delta_from_y(p, of, work, memory);
-    } else {
-      delta_from_weights(p, of, work, careful, memory);
-    }
-    const int64_t row = work.row + threadIdx.x;
-    const bool exists = threadIdx.x < kSize && row < work.of.rows();
-    if (exists && p.grad_lse) memory.delta[threadIdx.x] -= number_of<acc_t>(p.grad_lse, work.of, row);
-    if (exists && p.delta && work.column == 0) number_of<acc_t>(p.delta, work.of, row) = memory.delta[threadIdx.x];
-    bool not_finite = exists && !is_finite(memory.delta[threadIdx.x]);
-    __syncthreads();
-    if (p.grad_q) not_finite |= query_gradient(p, of, work, careful, memory);
-    again = __syncthreads_or(!careful && not_finite) != 0;
+  if (p.y) {
+    delta_from_y(p, of, work, memory);
+  } else {
+    delta_from_weights(p, of, work, memory);
   }
+  const int64_t row = work.row + threadIdx.x;
+  const bool exists = threadIdx.x < kSize && row < work.of.rows();
+  if (exists && p.grad_lse) memory.delta[threadIdx.x] -= number_of<acc_t>(p.grad_lse, work.of, row);
+  if (exists && p.delta && work.column == 0) number_of<acc_t>(p.delta, work.of, row) = memory.delta[threadIdx.x];
+  __syncthreads();
+  if (p.grad_q) query_gradient(p, of, work, memory);
 }
 
 template <typename scalar_t, typename Parameters>
@@ -287,49 +278,43 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
   const bool all_columns = stays<acc_t>(p.shape.D);
   const auto scale = static_cast<acc_t>(p.scale);
-#pragma unroll 1
-  for (bool careful = false, again = true; again; careful = true) {
-    ThreadTile<acc_t> chunk;
-    set_zero<acc_t>(chunk);
-    start(memory.gradient);
-    for (int64_t tile = work.begin; tile < work.end; ++tile) {
-      const int64_t row = work.first_row + tile * Size::kSize;
-      const bool keys_are_loaded = all_columns && tile > work.begin;
-      const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
-      ThreadTile<acc_t> weights;
-      multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
-      unroll<Size::kThreadRows>([&](int i) {
-        const int unseen = of_tile_before<acc_t>(memory.limits.first_row[row_of(i)], row);
-        int end = queries.count;
-        if constexpr (kHasWindow<Parameters>) end = of_tile_before<acc_t>(memory.limits.end[row_of(i)], row);
-        unroll<Size::kThreadColumns>([&](int j) {
-          const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
-          const bool seen = spread_column(j) >= unseen && spread_column(j) < end;
-          weights[i][j] = seen ? weight : acc_t(0);
-        });
+  ThreadTile<acc_t> chunk;
+  set_zero<acc_t>(chunk);
+  start(memory.gradient);
+  for (int64_t tile = work.begin; tile < work.end; ++tile) {
+    const int64_t row = work.first_row + tile * Size::kSize;
+    const bool keys_are_loaded = all_columns && tile > work.begin;
+    const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
+    ThreadTile<acc_t> weights;
+    multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
+    unroll<Size::kThreadRows>([&](int i) {
+      const int unseen = of_tile_before<acc_t>(memory.limits.first_row[row_of(i)], row);
+      int end = queries.count;
+      if constexpr (kHasWindow<Parameters>) end = of_tile_before<acc_t>(memory.limits.end[row_of(i)], row);
+      unroll<Size::kThreadColumns>([&](int j) {
+        const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
+        const bool seen = spread_column(j) >= unseen && spread_column(j) < end;
+        weights[i][j] = seen ? weight : acc_t(0);
       });
-      if (!of_values) {
-        ThreadTile<acc_t> grad_weights;
-        multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
-        unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) {
-          weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], queries.delta[j]);
-        });
-      }
-      auto& kept = of_values ? memory.q : memory.grad_y;
-      auto& factor = of_values ? memory.grad_y : memory.q;
-      __syncthreads();
-      keep_tile(weights, kept);
-      if (of_values) {
-        load_tile(of.grad_y, row, work.column, factor);
-      } else if (!all_columns) {
-        load_tile(of.q, row, work.column, factor);
-      }
-      __syncthreads();
-      add_product_of_tile(careful, kept, factor, chunk);
-      if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
+    });
+    if (!of_values) {
+      ThreadTile<acc_t> grad_weights;
+      multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
+      unroll<Size::kThreadRows, Size::kThreadColumns>(
+          [&](int i, int j) { weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], queries.delta[j]); });
     }
-    again = __syncthreads_or(!careful && any_not_finite(memory.gradient)) != 0;
-    if (again) hide_absent<scalar_t>(p, work, memory.limits.first_row);
+    auto& kept = of_values ? memory.q : memory.grad_y;
+    auto& factor = of_values ? memory.grad_y : memory.q;
+    __syncthreads();
+    keep_tile(weights, kept);
+    if (of_values) {
+      load_tile(of.grad_y, row, work.column, factor);
+    } else if (!all_columns) {
+      load_tile(of.q, row, work.column, factor);
+    }
+    __syncthreads();
+    add_product_of_tile(kept, factor, chunk);
+    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
   }
   finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);
 }

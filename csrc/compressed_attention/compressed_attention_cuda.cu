@@ -17,7 +17,6 @@ struct ForwardShared {
   SharedTile<acc_t> weights;
   Totals<acc_t> y;
   RowLimits<TileSize<acc_t>::kSize, Parameters> limits;
-  int absent[TileSize<acc_t>::kSize];
 };
 
 // The running maximum of the scores of a thread's rows, and the sums of exponentials relative to it. All threads of a
@@ -115,43 +114,37 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x < kSize) memory.limits.fill(p, work);
   __syncthreads();
   const auto scale = static_cast<acc_t>(p.scale);
-#pragma unroll 1
-  for (bool careful = false;; careful = true) {
-    Softmax<acc_t> softmax;
-    ThreadTile<acc_t> chunk;
-    set_zero<acc_t>(chunk);
-    start(memory.y);
-    acc_t rescale[Size::kThreadRows];
-    for (int64_t tile = work.begin; tile < work.end; ++tile) {
-      const ColumnTile at = column_tile(work, tile, kSize);
-      const auto keys = columns_of<scalar_t>(p, work.of, at, false);
-      ThreadTile<acc_t> scores;
-      const bool q_is_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-      multiply_rows(q, work.row, q_is_loaded, keys, at.first, memory.q, memory.kc, scores);
-      // Waits for the products of the last tile. With one column or more, multiply_rows had a barrier.
-      if (p.shape.D == 0) __syncthreads();
-      load_tile(columns_of<scalar_t>(p, work.of, at, true), at.first, work.column, memory.vc);
-      if (careful) find_absent(keys, at.first, memory.absent);
-      unroll<Size::kThreadRows>([&](int i) {
-        const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
-        unroll<Size::kThreadColumns>([&](int j) {
-          const bool sees = seen.have(spread_column(j)) && !(careful && memory.absent[spread_column(j)]);
-          scores[i][j] = sees ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
-        });
+  Softmax<acc_t> softmax;
+  ThreadTile<acc_t> chunk;
+  set_zero<acc_t>(chunk);
+  start(memory.y);
+  acc_t rescale[Size::kThreadRows];
+  for (int64_t tile = work.begin; tile < work.end; ++tile) {
+    const ColumnTile at = column_tile(work, tile, kSize);
+    const auto keys = columns_of<scalar_t>(p, work, at, false);
+    ThreadTile<acc_t> scores;
+    const bool q_is_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
+    multiply_rows(q, work.row, q_is_loaded, keys, at.first, memory.q, memory.kc, scores);
+    // Waits for the products of the last tile. With one column or more, multiply_rows had a barrier.
+    if (p.shape.D == 0) __syncthreads();
+    load_tile(columns_of<scalar_t>(p, work, at, true), at.first, work.column, memory.vc);
+    unroll<Size::kThreadRows>([&](int i) {
+      const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
+      unroll<Size::kThreadColumns>([&](int j) {
+        scores[i][j] = seen.have(spread_column(j)) ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
       });
-      softmax.add(scores, rescale);
-      keep_tile(scores, memory.weights);
-      __syncthreads();
-      unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { chunk[i][j] *= rescale[i]; });
-      add_product_of_tile(careful, memory.weights, memory.vc, chunk);
-      if ((tile - work.begin + 1) % kChunkTiles != 0 && tile + 1 < work.end) continue;
-      softmax.end_chunk(rescale);
-      unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { memory.y.of(i, j) *= rescale[i]; });
-      add_chunk(chunk, memory.y);
-    }
-    if (__syncthreads_or(!careful && any_not_finite(memory.y)) != 0) continue;
-    return finish_queries<scalar_t>(p, work, parts, softmax, memory.y);
+    });
+    softmax.add(scores, rescale);
+    keep_tile(scores, memory.weights);
+    __syncthreads();
+    unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { chunk[i][j] *= rescale[i]; });
+    add_product_of_tile(memory.weights, memory.vc, chunk);
+    if ((tile - work.begin + 1) % kChunkTiles != 0 && tile + 1 < work.end) continue;
+    softmax.end_chunk(rescale);
+    unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { memory.y.of(i, j) *= rescale[i]; });
+    add_chunk(chunk, memory.y);
   }
+  finish_queries<scalar_t>(p, work, parts, softmax, memory.y);
 }
 
 constexpr int kJoinThreads = 256;

@@ -65,8 +65,6 @@ struct MmaQueryShared {
   };
   std::conditional_t<kInRegisters, InTurns<Queries, Keys>, Together<Queries, Keys>> tiles;
   float delta[kQueries];
-  int careful;
-  int absent[kKeys];
   // In shared memory, because sums take the registers.
   QueryWorkOf<Parameters> work;
   KeyMatrices<scalar_t, kWindow> matrices;
@@ -126,11 +124,10 @@ struct MmaQueries {
   }
 
   // Forms the weights of keys from row `row` of a buffer on, which are the columns of `tile`, and the gradients of
-  // weights. A weight is 0 where a query does not see the key. absent: of the buffer's keys, null if it is not known.
+  // weights. A weight is 0 where a query does not see the key.
   template <typename scalar_t, int kWide>
   __device__ __forceinline__ void weigh(const Shared& memory, int buffer, int row, const ColumnTile& tile, float scale,
-                                        const int* absent, WarpTile<kTall, kWide>& weights,
-                                        WarpTile<kTall, kWide>& grad_weights) const {
+                                        WarpTile<kTall, kWide>& weights, WarpTile<kTall, kWide>& grad_weights) const {
     multiply_rows<scalar_t, kTall, kWide>(q, memory.tiles.keys.kc[buffer], row, weights);
     multiply_rows<scalar_t, kTall, kWide>(grad_y, memory.tiles.keys.vc[buffer], row, grad_weights);
     unroll<kTall, 2>([&](int m, int half) {
@@ -139,10 +136,6 @@ struct MmaQueries {
         float& weight = weights[m][n][2 * half + i];
         weight = sees(fragment_column(n) + i) ? exp2_approximate(weight * scale - shift[m][half]) : 0;
       });
-    });
-    if (absent == nullptr) return;
-    unroll<kTall, kWide, 4>([&](int m, int n, int i) {
-      if (absent[row + fragment_column(n) + i % 2]) weights[m][n][i] = 0;
     });
   }
 };
@@ -165,7 +158,6 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD, Parame
     cp_async_wait<0>();
     __syncthreads();
     if (kBuffers > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, Shared::kKeys), kBuffers - 1 - now);
-    if (memory.careful) find_absent(memory.matrices.keys[at.of_window], at.first, memory.absent);
 #pragma unroll 1
     for (int row = 0; row < Shared::kKeys && at.first + row < end_of_columns(memory.work, at); row += 8 * Shared::kWide)
       visit(now, row, ColumnTile{at.of_window, at.first + row});
@@ -178,10 +170,9 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD, Parame
 }
 
 // Forms delta = sum_j p_j dp_j, less the gradient of lse. It takes a pass of its own, because y was rounded to 16 bits,
-// and its error would be in the gradient of every score. Returns whether that of one of this thread's rows is not
-// finite.
+// and its error would be in the gradient of every score.
 template <typename scalar_t, int kD, typename Parameters>
-__device__ __forceinline__ bool form_delta(const Parameters& p, MmaQueryShared<scalar_t, kD, Parameters>& memory) {
+__device__ __forceinline__ void form_delta(const Parameters& p, MmaQueryShared<scalar_t, kD, Parameters>& memory) {
   using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kTall = Shared::kTall;
   constexpr int kWide = Shared::kWide;
@@ -196,19 +187,16 @@ __device__ __forceinline__ bool form_delta(const Parameters& p, MmaQueryShared<s
     rows.grad_y.load(m, memory.tiles.queries.grad_y, Shared::first_of_warp() + 16 * of_slab);
   });
   const float scale = static_cast<float>(p.scale) * kLog2e;
-  const int* const absent = memory.careful ? memory.absent : nullptr;
   float delta[kTall][2] = {};
   __syncthreads();
   through_keys(memory, [&](int now, int row, const ColumnTile& tile) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale, absent, weights, grad_weights);
+    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale, weights, grad_weights);
     unroll<kTall, kWide, 4>(
         [&](int m, int n, int i) { delta[m][i / 2] += weighted(weights[m][n][i], grad_weights[m][n][i]); });
   });
-  bool not_finite = false;
   unroll<kTall, 2>([&](int m, int half) {
     float of_row = sum_of_row(delta[m][half]);
-    not_finite |= !is_finite(of_row);
     const int64_t row = memory.work.row + Shared::row_of(m, half);
     if (lane() % 4 != 0) return;
     if (row < memory.work.of.rows()) {
@@ -218,12 +206,11 @@ __device__ __forceinline__ bool form_delta(const Parameters& p, MmaQueryShared<s
     memory.delta[Shared::row_of(m, half)] = of_row;
   });
   __syncwarp();
-  return not_finite;
 }
 
-// Forms and stores grad_q of a slab. Returns whether a number of this thread is not finite.
+// Forms and stores grad_q of a slab.
 template <typename scalar_t, int kD, typename Parameters>
-__device__ __forceinline__ bool form_grad_q(const Parameters& p, int slab,
+__device__ __forceinline__ void form_grad_q(const Parameters& p, int slab,
                                             MmaQueryShared<scalar_t, kD, Parameters>& memory) {
   using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kTall = Shared::kSlabTall;
@@ -243,20 +230,17 @@ __device__ __forceinline__ bool form_grad_q(const Parameters& p, int slab,
   float grad_q[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(grad_q);
   const float scale = static_cast<float>(p.scale);
-  const int* const absent = memory.careful ? memory.absent : nullptr;
   __syncthreads();
   through_keys(memory, [&](int now, int row, const ColumnTile& tile) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale * kLog2e, absent, weights, grad_weights);
+    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale * kLog2e, weights, grad_weights);
     unroll<kTall, kWide, 4>([&](int m, int n, int i) {
       weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
     });
     uint32_t grad_scores[kTall][kWide / 2][4];
     round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
-    add_product_or_careful<scalar_t, kTall, kWide, kD / 8>(absent != nullptr, grad_scores, tiles.keys.kc[now], row,
-                                                           grad_q);
+    add_product<scalar_t, kTall, kWide, kD / 8>(grad_scores, tiles.keys.kc[now], row, grad_q);
   });
-  const bool not_finite = any_not_finite<kTall, kD / 8>(grad_q);
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
   keep_rows<scalar_t, kTall, kD / 8>(grad_q, first, tiles.queries.q);
   for (int index = lane(); index < 2 * kTall * kD; index += 32) {
@@ -264,7 +248,6 @@ __device__ __forceinline__ bool form_grad_q(const Parameters& p, int slab,
     const int64_t row_of_all = memory.work.row + slab * Shared::kSlab + row;
     if (row_of_all < to.count) store_row_pack(tiles.queries.q, row, index % (kD / 8), to, row_of_all);
   }
-  return not_finite;
 }
 
 template <typename scalar_t, int kD, typename Parameters>
@@ -273,21 +256,14 @@ __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Paramet
   auto& memory = shared<Shared>();
   if (threadIdx.x == 0) {
     memory.work = query_work(p, blockIdx.x, Shared::kQueries, Shared::kKeys, 1, kD, 1);
-    memory.matrices.find(p, memory.work.of);
-    memory.careful = false;
+    memory.matrices.find(p, memory.work);
   }
   __syncthreads();
   if (!memory.work.exists()) return;
   memory.rows.find(p, memory.work);
+  form_delta(p, memory);
 #pragma unroll 1
-  for (;;) {
-    bool not_finite = form_delta(p, memory);
-#pragma unroll 1
-    for (int slab = 0; p.grad_q && slab < Shared::kSlabs; ++slab) not_finite |= form_grad_q(p, slab, memory);
-    if (__syncthreads_or(not_finite && !memory.careful) == 0) return;
-    if (threadIdx.x == 0) memory.careful = true;
-    __syncthreads();
-  }
+  for (int slab = 0; p.grad_q && slab < Shared::kSlabs; ++slab) form_grad_q(p, slab, memory);
 }
 
 template <typename scalar_t, typename Parameters>
@@ -516,55 +492,48 @@ __global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameter
   __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
   const int tiles = static_cast<int>(work.end - work.begin);
+  set_zero<1, kD / 8>(grad_k);
+  set_zero<1, kD / 8>(grad_v);
+  if (tiles > 0) request_queries(p, memory.work.first_row + memory.work.begin * kQueries, 0, memory);
 #pragma unroll 1
-  for (bool careful = false, again = true; again; careful = true) {
-    set_zero<1, kD / 8>(grad_k);
-    set_zero<1, kD / 8>(grad_v);
-    if (tiles > 0) request_queries(p, memory.work.first_row + memory.work.begin * kQueries, 0, memory);
-#pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int now = tile % kBuffers;
-      const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
-      cp_async_wait<0>();
-      __syncthreads();
-      if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
-      const MmaSeenBy<kKeys, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
-#pragma unroll 1
-      for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
-        float weights[1][kWide][4];
-        uint32_t factor[1][kWide / 2][4];
-        multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
-        unroll<kWide, 4>([&](int n, int i) {
-          const int column = query + fragment_column(n) + i % 2;
-          const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
-          weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
-        });
-        if (of_values) {
-          if (careful) keep_small_weights<scalar_t, 1, kWide>(weights);
-          round_factor<scalar_t, 1, kWide>(weights, factor);
-          add_product_or_careful<scalar_t, 1, kWide, kD / 8>(careful, factor, queries.grad_y[now], query, grad_v);
-        }
-        if (!of_keys) continue;
-        float grad_weights[1][kWide][4];
-        multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
-        unroll<kWide, 4>([&](int n, int i) {
-          const int column = query + fragment_column(n) + i % 2;
-          const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
-          weights[0][n][i] = softmax_gradient(weight, grad_weights[0][n][i], memory.delta[now][column]);
-        });
-        round_factor<scalar_t, 1, kWide>(weights, factor);
-        add_product_or_careful<scalar_t, 1, kWide, kD / 8>(careful, factor, queries.q[now], query, grad_k);
-      }
-      if (kBuffers > 1 || tile + 1 >= tiles) continue;
-      __syncthreads();
-      request_queries(p, row + kQueries, 0, memory);
-    }
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int now = tile % kBuffers;
+    const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
     cp_async_wait<0>();
-    const bool not_finite =
-        (of_keys && any_not_finite<1, kD / 8>(grad_k)) || (of_values && any_not_finite<1, kD / 8>(grad_v));
-    again = __syncthreads_or(!careful && not_finite) != 0;
-    if (again) hide_absent<scalar_t>(p, memory.work, memory.limits.first_row);
+    __syncthreads();
+    if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
+    const MmaSeenBy<kKeys, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
+#pragma unroll 1
+    for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
+      float weights[1][kWide][4];
+      uint32_t factor[1][kWide / 2][4];
+      multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
+      unroll<kWide, 4>([&](int n, int i) {
+        const int column = query + fragment_column(n) + i % 2;
+        const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
+        weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
+      });
+      if (of_values) {
+        round_factor<scalar_t, 1, kWide>(weights, factor);
+        add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.grad_y[now], query, grad_v);
+      }
+      if (!of_keys) continue;
+      float grad_weights[1][kWide][4];
+      multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
+      unroll<kWide, 4>([&](int n, int i) {
+        const int column = query + fragment_column(n) + i % 2;
+        const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
+        weights[0][n][i] = softmax_gradient(weight, grad_weights[0][n][i], memory.delta[now][column]);
+      });
+      round_factor<scalar_t, 1, kWide>(weights, factor);
+      add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.q[now], query, grad_k);
+    }
+    if (kBuffers > 1 || tile + 1 >= tiles) continue;
+    __syncthreads();
+    request_queries(p, row + kQueries, 0, memory);
   }
+  cp_async_wait<0>();
+  __syncthreads();
   if (of_keys) add_warps<Shared::kKeyWarps>(queries.q, grad_k);
   if (of_values) add_warps<Shared::kKeyWarps>(queries.grad_y, grad_v);
   if (Shared::kKeyWarps < kWarps) __syncthreads();

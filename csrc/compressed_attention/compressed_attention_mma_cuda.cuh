@@ -10,7 +10,6 @@ namespace compressed_cuda {
 
 // Beside those of tiles in the accumulation type.
 using memcheck::add_product;
-using memcheck::any_not_finite;
 using memcheck::multiply_rows;
 using memcheck::set_zero;
 
@@ -160,14 +159,12 @@ template <typename scalar_t, bool kWindow>
 struct KeyMatrices {
   KeyMatrix<scalar_t> keys[kWindow ? 2 : 1], values[kWindow ? 2 : 1];
 
-  template <typename Parameters>
-  __device__ __forceinline__ void find(const Parameters& p, const KeyHead& of) {
-    keys[0] = blocks_of<scalar_t>(p.shape, p.kc, of);
-    values[0] = blocks_of<scalar_t>(p.shape, p.vc, of);
-    if constexpr (kWindow) {
-      keys[1] = rows_of<scalar_t>(p.shape, p.window.k, of, of.first_key, of.keys - p.window.first);
-      values[1] = rows_of<scalar_t>(p.shape, p.window.v, of, of.first_key, of.keys - p.window.first);
-    }
+  template <typename Parameters, typename Work>
+  __device__ __forceinline__ void find(const Parameters& p, const Work& work) {
+    unroll<kWindow ? 2 : 1>([&](int source) {
+      keys[source] = columns_of<scalar_t>(p, work, {source == 1, 0}, false);
+      values[source] = columns_of<scalar_t>(p, work, {source == 1, 0}, true);
+    });
   }
   // Begins to load a tile.
   template <int kRows, int kColumns>

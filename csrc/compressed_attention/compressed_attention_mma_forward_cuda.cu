@@ -22,7 +22,6 @@ struct MmaForwardShared {
   HalfTile<scalar_t, kKeys, kD> kc[kStages];
   HalfTile<scalar_t, kKeys, kD> vc[kStages];
   SeenByRows<Parameters, kQueries> rows;
-  int absent[kKeys];
   // In shared memory, because sums take the registers.
   QueryWorkOf<Parameters> work;
   KeyMatrices<scalar_t, kHasWindow<Parameters>> matrices;
@@ -68,14 +67,6 @@ struct MmaSoftmax {
     unroll<kTall, kColumns, 4>([&](int m, int n, int i) { y[m][n][i] *= rescale[m][i / 2]; });
   }
 };
-
-// Sets scores of absent blocks to -inf.
-template <int kTall, int kWide>
-__device__ __forceinline__ void hide_absent(const int* absent, WarpTile<kTall, kWide>& scores) {
-  unroll<kWide, 4>([&](int n, int i) {
-    if (absent[fragment_column(n) + i % 2]) unroll<kTall>([&](int m) { scores[m][n][i] = minus_infinity<float>(); });
-  });
-}
 
 // Sets scores to -inf where a query does not see the key. first: the warp's first row.
 template <int kTall, int kWide, typename Rows>
@@ -138,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 2) mma_forward_kernel(Parameters p, 
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   if (threadIdx.x == 0) {
     memory.work = work;
-    memory.matrices.find(p, work.of);
+    memory.matrices.find(p, work);
   }
   memory.rows.find(p, work);
   __syncthreads();
@@ -150,42 +141,35 @@ __global__ void __launch_bounds__(kThreads, 2) mma_forward_kernel(Parameters p, 
   const auto request_keys = [&](const ColumnTile& at, int stage) {
     memory.matrices.request(at, memory.kc[stage], memory.vc[stage]);
   };
-  for (bool careful = false;; careful = true) {
-    MmaSoftmax<kTall> softmax;
-    float y[kTall][kD / 8][4];
-    set_zero<kTall, kD / 8>(y);
-    if (tiles > 0) request_keys(column_tile(memory.work, memory.work.begin, kKeys), 0);
-    cp_async_commit();
+  MmaSoftmax<kTall> softmax;
+  float y[kTall][kD / 8][4];
+  set_zero<kTall, kD / 8>(y);
+  if (tiles > 0) request_keys(column_tile(memory.work, memory.work.begin, kKeys), 0);
+  cp_async_commit();
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int now = tile % kStages;
-      const ColumnTile at = column_tile(memory.work, memory.work.begin + tile, kKeys);
-      cp_async_wait<0>();
-      __syncthreads();
-      if (kStages > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, kKeys), kStages - 1 - now);
-      float scores[kTall][kKeys / 8][4];
-      const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
-      multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
-      if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
-      hide_keys<kTall, kKeys / 8>(memory.rows, at, first, scores);
-      if (careful) {
-        find_absent(memory.matrices.keys[at.of_window], at.first, memory.absent);
-        hide_absent<kTall, kKeys / 8>(memory.absent, scores);
-      }
-      softmax.add(rises ? scale : 1, scores, y);
-      if (careful) keep_small_weights<scalar_t, kTall, kKeys / 8>(scores);
-      uint32_t weights[kTall][kKeys / 16][4];
-      round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
-      add_product_or_careful<scalar_t, kTall, kKeys / 8, kD / 8>(careful, weights, memory.vc[now], 0, y);
-      if (kStages == 1 && tile + 1 < tiles) {
-        __syncthreads();
-        request_keys(next_tile(memory.work, at, kKeys), 0);
-      }
-    }
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int now = tile % kStages;
+    const ColumnTile at = column_tile(memory.work, memory.work.begin + tile, kKeys);
     cp_async_wait<0>();
-    if (__syncthreads_or(!careful && any_not_finite<kTall, kD / 8>(y)) != 0) continue;
-    return finish_queries<scalar_t>(p, memory.work, parts, softmax, memory.q, y);
+    __syncthreads();
+    if (kStages > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, kKeys), kStages - 1 - now);
+    float scores[kTall][kKeys / 8][4];
+    const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
+    multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
+    if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
+    hide_keys<kTall, kKeys / 8>(memory.rows, at, first, scores);
+    softmax.add(rises ? scale : 1, scores, y);
+    uint32_t weights[kTall][kKeys / 16][4];
+    round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
+    add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], 0, y);
+    if (kStages == 1 && tile + 1 < tiles) {
+      __syncthreads();
+      request_keys(next_tile(memory.work, at, kKeys), 0);
+    }
   }
+  cp_async_wait<0>();
+  __syncthreads();
+  finish_queries<scalar_t>(p, memory.work, parts, softmax, memory.q, y);
 }
 
 template <typename scalar_t, int kD, int kStages = 2, typename Parameters>

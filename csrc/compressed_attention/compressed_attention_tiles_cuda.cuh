@@ -71,9 +71,8 @@ __device__ __forceinline__ void add_product_with_rows(const SharedTile<acc_t>& a
   }
 }
 
-// c += a b. Carefully, a weight of 0 in a adds nothing, whatever is in b. The sum is written once, so that nvcc makes
-// it a fused multiply-add in both forms, and finite numbers have the same bits.
-template <bool kCareful, typename acc_t>
+// c += a b
+template <typename acc_t>
 __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
                                             ThreadTile<acc_t>& c) {
   using Size = TileSize<acc_t>;
@@ -83,10 +82,7 @@ __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const Sh
     unroll<Size::kPack>([&](int x) { of_b[x] = load_pack(&b.at[k + x][joint_column<acc_t>(0)]); });
     unroll<Size::kThreadRows>([&](int i) {
       const Pack<acc_t> of_a = load_pack(&a.at[row_of(i)][k]);
-      unroll<Size::kPack, Size::kThreadColumns>([&](int x, int j) {
-        const acc_t weight = of_a.values[x], sum = c[i][j] + weight * of_b[x].values[j];
-        if (!kCareful || weight != acc_t(0)) c[i][j] = sum;
-      });
+      unroll<Size::kPack, Size::kThreadColumns>([&](int x, int j) { c[i][j] += of_a.values[x] * of_b[x].values[j]; });
     });
   }
 }
@@ -138,43 +134,6 @@ __device__ __forceinline__ TileColumns columns_seen(const RowLimits<kRows, Param
   const int end = of_tile_before<acc_t>(limits.end(tile, row), tile.first);
   if constexpr (!kHasWindow<Parameters>) return {0, end};
   return {of_tile_before<acc_t>(limits.begin(tile, row), tile.first), end};
-}
-
-// ---- numbers that are not finite
-//
-// In a product of tiles a query that does not see a block has a weight of 0, and 0 times NaN or infinity is NaN. So a
-// block of threads whose result is not finite forms it again, carefully: a weight of 0 then adds nothing, and an absent
-// block is one that no query sees.
-
-template <typename acc_t>
-MEMCHECK_INLINE bool is_finite(acc_t x) {
-  return x * acc_t(0) == acc_t(0);
-}
-
-// Whether a key is -inf in every column: then its block is absent.
-template <typename scalar_t>
-__device__ __forceinline__ bool is_absent(const KeyMatrix<scalar_t>& kc, int64_t j) {
-  int64_t d = 0;
-  while (d < kc.columns && to_acc(kc.at(j)[d * kc.column_stride]) == minus_infinity<acc_type<scalar_t>>()) ++d;
-  return d == kc.columns && d > 0;
-}
-
-// No query sees an absent block of a tile.
-template <typename scalar_t, int kCount>
-__device__ __forceinline__ void hide_absent(const CompressedAttentionBackward& p, const KeyWork& work,
-                                            int64_t (&first_row)[kCount]) {
-  const int64_t j = work.key + threadIdx.x;
-  if (threadIdx.x < kCount && j < work.of.blocks && is_absent(blocks_of<scalar_t>(p.shape, p.kc, work.of), j))
-    first_row[threadIdx.x] = std::numeric_limits<int64_t>::max();
-  __syncthreads();
-}
-
-// Finds which of kCount blocks from `key` on are absent. A word for each, because threads store them side by side.
-template <typename scalar_t, int kCount>
-__device__ __forceinline__ void find_absent(const KeyMatrix<scalar_t>& kc, int64_t key, int (&absent)[kCount]) {
-  const int64_t j = key + threadIdx.x;
-  if (threadIdx.x < kCount) absent[threadIdx.x] = j < kc.count && is_absent(kc, j);
-  __syncthreads();
 }
 
 // Stores a thread's part of a product with rows, for the next product to read.
@@ -231,15 +190,6 @@ __device__ __forceinline__ void start(Totals<acc_t>& total) {
       [&](int i, int j) { total.of(i, j) = acc_t(0); });
 }
 
-// Whether a number of this thread is not finite.
-template <typename acc_t>
-__device__ __forceinline__ bool any_not_finite(Totals<acc_t>& total) {
-  acc_t zero = acc_t(0);
-  unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>(
-      [&](int i, int j) { zero += acc_t(0) * total.of(i, j); });
-  return !(zero == acc_t(0));
-}
-
 // Adds a chunk to the total and clears it.
 template <typename acc_t>
 __device__ __forceinline__ void add_chunk(ThreadTile<acc_t>& chunk, Totals<acc_t>& total) {
@@ -251,15 +201,11 @@ __device__ __forceinline__ void add_chunk(ThreadTile<acc_t>& chunk, Totals<acc_t
 
 // chunk += a b
 template <typename acc_t>
-__device__ __forceinline__ void add_product_of_tile(bool careful, const SharedTile<acc_t>& a,
-                                                    const SharedTile<acc_t>& b, ThreadTile<acc_t>& chunk) {
+__device__ __forceinline__ void add_product_of_tile(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
+                                                    ThreadTile<acc_t>& chunk) {
   ThreadTile<acc_t> product;
   set_zero<acc_t>(product);
-  if (careful) {
-    add_product<true>(a, b, product);
-  } else {
-    add_product<false>(a, b, product);
-  }
+  add_product(a, b, product);
   unroll<TileSize<acc_t>::kThreadRows, TileSize<acc_t>::kThreadColumns>(
       [&](int i, int j) { chunk[i][j] += product[i][j]; });
 }

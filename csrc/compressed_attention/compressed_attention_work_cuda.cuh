@@ -180,15 +180,15 @@ struct RowLimits {
   }
 };
 
-// Keys or values.
-template <typename scalar_t, typename Parameters>
-MEMCHECK_INLINE KeyMatrix<scalar_t> columns_of(const Parameters& p, const KeyHead& of, const ColumnTile& tile,
+// Keys or values up to the last that a query of the tile sees.
+template <typename scalar_t, typename Parameters, typename Work>
+MEMCHECK_INLINE KeyMatrix<scalar_t> columns_of(const Parameters& p, const Work& work, const ColumnTile& tile,
                                                bool of_values) {
+  const int64_t end = end_of_columns(work, tile);
   if constexpr (kHasWindow<Parameters>)
     if (tile.of_window)
-      return rows_of<scalar_t>(p.shape, of_values ? p.window.v : p.window.k, of, of.first_key,
-                               of.keys - p.window.first);
-  return blocks_of<scalar_t>(p.shape, of_values ? p.vc : p.kc, of);
+      return rows_of<scalar_t>(p.shape, of_values ? p.window.v : p.window.k, work.of, work.of.first_key, end);
+  return rows_of<scalar_t>(p.shape, of_values ? p.vc : p.kc, work.of, work.of.first_block, end);
 }
 
 // The same parameters, with the positions of the window in the place of blocks. Kernels with a tile of keys take these.
