@@ -35,6 +35,12 @@ struct alignas(128) HalfTile {
   }
 };
 
+// x, from which compilers form addresses where these are used, instead of keeping all of them over a loop.
+__device__ __forceinline__ int not_kept(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // ---- operands
 
 // Where a lane finds its row of the first packs of an operand. The packs that are 2 step further differ by one
@@ -54,7 +60,7 @@ struct Operand {
     return at(tile, row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
   __device__ __forceinline__ static Operand at(const Tile& tile, int row, int index) {
-    return {tile, row * Tile::kColumns + (index ^ (row & 7)) * 8};
+    return {tile, not_kept(row * Tile::kColumns + (index ^ (row & 7)) * 8)};
   }
   __device__ __forceinline__ const void* row(int further, int step) const {
     return &tile.x[(place ^ (16 * step)) + further * Tile::kColumns];
@@ -161,11 +167,11 @@ __device__ __forceinline__ void multiply_rows(const Rows& a, const Tile& b, int 
   });
 }
 
-// c += a b for the rows of b from `row` on. Tensor cores cut a sum towards zero at every step, and the errors of equal
-// terms add up. So the product is summed from zero, and added to c with rounding to nearest.
-template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
-__device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row,
-                                            WarpTile<kTall, kWide>& c) {
+// Calls add(m, n, i, x) for the numbers x of a b, for the rows of b from `row` on. Tensor cores cut a sum towards zero
+// at every step, and the errors of equal terms add up. So the product is summed from zero, for `add` to round to
+// nearest.
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile, typename Add>
+__device__ __forceinline__ void multiply(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row, const Add& add) {
   static_assert(8 * kWide == Tile::kColumns && 8 * kDeep <= Tile::kRows);
   const auto second = Operand<Tile>::down(b, row);
   unroll<kWide / 2>([&](int pair) {
@@ -178,8 +184,15 @@ __device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, c
       ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
       multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
     });
-    unroll<kTall, 2, 4>([&](int m, int n, int i) { c[m][2 * pair + n][i] += product[m][n][i]; });
+    unroll<kTall, 2, 4>([&](int m, int n, int i) { add(m, 2 * pair + n, i, product[m][n][i]); });
   });
+}
+
+// c += a b
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row,
+                                            WarpTile<kTall, kWide>& c) {
+  multiply<scalar_t, kTall, kDeep, kWide>(a, b, row, [&](int m, int n, int i, float x) { c[m][n][i] += x; });
 }
 
 // ---- places of results

@@ -36,12 +36,6 @@ struct Together {
 // multiplied with all queries of a warp. First with 32 of them, which find delta; then with as many as leave room
 // for their grad_q, a slab after the other. Above 128 columns there is no room for fragments beside grad_q.
 
-// Without a window the limits of a thread's rows are in registers.
-struct NoWindow {
-  template <typename Parameters>
-  __device__ __forceinline__ void find(const Parameters&, const QueryWork&) {}
-};
-
 template <typename scalar_t, int kD, typename Parameters>
 struct MmaQueryShared {
   static constexpr bool kWindow = kHasWindow<Parameters>;
@@ -52,7 +46,6 @@ struct MmaQueryShared {
   static constexpr int kSlab = kRows * kSlabTall;  // queries
   static constexpr int kQueries = kSlab * kSlabs;
   static constexpr int kKeys = kOtherRows<kD>;
-  static constexpr int kWide = kD <= 128 ? 2 : 4;  // tiles of 8 keys that are weighed at a time
 
   using Slab = HalfTile<scalar_t, kSlab, kD>;
   struct Queries {
@@ -68,7 +61,7 @@ struct MmaQueryShared {
   // In shared memory, because sums take the registers.
   QueryWorkOf<Parameters> work;
   KeyMatrices<scalar_t, kWindow> matrices;
-  std::conditional_t<kWindow, WindowOfRows<kQueries>, NoWindow> rows;
+  SeenByRows<kQueries, kWindow> rows;
 
   // The warp's first row of a slab.
   static __device__ __forceinline__ int first_of_warp() { return warp() * 16 * kSlabTall; }
@@ -95,10 +88,11 @@ __device__ __forceinline__ void load_slab(const Parameters& p, int slab,
 // A thread's queries. Rows: of q and grad_y.
 template <typename Shared, typename Rows, int kTall>
 struct MmaQueries {
+  static constexpr int kWide = 4 / kTall;  // tiles of 8 keys that are weighed at a time
+
   Rows q, grad_y;
-  int first;                // row of the block's queries
-  int64_t limit[kTall][2];  // how many blocks each sees, without a window
-  float shift[kTall][2];    // of its scores, from its lse, in base 2
+  int first;              // row of the block's queries
+  float shift[kTall][2];  // of its scores, from its lse, in base 2
 
   template <typename Parameters>
   __device__ __forceinline__ void find(const Parameters& p, const QueryWork& work) {
@@ -108,47 +102,35 @@ struct MmaQueries {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t row = work.row + (first + Shared::row_of(m, half));
-        const bool exists = row < work.of.rows();
-        limit[m][half] = exists ? work.of.visible(p.shape, row) : 0;
-        shift[m][half] = exists ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
+        shift[m][half] = row < work.of.rows() ? softmax_shift(number_of<float>(p.lse, work.of, row)) * kLog2e : 0;
       }
-  }
-
-  // Which of kCount columns a query sees.
-  template <int kCount>
-  __device__ __forceinline__ auto seen_by(const Shared& memory, int m, int half, const ColumnTile& tile) const {
-    if constexpr (Shared::kWindow)
-      return memory.rows.template seen_by<kCount>(first + Shared::row_of(m, half), tile);
-    else
-      return ColumnsBefore{columns_before<kRows>(limit[m][half], tile.first)};
   }
 
   // Forms the weights of keys from row `row` of a buffer on, which are the columns of `tile`, and the gradients of
   // weights. A weight is 0 where a query does not see the key.
-  template <typename scalar_t, int kWide>
+  template <typename scalar_t>
   __device__ __forceinline__ void weigh(const Shared& memory, int buffer, int row, const ColumnTile& tile, float scale,
                                         WarpTile<kTall, kWide>& weights, WarpTile<kTall, kWide>& grad_weights) const {
-    multiply_rows<scalar_t, kTall, kWide>(q, memory.tiles.keys.kc[buffer], row, weights);
-    multiply_rows<scalar_t, kTall, kWide>(grad_y, memory.tiles.keys.vc[buffer], row, grad_weights);
-    unroll<kTall, 2>([&](int m, int half) {
-      const auto sees = seen_by<8 * kWide>(memory, m, half, tile);
-      unroll<kWide, 2>([&](int n, int i) {
-        float& weight = weights[m][n][2 * half + i];
-        weight = sees(fragment_column(n) + i) ? exp2_approximate(weight * scale - shift[m][half]) : 0;
-      });
-    });
+    multiply_both<scalar_t, kTall, kWide>(q, memory.tiles.keys.kc[buffer], grad_y, memory.tiles.keys.vc[buffer], row,
+                                          weights, grad_weights);
+    unroll<kTall, kWide, 4>(
+        [&](int m, int n, int i) { weights[m][n][i] = weights[m][n][i] * scale - shift[m][i / 2]; });
+    memory.rows.template hide<kTall, kWide>(
+        tile, [&](int m, int half) { return first + Shared::row_of(m, half); }, weights);
+    unroll<kTall, kWide, 4>([&](int m, int n, int i) { weights[m][n][i] = exp2_flushed(weights[m][n][i]); });
   }
 };
 
 // Loads the tiles of keys one after the other and calls visit(buffer, row of the tile, keys from there on) for every
 // 8 kWide keys.
-template <typename scalar_t, int kD, typename Parameters, typename Visit>
+template <int kWide, typename scalar_t, int kD, typename Parameters, typename Visit>
 __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD, Parameters>& memory, const Visit& visit) {
   using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kBuffers = kStages<kD>;
   const int tiles = static_cast<int>(memory.work.end);
   const auto request_keys = [&](const ColumnTile& tile, int buffer) {
-    memory.matrices.request(tile, memory.tiles.keys.kc[buffer], memory.tiles.keys.vc[buffer]);
+    memory.matrices.request_keys(tile, memory.tiles.keys.kc[buffer]);
+    memory.matrices.request_values(tile, memory.tiles.keys.vc[buffer]);
   };
   if (tiles > 0) request_keys(column_tile(memory.work, 0, Shared::kKeys), 0);
 #pragma unroll 1
@@ -159,7 +141,7 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD, Parame
     __syncthreads();
     if (kBuffers > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, Shared::kKeys), kBuffers - 1 - now);
 #pragma unroll 1
-    for (int row = 0; row < Shared::kKeys && at.first + row < end_of_columns(memory.work, at); row += 8 * Shared::kWide)
+    for (int row = 0; row < Shared::kKeys && at.first + row < end_of_columns(memory.work, at); row += 8 * kWide)
       visit(now, row, ColumnTile{at.of_window, at.first + row});
     if (kBuffers > 1 || tile + 1 >= tiles) continue;
     __syncthreads();
@@ -175,8 +157,8 @@ template <typename scalar_t, int kD, typename Parameters>
 __device__ __forceinline__ void form_delta(const Parameters& p, MmaQueryShared<scalar_t, kD, Parameters>& memory) {
   using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kTall = Shared::kTall;
-  constexpr int kWide = Shared::kWide;
   MmaQueries<Shared, RowsInRegisters<kTall, kD>, kTall> rows;
+  constexpr int kWide = rows.kWide;
   rows.first = 0;
   rows.find(p, memory.work);
   unroll<kTall>([&](int m) {
@@ -189,11 +171,10 @@ __device__ __forceinline__ void form_delta(const Parameters& p, MmaQueryShared<s
   const float scale = static_cast<float>(p.scale) * kLog2e;
   float delta[kTall][2] = {};
   __syncthreads();
-  through_keys(memory, [&](int now, int row, const ColumnTile& tile) {
+  through_keys<kWide>(memory, [&](int now, int row, const ColumnTile& tile) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale, weights, grad_weights);
-    unroll<kTall, kWide, 4>(
-        [&](int m, int n, int i) { delta[m][i / 2] += weighted(weights[m][n][i], grad_weights[m][n][i]); });
+    rows.template weigh<scalar_t>(memory, now, row, tile, scale, weights, grad_weights);
+    unroll<kTall, kWide, 4>([&](int m, int n, int i) { delta[m][i / 2] += weights[m][n][i] * grad_weights[m][n][i]; });
   });
   unroll<kTall, 2>([&](int m, int half) {
     float of_row = sum_of_row(delta[m][half]);
@@ -202,6 +183,7 @@ __device__ __forceinline__ void form_delta(const Parameters& p, MmaQueryShared<s
     if (row < memory.work.of.rows()) {
       if (p.grad_lse) of_row -= number_of<float>(p.grad_lse, memory.work.of, row);
       if (p.delta) number_of<float>(p.delta, memory.work.of, row) = of_row;
+      if (number_of<float>(p.lse, memory.work.of, row) == minus_infinity<float>()) of_row = 0;
     }
     memory.delta[Shared::row_of(m, half)] = of_row;
   });
@@ -214,7 +196,6 @@ __device__ __forceinline__ void form_grad_q(const Parameters& p, int slab,
                                             MmaQueryShared<scalar_t, kD, Parameters>& memory) {
   using Shared = MmaQueryShared<scalar_t, kD, Parameters>;
   constexpr int kTall = Shared::kSlabTall;
-  constexpr int kWide = Shared::kWide;
   using Rows =
       std::conditional_t<Shared::kInRegisters, RowsInRegisters<kTall, kD>, RowsInTile<kTall, typename Shared::Slab>>;
   const int first = Shared::first_of_warp();
@@ -223,20 +204,20 @@ __device__ __forceinline__ void form_grad_q(const Parameters& p, int slab,
   if (Shared::kInRegisters) load_slab(p, slab, memory);
   MmaQueries<Shared, Rows, kTall> rows{Rows(tiles.queries.q, first), Rows(tiles.queries.grad_y, first),
                                        slab * Shared::kSlab};
+  constexpr int kWide = rows.kWide;
   rows.find(p, memory.work);
-  float delta[kTall][2];
+  const float scale = static_cast<float>(p.scale);
+  float delta[kTall][2];  // times the scale
   unroll<kTall, 2>(
-      [&](int m, int half) { delta[m][half] = memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)]; });
+      [&](int m, int half) { delta[m][half] = scale * memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)]; });
   float grad_q[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(grad_q);
-  const float scale = static_cast<float>(p.scale);
   __syncthreads();
-  through_keys(memory, [&](int now, int row, const ColumnTile& tile) {
+  through_keys<kWide>(memory, [&](int now, int row, const ColumnTile& tile) {
     float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
-    rows.template weigh<scalar_t, kWide>(memory, now, row, tile, scale * kLog2e, weights, grad_weights);
-    unroll<kTall, kWide, 4>([&](int m, int n, int i) {
-      weights[m][n][i] = softmax_gradient(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
-    });
+    rows.template weigh<scalar_t>(memory, now, row, tile, scale * kLog2e, weights, grad_weights);
+    unroll<kTall, kWide, 4>(
+        [&](int m, int n, int i) { weights[m][n][i] *= grad_weights[m][n][i] * scale - delta[m][i / 2]; });
     uint32_t grad_scores[kTall][kWide / 2][4];
     round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
     add_product<scalar_t, kTall, kWide, kD / 8>(grad_scores, tiles.keys.kc[now], row, grad_q);
@@ -300,7 +281,7 @@ struct MmaKeyShared {
   static constexpr int kKeyWarps = kKeys / 16;
   static constexpr int kQueries = kOtherRows<kD>;
   static constexpr int kQueriesOfWarp = kQueries * kKeyWarps / kWarps;
-  static constexpr int kWide = kInRegisters ? 2 : kQueriesOfWarp / 8;  // tiles of 8 queries that are weighed at a time
+  static constexpr int kWide = kD == 128 ? 2 : 4;  // tiles of 8 queries that are weighed at a time
 
   struct Keys {
     HalfTile<scalar_t, kKeys, kD> kc;  // then grad_k
@@ -312,7 +293,7 @@ struct MmaKeyShared {
   };
   std::conditional_t<kInRegisters, InTurns<Queries, Keys>, Together<Queries, Keys>> tiles;
   float shift[kStages<kD>][kQueries];  // of scores, from the lse, in base 2, minus kWeightBits
-  float delta[kStages<kD>][kQueries];
+  float delta[kStages<kD>][kQueries];  // times scale kWeightUnit
   // In shared memory, because sums take the registers.
   KeyLimits<kKeys, Parameters> limits;
   KeyWork work;
@@ -328,35 +309,77 @@ __device__ __forceinline__ void request_queries(const Parameters& p, int64_t row
   cp_async_commit();
   if (threadIdx.x >= kOtherRows<kD>) return;
   const int64_t mine = row + threadIdx.x;
-  const bool exists = mine < memory.queries.count;
-  const float shift = exists ? softmax_shift(number_of<float>(p.lse, memory.work.of, mine)) * kLog2e : 0;
-  memory.shift[buffer][threadIdx.x] = shift - kWeightBits<scalar_t>;
-  if (p.grad_k) memory.delta[buffer][threadIdx.x] = exists ? number_of<float>(p.delta, memory.work.of, mine) : 0;
+  float shift = 0, delta = 0;
+  if (mine < memory.queries.count) {
+    const float lse = number_of<float>(p.lse, memory.work.of, mine);
+    shift = softmax_shift(lse) * kLog2e - kWeightBits<scalar_t>;
+    if (p.grad_k && lse != minus_infinity<float>()) delta = number_of<float>(p.delta, memory.work.of, mine);
+  }
+  memory.shift[buffer][threadIdx.x] = shift;
+  memory.delta[buffer][threadIdx.x] = static_cast<float>(p.scale) * kWeightUnit<scalar_t> * delta;
 }
 
 // The queries of a tile that see each of a thread's two keys.
-template <int kKeys, typename Parameters>
+template <int kKeys, int kQueries, typename Parameters>
 struct MmaSeenBy {
-  int from[2];
-  int to[kHasWindow<Parameters> ? 2 : 1];
+  int from[2], to[2];
+  bool all;  // see all keys of the warp
 
   // first: the warp's first key.
   __device__ __forceinline__ MmaSeenBy(const KeyLimits<kKeys, Parameters>& limits, int first, int64_t row,
                                        int64_t rows) {
-    unroll<2>([&](int half) { from[half] = before(limits.first_row[first + fragment_row(0, half)], row); });
-    if constexpr (kHasWindow<Parameters>) {
-      unroll<2>([&](int half) { to[half] = before(limits.end[first + fragment_row(0, half)], row); });
-    } else {
-      to[0] = before(rows, row);
-    }
+    bool hidden = false;
+    unroll<2>([&](int half) {
+      const int key = first + fragment_row(0, half);
+      from[half] = columns_before<kQueries>(limits.first_row[key], row);
+      to[half] = columns_before<kQueries>(rows, row);
+      if constexpr (kHasWindow<Parameters>) to[half] = columns_before<kQueries>(limits.end[key], row);
+      hidden |= from[half] > 0 || to[half] < kQueries;
+    });
+    all = !__any_sync(~0u, hidden);
   }
   __device__ __forceinline__ bool operator()(int half, int column) const {
-    return column >= from[half] && column < to[kHasWindow<Parameters> ? half : 0];
+    return column >= from[half] && column < to[half];
   }
-
- private:
-  __device__ __forceinline__ static int before(int64_t end, int64_t row) { return columns_before<kRows>(end, row); }
 };
+
+// Adds what queries from `query` of a buffer on add to the gradients of 16 keys.
+template <bool kOfKeys, typename scalar_t, int kD, int kKeys, typename Parameters, typename SeenBy, typename Rows>
+__device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory, int buffer,
+                                            int query, const SeenBy& seen_by, float scale, const Rows& of_k,
+                                            const Rows& of_v, bool of_keys, bool of_values, WarpTile<1, kD / 8>& grad_k,
+                                            WarpTile<1, kD / 8>& grad_v) {
+  constexpr int kWide = MmaKeyShared<scalar_t, kD, kKeys, Parameters>::kWide;
+  const auto& q = memory.tiles.queries.q[buffer];
+  const auto& grad_y = memory.tiles.queries.grad_y[buffer];
+  float weights[1][kWide][4], grad_weights[1][kWide][4];
+  if constexpr (kOfKeys) {
+    multiply_both<scalar_t, 1, kWide>(of_k, q, of_v, grad_y, query, weights, grad_weights);
+  } else {
+    multiply_rows<scalar_t, 1, kWide>(of_k, q, query, weights);
+  }
+  unroll<kWide, 4>([&](int n, int i) {
+    const int column = query + fragment_column(n) + i % 2;
+    weights[0][n][i] = exp2_flushed(weights[0][n][i] * (scale * kLog2e) - memory.shift[buffer][column]);
+  });
+  if (!seen_by.all)
+    unroll<kWide, 4>([&](int n, int i) {
+      if (!seen_by(i / 2, query + fragment_column(n) + i % 2)) weights[0][n][i] = 0;
+    });
+  uint32_t factor[1][kWide / 2][4];
+  if (of_values) {
+    round_factor<scalar_t, 1, kWide>(weights, factor);
+    add_product<scalar_t, 1, kWide, kD / 8>(factor, grad_y, query, grad_v);
+  }
+  if (!of_keys) return;
+  const float unit = scale * kWeightUnit<scalar_t>;
+  unroll<kWide, 4>([&](int n, int i) {
+    const int column = query + fragment_column(n) + i % 2;
+    weights[0][n][i] *= grad_weights[0][n][i] * unit - memory.delta[buffer][column];
+  });
+  round_factor<scalar_t, 1, kWide>(weights, factor);
+  add_product<scalar_t, 1, kWide, kD / 8>(factor, q, query, grad_k);
+}
 
 // Adds the gradients of all warps that have the same keys, in their order, to those of the first. `tiles` holds the
 // others.
@@ -461,10 +484,10 @@ __device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& 
 // kOfKeys, kOfValues: which gradients have registers. One without is not formed. p: those of of_positions, or without a
 // window.
 template <typename scalar_t, int kD, int kKeys, bool kOfKeys, bool kOfValues, typename Parameters>
-__global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts) {
+__global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
+    mma_key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts) {
   using Shared = MmaKeyShared<scalar_t, kD, kKeys, Parameters>;
   constexpr int kQueries = Shared::kQueries;
-  constexpr int kWide = Shared::kWide;
   constexpr int kBuffers = kStages<kD>;
   auto& memory = shared<Shared>();
   const KeyWork work = key_work(p, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
@@ -473,7 +496,6 @@ __global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameter
   const int first_query = warp() / Shared::kKeyWarps * Shared::kQueriesOfWarp;
   const bool of_keys = kOfKeys && p.grad_k;
   const bool of_values = kOfValues && p.grad_v;
-  const float scale = static_cast<float>(p.scale);
   if (threadIdx.x == 0) {
     memory.work = work;
     memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
@@ -483,7 +505,8 @@ __global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameter
   auto& keys = memory.tiles.keys;
   auto& queries = memory.tiles.queries;
   request_rows(blocks_of<scalar_t>(p.shape, p.kc, work.of), work.key, keys.kc);
-  if (of_keys) request_rows(blocks_of<scalar_t>(p.shape, p.vc, work.of), work.key, keys.vc);
+  // Without values nothing uses the products with them.
+  if (kOfKeys) request_rows(blocks_of<scalar_t>(p.shape, p.vc ? p.vc : p.kc, work.of), work.key, keys.vc);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
@@ -491,9 +514,9 @@ __global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameter
   const Rows of_k(keys.kc, first), of_v(keys.vc, first);
   __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
-  const int tiles = static_cast<int>(work.end - work.begin);
   set_zero<1, kD / 8>(grad_k);
   set_zero<1, kD / 8>(grad_v);
+  const int tiles = static_cast<int>(work.end - work.begin);
   if (tiles > 0) request_queries(p, memory.work.first_row + memory.work.begin * kQueries, 0, memory);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
@@ -502,32 +525,11 @@ __global__ void __launch_bounds__(kThreads, 2) mma_key_gradient_kernel(Parameter
     cp_async_wait<0>();
     __syncthreads();
     if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
-    const MmaSeenBy<kKeys, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
+    const MmaSeenBy<kKeys, kQueries, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
 #pragma unroll 1
-    for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
-      float weights[1][kWide][4];
-      uint32_t factor[1][kWide / 2][4];
-      multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
-      unroll<kWide, 4>([&](int n, int i) {
-        const int column = query + fragment_column(n) + i % 2;
-        const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
-        weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
-      });
-      if (of_values) {
-        round_factor<scalar_t, 1, kWide>(weights, factor);
-        add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.grad_y[now], query, grad_v);
-      }
-      if (!of_keys) continue;
-      float grad_weights[1][kWide][4];
-      multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
-      unroll<kWide, 4>([&](int n, int i) {
-        const int column = query + fragment_column(n) + i % 2;
-        const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
-        weights[0][n][i] = softmax_gradient(weight, grad_weights[0][n][i], memory.delta[now][column]);
-      });
-      round_factor<scalar_t, 1, kWide>(weights, factor);
-      add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.q[now], query, grad_k);
-    }
+    for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * Shared::kWide)
+      add_queries<kOfKeys>(memory, now, query, seen_by, static_cast<float>(p.scale), of_k, of_v, of_keys, of_values,
+                           grad_k, grad_v);
     if (kBuffers > 1 || tile + 1 >= tiles) continue;
     __syncthreads();
     request_queries(p, row + kQueries, 0, memory);

@@ -10,6 +10,7 @@ namespace compressed_cuda {
 
 // Beside those of tiles in the accumulation type.
 using memcheck::add_product;
+using memcheck::multiply;
 using memcheck::multiply_rows;
 using memcheck::set_zero;
 
@@ -30,32 +31,57 @@ bool with_tile_columns(int64_t D, const Run& run) {
   return true;
 }
 
+// Loads rows whose packs are not aligned, or queries of several heads. A call, so that its addresses take no registers
+// of the loops around it.
+template <typename scalar_t, bool kGrouped, int kRows, int kColumns>
+__device__ __attribute__((noinline)) void gather_rows(const HeadMatrix<scalar_t, kGrouped>& all, int64_t row,
+                                                      HalfTile<scalar_t, kRows, kColumns>& to) {
+  const TilePacks<scalar_t, kRows, kColumns, kThreads> mine;
+  const auto from = all.from(row);
+  request_tile<1>(
+      mine, from.layout(), [&](int tile_row) { return from.near(tile_row) + mine.column * from.column_stride; },
+      [&](int tile_row) { return to.pack(tile_row, mine.column / kPackSize<scalar_t>); },
+      [&](int tile_row) { return tile_row < from.count; });
+}
+
 // Begins to load rows from `row` on; zeros where none exist. They have arrived after cp_async_wait and a barrier.
 template <typename scalar_t, bool kGrouped, int kRows, int kColumns>
 __device__ __forceinline__ void request_rows(const HeadMatrix<scalar_t, kGrouped>& all, int64_t row,
                                              HalfTile<scalar_t, kRows, kColumns>& to) {
   using Packs = TilePacks<scalar_t, kRows, kColumns, kThreads>;
-  const Packs mine;
-  const auto from = all.from(row);
-  const int count = static_cast<int>(smaller<int64_t>(from.count, kRows));
-  const auto place = [&](int tile_row) { return to.pack(tile_row, mine.column / Packs::kSize); };
-  const auto exists = [&](int tile_row) { return tile_row < count; };
-  if (from.packed && (!kGrouped || from.group == 1)) {
-    // The loop of request_tile, written out with a moving pointer: in any other form the gradient of q spills more.
-    const bool column_exists = mine.column < from.columns;
-    const scalar_t* source = from.data + mine.row * from.position_stride + mine.column;
-    const int64_t step = Packs::kStep * from.position_stride;
-    unroll<Packs::kCount>([&](int i) {
-      const int tile_row = mine.row + i * Packs::kStep;
-      cp_async_16(place(tile_row), source, column_exists && exists(tile_row));
-      source += step;
-    });
-    return;
-  }
-  // Not unrolled: addresses that the compiler keeps from tile to tile take registers that sums need.
-  request_tile<1>(
-      mine, from.layout(), [&](int tile_row) { return from.near(tile_row) + mine.column * from.column_stride; }, place,
-      exists);
+  if (!all.packed || (kGrouped && all.group > 1)) return gather_rows(all, row, to);
+  const int thread = not_kept(threadIdx.x);
+  const Packs mine{thread / Packs::kPerRow, thread % Packs::kPerRow * Packs::kSize};
+  const int count = mine.column < all.columns ? static_cast<int>(smaller<int64_t>(all.count - row, kRows)) : 0;
+  const scalar_t* source = all.data + (row + mine.row) * all.position_stride + mine.column;
+  const int64_t step = Packs::kStep * all.position_stride;
+  unroll<Packs::kCount>([&](int i) {
+    const int tile_row = mine.row + i * Packs::kStep;
+    cp_async_16(to.pack(tile_row, mine.column / Packs::kSize), source, tile_row < count);
+    source += step;
+  });
+}
+
+// ab = a b^T and cd = c d^T for the rows of b and d from `row` on: side by side, so that neither waits for its last
+// sum.
+template <typename scalar_t, int kTall, int kWide, typename Rows, typename Tile>
+__device__ __forceinline__ void multiply_both(const Rows& a, const Tile& b, const Rows& c, const Tile& d, int row,
+                                              WarpTile<kTall, kWide>& ab, WarpTile<kTall, kWide>& cd) {
+  const auto of_b = Operand<Tile>::across(b, row), of_d = Operand<Tile>::across(d, row);
+  set_zero<kTall, kWide>(ab);
+  set_zero<kTall, kWide>(cd);
+  unroll<Tile::kColumns / 16>([&](int step) {
+    uint32_t first[kTall][4], second[4];
+    const auto multiply_step = [&](const Rows& rows, const Operand<Tile>& columns, WarpTile<kTall, kWide>& product) {
+      rows.read(step, first);
+      unroll<kWide / 2>([&](int pair) {
+        ldmatrix_x4(second, columns.row(16 * pair, step));
+        multiply_pair<scalar_t, kTall, kWide>(first, second, 2 * pair, product);
+      });
+    };
+    multiply_step(a, of_b, ab);
+    multiply_step(c, of_d, cd);
+  });
 }
 
 // Copies a pack of a tile to a row in memory.
@@ -75,84 +101,58 @@ MEMCHECK_INLINE int columns_before(int64_t end, int64_t first) {
   return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, kCount)));
 }
 
-// The columns of a tile that a query sees: the first ones,
-struct ColumnsBefore {
-  int to;
-
-  __device__ __forceinline__ bool operator()(int column) const { return column < to; }
-};
-
-// or with a window.
-struct ColumnsBetween {
-  int from, to;
-
-  __device__ __forceinline__ bool operator()(int column) const { return column >= from && column < to; }
-};
-
-// What each row of a tile of kRows queries sees, of a batch without a window: the blocks before a limit.
-template <int kRows>
-struct BlocksOfRows {
-  int64_t limit[kRows];
-
-  template <typename Parameters>
-  __device__ __forceinline__ void find(const Parameters& p, const QueryWork& work) {
-    const int64_t row = work.row + threadIdx.x;
-    if (threadIdx.x < kRows) limit[threadIdx.x] = row < work.of.rows() ? work.of.visible(p.shape, row) : 0;
-  }
-  // Whether all rows see kCount columns. The first row sees fewest.
-  template <int kCount>
-  __device__ __forceinline__ bool all_see(const ColumnTile& tile) const {
-    return tile.first + kCount <= limit[0];
-  }
-  template <int kCount>
-  __device__ __forceinline__ ColumnsBefore seen_by(int row, const ColumnTile& tile) const {
-    return {columns_before<kCount>(limit[row], tile.first)};
-  }
-};
-
-// With a window: the blocks before an end, and the positions from a begin to another end. Those of a row are counted
-// from the first row's, and fit into 32 bits.
-template <int kRows>
-struct WindowOfRows {
-  int64_t begin, end[2];  // end: of blocks, of positions
-  int row_begin[kRows], row_end[2][kRows];
+// What each row of a tile of kRows queries sees: the blocks before an end, and with a window the positions from a begin
+// to another end. Those of a row are counted from the first row's, and fit into 32 bits.
+template <int kRows, bool kWindow>
+struct SeenByRows {
+  int64_t first_begin, first_end[kWindow ? 2 : 1];  // of the first row; end: of blocks, of positions
+  int begin[kWindow ? kRows : 1], end[kWindow ? 2 : 1][kRows];
 
   template <typename Parameters>
   __device__ __forceinline__ void find(const Parameters& p, const QueryWork& work) {
     const int mine = threadIdx.x;
-    const int64_t first_blocks = work.of.visible(p.shape, work.row);
-    const PositionRange first = work.of.positions(p.shape, p.window, work.row);
-    if (mine == 0) {
-      begin = first.begin;
-      end[0] = first_blocks;
-      end[1] = first.end;
-    }
     if (mine >= kRows) return;
     const bool exists = work.row + mine < work.of.rows();
-    const PositionRange of_row = work.of.positions(p.shape, p.window, work.row + mine);
-    row_begin[mine] = exists ? short_of(of_row.begin - first.begin) : kMost;
-    row_end[0][mine] = exists ? short_of(work.of.visible(p.shape, work.row + mine) - first_blocks) : -kMost;
-    row_end[1][mine] = exists ? short_of(of_row.end - first.end) : -kMost;
+    const int64_t first_blocks = work.of.visible(p.shape, work.row);
+    if (mine == 0) first_end[0] = first_blocks;
+    end[0][mine] = exists ? near(work.of.visible(p.shape, work.row + mine) - first_blocks) : -kMost;
+    if constexpr (kWindow) {
+      const PositionRange first = work.of.positions(p.shape, p.window, work.row);
+      const PositionRange of_row = work.of.positions(p.shape, p.window, work.row + mine);
+      if (mine == 0) {
+        first_begin = first.begin;
+        first_end[1] = first.end;
+      }
+      begin[mine] = exists ? near(of_row.begin - first.begin) : kMost;
+      end[1][mine] = exists ? near(of_row.end - first.end) : -kMost;
+    }
   }
-  template <int kCount>
-  __device__ __forceinline__ bool all_see(const ColumnTile& tile) const {
-    return tile.first + kCount <= end[tile.of_window] &&
-           (!tile.of_window || tile.first >= begin + row_begin[kRows - 1]);
-  }
-  template <int kCount>
-  __device__ __forceinline__ ColumnsBetween seen_by(int row, const ColumnTile& tile) const {
-    if (all_see<kCount>(tile)) return {0, kCount};
-    return {tile.of_window ? columns_before<kCount>(begin + row_begin[row], tile.first) : 0,
-            columns_before<kCount>(end[tile.of_window] + row_end[tile.of_window][row], tile.first)};
+  // Sets scores of kWide tiles of 8 columns to -inf where a query does not see the column. row_of(m, half): its row.
+  template <int kTall, int kWide, typename RowOf>
+  __device__ __forceinline__ void hide(const ColumnTile& tile, const RowOf& row_of,
+                                       WarpTile<kTall, kWide>& scores) const {
+    const int source = kWindow && tile.of_window ? 1 : 0;
+    const int before = near(first_end[source] - tile.first);
+    const int after = kWindow && source == 1 ? near(first_begin - tile.first) : -kMost;
+    // The first row sees fewest blocks, and the last one none of the positions before its begin.
+    if (before >= 8 * kWide && (after == -kMost || after + begin[kWindow ? kRows - 1 : 0] <= 0)) return;
+    unroll<kTall, 2>([&](int m, int half) {
+      const int row = row_of(m, half);
+      const int to = before + end[source][row];
+      const int from = after == -kMost ? after : after + begin[kWindow ? row : 0];
+      unroll<kWide, 2>([&](int n, int i) {
+        const int column = fragment_column(n) + i;
+        if (column < from || column >= to) scores[m][n][2 * half + i] = minus_infinity<float>();
+      });
+    });
   }
 
  private:
-  static constexpr int kMost = std::numeric_limits<int>::max();
-  __device__ __forceinline__ static int short_of(int64_t x) { return static_cast<int>(smaller<int64_t>(x, kMost)); }
+  static constexpr int kMost = 1 << 30;
+  __device__ __forceinline__ static int near(int64_t x) {
+    return static_cast<int>(larger<int64_t>(-kMost, smaller<int64_t>(x, kMost)));
+  }
 };
-
-template <typename Parameters, int kRows>
-using SeenByRows = std::conditional_t<kHasWindow<Parameters>, WindowOfRows<kRows>, BlocksOfRows<kRows>>;
 
 // The keys and values of blocks, and of the window.
 template <typename scalar_t, bool kWindow>
@@ -166,13 +166,15 @@ struct KeyMatrices {
       values[source] = columns_of<scalar_t>(p, work, {source == 1, 0}, true);
     });
   }
-  // Begins to load a tile.
-  template <int kRows, int kColumns>
-  __device__ __forceinline__ void request(const ColumnTile& tile, HalfTile<scalar_t, kRows, kColumns>& k,
-                                          HalfTile<scalar_t, kRows, kColumns>& v) const {
-    const int source = kWindow && tile.of_window ? 1 : 0;
-    request_rows(keys[source], tile.first, k);
-    request_rows(values[source], tile.first, v);
+  // Begin to load a tile.
+  template <typename Tile>
+  __device__ __forceinline__ void request_keys(const ColumnTile& tile, Tile& to) const {
+    request_rows(keys[kWindow && tile.of_window ? 1 : 0], tile.first, to);
+    cp_async_commit();
+  }
+  template <typename Tile>
+  __device__ __forceinline__ void request_values(const ColumnTile& tile, Tile& to) const {
+    request_rows(values[kWindow && tile.of_window ? 1 : 0], tile.first, to);
     cp_async_commit();
   }
 };

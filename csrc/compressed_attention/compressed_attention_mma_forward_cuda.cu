@@ -3,25 +3,23 @@
 #include "compressed_attention/compressed_attention_mma_cuda.cuh"
 
 // The forward of 16-bit types on tensor cores. A block of threads has a tile of queries. Each warp has 16 or 32 of its
-// rows, with y in registers. Keys and values are loaded in tiles; if there is room for two, the next tile is loaded
-// while this one is computed. Scores are in base 2: weights are 2^(s log2(e) - max), rounded to 16 bits for the product
-// with the values.
+// rows, with y in registers. A tile of values is loaded while scores are formed, and the next tile of keys while these
+// are weighed. Scores are in base 2: weights are 2^(s log2(e) - max), rounded to 16 bits for the product with the
+// values.
 
 namespace memcheck {
 namespace compressed_cuda {
 
-constexpr int kKeys = 64;
-
-// kStages: tiles of keys and values, 1 or 2.
-template <typename scalar_t, int kD, typename Parameters, int kStages = 2>
+template <typename scalar_t, int kD, typename Parameters>
 struct MmaForwardShared {
   static constexpr int kTall = kD > 128 ? 1 : 2;  // tiles of 16 queries in a warp, by the registers they need
   static constexpr int kQueries = 16 * kTall * kWarps;
+  static constexpr int kKeys = kD > 128 ? 32 : 64;
 
   HalfTile<scalar_t, kQueries, kD> q;  // then y
-  HalfTile<scalar_t, kKeys, kD> kc[kStages];
-  HalfTile<scalar_t, kKeys, kD> vc[kStages];
-  SeenByRows<Parameters, kQueries> rows;
+  HalfTile<scalar_t, kKeys, kD> kc;
+  HalfTile<scalar_t, kKeys, kD> vc;
+  SeenByRows<kQueries, kHasWindow<Parameters>> rows;
   // In shared memory, because sums take the registers.
   QueryWorkOf<Parameters> work;
   KeyMatrices<scalar_t, kHasWindow<Parameters>> matrices;
@@ -40,46 +38,27 @@ struct MmaSoftmax {
     });
   }
 
-  // Replaces products by weights; the scores are `scale`, above 0, times the products. Makes y and the sums relative to
-  // the new maximum.
-  template <int kWide, int kColumns>
-  __device__ __forceinline__ void add(float scale, WarpTile<kTall, kWide>& scores, WarpTile<kTall, kColumns>& y) {
-    float rescale[kTall][2];
-    bool rises = false;
+  // Replaces products by weights; the scores are `scale`, above 0, times the products. Makes the sums relative to the
+  // new maximum. What is relative to the one before is to be multiplied by `rescale`.
+  template <int kWide>
+  __device__ __forceinline__ void add(float scale, WarpTile<kTall, kWide>& scores, float (&rescale)[kTall][2]) {
     unroll<kTall, 2>([&](int m, int half) {
       float highest = scores[m][0][2 * half];
       unroll<kWide, 2>([&](int n, int i) { highest = fmaxf(highest, scores[m][n][2 * half + i]); });
       highest = fmaxf(max[m][half], scale * largest_of_row(highest));
       const float shift = softmax_shift(highest);
-      rescale[m][half] = exp2_approximate(max[m][half] - shift);
-      rises = rises || !(rescale[m][half] == 1);
+      rescale[m][half] = exp2_flushed(max[m][half] - shift);
       max[m][half] = highest;
       float total = 0;
       unroll<kWide, 2>([&](int n, int i) {
         float& score = scores[m][n][2 * half + i];
-        score = exp2_approximate(score * scale - shift);
+        score = exp2_flushed(score * scale - shift);
         total += score;
       });
       sum[m][half] = softmax_sum(sum[m][half], rescale[m][half], total);
     });
-    // After the first tiles a maximum seldom rises.
-    if (!__any_sync(~0u, rises)) return;
-    unroll<kTall, kColumns, 4>([&](int m, int n, int i) { y[m][n][i] *= rescale[m][i / 2]; });
   }
 };
-
-// Sets scores to -inf where a query does not see the key. first: the warp's first row.
-template <int kTall, int kWide, typename Rows>
-__device__ __forceinline__ void hide_keys(const Rows& rows, const ColumnTile& tile, int first,
-                                          WarpTile<kTall, kWide>& scores) {
-  if (rows.template all_see<8 * kWide>(tile)) return;
-  unroll<kTall, 2>([&](int m, int half) {
-    const auto sees = rows.template seen_by<8 * kWide>(first + fragment_row(m, half), tile);
-    unroll<kWide, 2>([&](int n, int i) {
-      if (!sees(fragment_column(n) + i)) scores[m][n][2 * half + i] = minus_infinity<float>();
-    });
-  });
-}
 
 // y = sum of weighted values / sum of weights, and 0 for a query that sees no block, or only scores of -inf.
 template <typename scalar_t, int kTall, int kColumns, typename Tile>
@@ -119,74 +98,69 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   }
 }
 
-template <typename scalar_t, int kD, typename Parameters, int kStages>
-__global__ void __launch_bounds__(kThreads, 2) mma_forward_kernel(Parameters p, ForwardParts<float> parts) {
-  using Shared = MmaForwardShared<scalar_t, kD, Parameters, kStages>;
-  constexpr int kTall = Shared::kTall;
+// Three blocks of threads fit in a multiprocessor up to 64 columns, else two.
+template <typename scalar_t, int kD, typename Parameters>
+__global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
+    mma_forward_kernel(Parameters p, ForwardParts<float> parts) {
+  using Shared = MmaForwardShared<scalar_t, kD, Parameters>;
+  constexpr int kTall = Shared::kTall, kKeys = Shared::kKeys;
   auto& memory = shared<Shared>();
   const auto work = query_work(p, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
   if (!work.exists()) return;
-  const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   if (threadIdx.x == 0) {
     memory.work = work;
     memory.matrices.find(p, work);
   }
   memory.rows.find(p, work);
+  request_rows(queries_of<scalar_t>(p.shape, p.q, work.of), work.row, memory.q);
   __syncthreads();
   const float scale = static_cast<float>(p.scale) * kLog2e;
   const bool rises = scale > 0;  // then the largest product has the largest score
   const int first = warp() * 16 * kTall;
   const int tiles = static_cast<int>(work.end - work.begin);
-  request_rows(q, work.row, memory.q);
-  const auto request_keys = [&](const ColumnTile& at, int stage) {
-    memory.matrices.request(at, memory.kc[stage], memory.vc[stage]);
-  };
   MmaSoftmax<kTall> softmax;
   float y[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(y);
-  if (tiles > 0) request_keys(column_tile(memory.work, memory.work.begin, kKeys), 0);
+  if (tiles > 0) memory.matrices.request_keys(column_tile(memory.work, memory.work.begin, kKeys), memory.kc);
   cp_async_commit();
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    const int now = tile % kStages;
     const ColumnTile at = column_tile(memory.work, memory.work.begin + tile, kKeys);
     cp_async_wait<0>();
     __syncthreads();
-    if (kStages > 1 && tile + 1 < tiles) request_keys(next_tile(memory.work, at, kKeys), kStages - 1 - now);
+    const auto turn = [&] {
+      cp_async_wait<0>();
+      __syncthreads();
+      if (tile + 1 < tiles) memory.matrices.request_keys(next_tile(memory.work, at, kKeys), memory.kc);
+    };
+    memory.matrices.request_values(at, memory.vc);
     float scores[kTall][kKeys / 8][4];
-    const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
-    multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
+    const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, not_kept(warp()) * 16 * kTall);
+    multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc, 0, scores);
+    if (kTall == 1) turn();
     if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
-    hide_keys<kTall, kKeys / 8>(memory.rows, at, first, scores);
-    softmax.add(rises ? scale : 1, scores, y);
+    memory.rows.template hide<kTall, kKeys / 8>(
+        at, [&](int m, int half) { return first + fragment_row(m, half); }, scores);
+    float rescale[kTall][2];
+    softmax.add(rises ? scale : 1, scores, rescale);
     uint32_t weights[kTall][kKeys / 16][4];
     round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
-    add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], 0, y);
-    if (kStages == 1 && tile + 1 < tiles) {
-      __syncthreads();
-      request_keys(next_tile(memory.work, at, kKeys), 0);
-    }
+    if (kTall == 2) turn();
+    multiply<scalar_t, kTall, kKeys / 8, kD / 8>(
+        weights, memory.vc, 0, [&](int m, int n, int i, float x) { y[m][n][i] = y[m][n][i] * rescale[m][i / 2] + x; });
   }
   cp_async_wait<0>();
   __syncthreads();
   finish_queries<scalar_t>(p, memory.work, parts, softmax, memory.q, y);
 }
 
-template <typename scalar_t, int kD, int kStages = 2, typename Parameters>
-void forward_of_width(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream) {
-  using Shared = MmaForwardShared<scalar_t, kD, Parameters, kStages>;
-  const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries) * parts.count;
-  launch({"compressed_attention_forward_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
-         mma_forward_kernel<scalar_t, kD, Parameters, kStages>, p, parts);
-}
-
 template <typename scalar_t, typename Parameters>
 bool forward_on_tensor_cores(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream) {
   return with_tile_columns(p.shape.D, [&](auto columns) {
-    if constexpr (columns == 256)
-      if (!fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256, Parameters>)))
-        return forward_of_width<scalar_t, 256, 1>(p, parts, stream);
-    forward_of_width<scalar_t, columns>(p, parts, stream);
+    using Shared = MmaForwardShared<scalar_t, columns, Parameters>;
+    const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries) * parts.count;
+    launch({"compressed_attention_forward_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
+           mma_forward_kernel<scalar_t, columns, Parameters>, p, parts);
   });
 }
 
