@@ -10,11 +10,14 @@
 namespace memcheck {
 namespace compressed_cuda {
 
-template <typename scalar_t, int kD, typename Parameters>
+// kFew: of calls with few queries, as in decoding, which wait for memory.
+template <typename scalar_t, int kD, bool kFew, typename Parameters>
 struct MmaForwardShared {
-  static constexpr int kTall = kD > 128 ? 1 : 2;  // tiles of 16 queries in a warp, by the registers they need
+  static constexpr int kTall = kD > 128 || kFew ? 1 : 2;  // tiles of 16 queries in a warp, by the registers they need
   static constexpr int kQueries = 16 * kTall * kWarps;
   static constexpr int kKeys = kD > 128 ? 32 : 64;
+  // In a multiprocessor.
+  static constexpr int kBlocks = kFew ? compressed_attention_few_blocks_cuda(kD) : kD == 64 ? 3 : 2;
 
   HalfTile<scalar_t, kQueries, kD> q;  // then y
   HalfTile<scalar_t, kKeys, kD> kc;
@@ -98,11 +101,10 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   }
 }
 
-// Three blocks of threads fit in a multiprocessor up to 64 columns, else two.
-template <typename scalar_t, int kD, typename Parameters>
-__global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
+template <typename scalar_t, int kD, bool kFew, typename Parameters>
+__global__ void __launch_bounds__(kThreads, MmaForwardShared<scalar_t, kD, kFew, Parameters>::kBlocks)
     mma_forward_kernel(Parameters p, ForwardParts<float> parts) {
-  using Shared = MmaForwardShared<scalar_t, kD, Parameters>;
+  using Shared = MmaForwardShared<scalar_t, kD, kFew, Parameters>;
   constexpr int kTall = Shared::kTall, kKeys = Shared::kKeys;
   auto& memory = shared<Shared>();
   const auto work = query_work(p, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
@@ -117,6 +119,7 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
   const float scale = static_cast<float>(p.scale) * kLog2e;
   const bool rises = scale > 0;  // then the largest product has the largest score
   const int first = warp() * 16 * kTall;
+  const bool works = !kFew || work.row + first < work.of.rows();  // the warp has a query
   const int tiles = static_cast<int>(work.end - work.begin);
   MmaSoftmax<kTall> softmax;
   float y[kTall][kD / 8][4];
@@ -136,31 +139,43 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
     memory.matrices.request_values(at, memory.vc);
     float scores[kTall][kKeys / 8][4];
     const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, not_kept(warp()) * 16 * kTall);
-    multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc, 0, scores);
-    if (kTall == 1) turn();
-    if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
-    memory.rows.template hide<kTall, kKeys / 8>(
-        at, [&](int m, int half) { return first + fragment_row(m, half); }, scores);
+    if (works) multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc, 0, scores);
+    if (kD > 128) turn();
     float rescale[kTall][2];
-    softmax.add(rises ? scale : 1, scores, rescale);
     uint32_t weights[kTall][kKeys / 16][4];
-    round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
-    if (kTall == 2) turn();
-    multiply<scalar_t, kTall, kKeys / 8, kD / 8>(
-        weights, memory.vc, 0, [&](int m, int n, int i, float x) { y[m][n][i] = y[m][n][i] * rescale[m][i / 2] + x; });
+    if (works) {
+      if (!rises) unroll<kTall, kKeys / 8, 4>([&](int m, int n, int i) { scores[m][n][i] *= scale; });
+      memory.rows.template hide<kTall, kKeys / 8>(
+          at, [&](int m, int half) { return first + fragment_row(m, half); }, scores);
+      softmax.add(rises ? scale : 1, scores, rescale);
+      round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
+    }
+    if (kD <= 128) turn();
+    if (works)
+      multiply<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc, 0, [&](int m, int n, int i, float x) {
+        y[m][n][i] = y[m][n][i] * rescale[m][i / 2] + x;
+      });
   }
   cp_async_wait<0>();
   __syncthreads();
   finish_queries<scalar_t>(p, memory.work, parts, softmax, memory.q, y);
 }
 
+template <typename scalar_t, int kD, bool kFew, typename Parameters>
+void forward_of_width(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream) {
+  using Shared = MmaForwardShared<scalar_t, kD, kFew, Parameters>;
+  const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries) * parts.count;
+  launch({"compressed_attention_forward_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
+         mma_forward_kernel<scalar_t, kD, kFew, Parameters>, p, parts);
+}
+
 template <typename scalar_t, typename Parameters>
 bool forward_on_tensor_cores(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream) {
   return with_tile_columns(p.shape.D, [&](auto columns) {
-    using Shared = MmaForwardShared<scalar_t, columns, Parameters>;
-    const int64_t blocks = tile_count(p.shape, query_rows(p.shape), Shared::kQueries) * parts.count;
-    launch({"compressed_attention_forward_mma", blocks, dim3(kThreads), sizeof(Shared), stream},
-           mma_forward_kernel<scalar_t, columns, Parameters>, p, parts);
+    if constexpr (columns <= 128)
+      if (compressed_attention_has_few_queries_cuda(p.shape))
+        return forward_of_width<scalar_t, columns, true>(p, parts, stream);
+    forward_of_width<scalar_t, columns, false>(p, parts, stream);
   });
 }
 

@@ -13,11 +13,22 @@
 
 namespace memcheck {
 
-constexpr int64_t kCompressedThreadBlocks = 264;  // two for each multiprocessor of an H100
-constexpr int64_t kCompressedFewestTiles = 4;     // for a part
+constexpr int64_t kMultiprocessors = 132;
+constexpr int64_t kCompressedThreadBlocks = 2 * kMultiprocessors;
+constexpr int64_t kCompressedFewestTiles = 4;  // for a part
 
 inline bool is_empty(const CompressedAttentionShape& shape) {
   return shape.B == 0 || shape.H == 0 || shape.Hkv == 0 || shape.S == 0 || shape.D == 0;
+}
+
+// Whether the queries of a key head fit into a tile of 16 rows for each warp, as in decoding. Then loads take the time,
+// and several blocks of threads load for each multiprocessor.
+inline bool compressed_attention_has_few_queries_cuda(const CompressedAttentionShape& shape) {
+  return shape.D <= 128 && shape.group() * shape.S <= 64;
+}
+
+constexpr int compressed_attention_few_blocks_cuda(int64_t D) {
+  return D <= 64 ? 4 : 3;
 }
 
 // The parts of every tile of queries in the forward. They lie in scratch.
@@ -33,7 +44,10 @@ inline int64_t compressed_attention_query_parts_cuda(const CompressedAttentionSh
     const int64_t seen = shape.visible(shape.S - 1);  // blocks, by the last query
     key_tiles = ceil_div(seen, kTile) + ceil_div(shape.T - seen * shape.factor, kTile);
   }
-  const int64_t wanted = std::min(kCompressedThreadBlocks / tiles, ceil_div(key_tiles, kCompressedFewestTiles));
+  const bool few = element_bytes(dtype) == 2 && compressed_attention_has_few_queries_cuda(shape);
+  const int64_t blocks =
+      few ? compressed_attention_few_blocks_cuda(shape.D) * kMultiprocessors : kCompressedThreadBlocks;
+  const int64_t wanted = std::min(blocks / tiles, ceil_div(key_tiles, kCompressedFewestTiles));
   return std::max<int64_t>(1, std::min(wanted, kBytes / part_bytes));
 }
 
