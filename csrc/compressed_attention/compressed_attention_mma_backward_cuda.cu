@@ -111,8 +111,8 @@ struct MmaQueries {
   template <typename scalar_t>
   __device__ __forceinline__ void weigh(const Shared& memory, int buffer, int row, const ColumnTile& tile, float scale,
                                         WarpTile<kTall, kWide>& weights, WarpTile<kTall, kWide>& grad_weights) const {
-    multiply_both<scalar_t, kTall, kWide>(q, memory.tiles.keys.kc[buffer], grad_y, memory.tiles.keys.vc[buffer], row,
-                                          weights, grad_weights);
+    multiply_rows<scalar_t, kTall, kWide>(q, memory.tiles.keys.kc[buffer], row, weights);
+    multiply_rows<scalar_t, kTall, kWide>(grad_y, memory.tiles.keys.vc[buffer], row, grad_weights);
     unroll<kTall, kWide, 4>(
         [&](int m, int n, int i) { weights[m][n][i] = weights[m][n][i] * scale - shift[m][i / 2]; });
     memory.rows.template hide<kTall, kWide>(
@@ -300,23 +300,33 @@ struct MmaKeyShared {
   QueryMatrix<scalar_t> queries, gradients;
 };
 
+// The lse and delta of a thread's query of a tile, on their way to shared memory.
+struct QueryNumbers {
+  float lse = minus_infinity<float>(), delta = 0;
+
+  // scale: of delta.
+  template <typename scalar_t, typename Shared>
+  __device__ __forceinline__ void keep(float scale, int buffer, Shared& memory) const {
+    if (threadIdx.x >= Shared::kQueries) return;
+    memory.shift[buffer][threadIdx.x] = softmax_shift(lse) * kLog2e - kWeightBits<scalar_t>;
+    memory.delta[buffer][threadIdx.x] = lse == minus_infinity<float>() ? 0 : scale * delta;
+  }
+};
+
 // Begins to load a tile of queries from `row` on into a buffer.
 template <typename scalar_t, int kD, int kKeys, typename Parameters>
-__device__ __forceinline__ void request_queries(const Parameters& p, int64_t row, int buffer,
-                                                MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory) {
+__device__ __forceinline__ QueryNumbers request_queries(const Parameters& p, int64_t row, int buffer,
+                                                        MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory) {
   request_rows(memory.queries, row, memory.tiles.queries.q[buffer]);
   request_rows(memory.gradients, row, memory.tiles.queries.grad_y[buffer]);
   cp_async_commit();
-  if (threadIdx.x >= kOtherRows<kD>) return;
+  QueryNumbers numbers;
   const int64_t mine = row + threadIdx.x;
-  float shift = 0, delta = 0;
-  if (mine < memory.queries.count) {
-    const float lse = number_of<float>(p.lse, memory.work.of, mine);
-    shift = softmax_shift(lse) * kLog2e - kWeightBits<scalar_t>;
-    if (p.grad_k && lse != minus_infinity<float>()) delta = number_of<float>(p.delta, memory.work.of, mine);
+  if (threadIdx.x < kOtherRows<kD> && mine < memory.queries.count) {
+    numbers.lse = number_of<float>(p.lse, memory.work.of, mine);
+    if (p.grad_k) numbers.delta = number_of<float>(p.delta, memory.work.of, mine);
   }
-  memory.shift[buffer][threadIdx.x] = shift;
-  memory.delta[buffer][threadIdx.x] = static_cast<float>(p.scale) * kWeightUnit<scalar_t> * delta;
+  return numbers;
 }
 
 // The queries of a tile that see each of a thread's two keys.
@@ -353,11 +363,9 @@ __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, kKe
   const auto& q = memory.tiles.queries.q[buffer];
   const auto& grad_y = memory.tiles.queries.grad_y[buffer];
   float weights[1][kWide][4], grad_weights[1][kWide][4];
-  if constexpr (kOfKeys) {
-    multiply_both<scalar_t, 1, kWide>(of_k, q, of_v, grad_y, query, weights, grad_weights);
-  } else {
-    multiply_rows<scalar_t, 1, kWide>(of_k, q, query, weights);
-  }
+  // Side by side, so that neither waits for its last sum.
+  multiply_rows<scalar_t, 1, kWide>(of_k, q, query, weights);
+  if (kOfKeys) multiply_rows<scalar_t, 1, kWide>(of_v, grad_y, query, grad_weights);
   unroll<kWide, 4>([&](int n, int i) {
     const int column = query + fragment_column(n) + i % 2;
     weights[0][n][i] = exp2_flushed(weights[0][n][i] * (scale * kLog2e) - memory.shift[buffer][column]);
@@ -517,22 +525,26 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
   set_zero<1, kD / 8>(grad_k);
   set_zero<1, kD / 8>(grad_v);
   const int tiles = static_cast<int>(work.end - work.begin);
-  if (tiles > 0) request_queries(p, memory.work.first_row + memory.work.begin * kQueries, 0, memory);
+  const float unit = static_cast<float>(p.scale) * kWeightUnit<scalar_t>;
+  QueryNumbers numbers;
+  if (tiles > 0) numbers = request_queries(p, memory.work.first_row + memory.work.begin * kQueries, 0, memory);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int now = tile % kBuffers;
     const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
+    numbers.template keep<scalar_t>(unit, now, memory);
     cp_async_wait<0>();
     __syncthreads();
-    if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
+    const bool more = tile + 1 < tiles;
+    if (kBuffers > 1 && more) numbers = request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
     const MmaSeenBy<kKeys, kQueries, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
 #pragma unroll 1
     for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * Shared::kWide)
       add_queries<kOfKeys>(memory, now, query, seen_by, static_cast<float>(p.scale), of_k, of_v, of_keys, of_values,
                            grad_k, grad_v);
-    if (kBuffers > 1 || tile + 1 >= tiles) continue;
+    if (kBuffers > 1 || !more) continue;
     __syncthreads();
-    request_queries(p, row + kQueries, 0, memory);
+    numbers = request_queries(p, row + kQueries, 0, memory);
   }
   cp_async_wait<0>();
   __syncthreads();

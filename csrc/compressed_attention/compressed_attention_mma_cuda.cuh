@@ -62,28 +62,6 @@ __device__ __forceinline__ void request_rows(const HeadMatrix<scalar_t, kGrouped
   });
 }
 
-// ab = a b^T and cd = c d^T for the rows of b and d from `row` on: side by side, so that neither waits for its last
-// sum.
-template <typename scalar_t, int kTall, int kWide, typename Rows, typename Tile>
-__device__ __forceinline__ void multiply_both(const Rows& a, const Tile& b, const Rows& c, const Tile& d, int row,
-                                              WarpTile<kTall, kWide>& ab, WarpTile<kTall, kWide>& cd) {
-  const auto of_b = Operand<Tile>::across(b, row), of_d = Operand<Tile>::across(d, row);
-  set_zero<kTall, kWide>(ab);
-  set_zero<kTall, kWide>(cd);
-  unroll<Tile::kColumns / 16>([&](int step) {
-    uint32_t first[kTall][4], second[4];
-    const auto multiply_step = [&](const Rows& rows, const Operand<Tile>& columns, WarpTile<kTall, kWide>& product) {
-      rows.read(step, first);
-      unroll<kWide / 2>([&](int pair) {
-        ldmatrix_x4(second, columns.row(16 * pair, step));
-        multiply_pair<scalar_t, kTall, kWide>(first, second, 2 * pair, product);
-      });
-    };
-    multiply_step(a, of_b, ab);
-    multiply_step(c, of_d, cd);
-  });
-}
-
 // Copies a pack of a tile to a row in memory.
 template <typename scalar_t, bool kGrouped, typename Tile>
 __device__ __forceinline__ void store_row_pack(const Tile& from, int row_of_tile, int index,
