@@ -222,13 +222,8 @@ __device__ __forceinline__ void form_grad_q(const Parameters& p, int slab,
     round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
     add_product<scalar_t, kTall, kWide, kD / 8>(grad_scores, tiles.keys.kc[now], row, grad_q);
   });
-  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
-  keep_rows<scalar_t, kTall, kD / 8>(grad_q, first, tiles.queries.q);
-  for (int index = lane(); index < 2 * kTall * kD; index += 32) {
-    const int row = first + index / (kD / 8);
-    const int64_t row_of_all = memory.work.row + slab * Shared::kSlab + row;
-    if (row_of_all < to.count) store_row_pack(tiles.queries.q, row, index % (kD / 8), to, row_of_all);
-  }
+  store_rows<kTall, kD / 8>(grad_q, first, tiles.queries.q, queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of),
+                            memory.work.row + slab * Shared::kSlab);
 }
 
 template <typename scalar_t, int kD, typename Parameters>
@@ -459,11 +454,7 @@ __device__ __forceinline__ void store_positions(const CompressedAttentionBackwar
     const scalar_t share = tile.pack(first + fragment_row(0, half), n)[lane() % 4 * 2 + i];
     if (!p.pooled) gradient[0][n][2 * half + i] += to_acc(share);
   });
-  keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
-  for (int index = lane(); index < 16 * kColumns; index += 32) {
-    const int row = first + index / kColumns;
-    if (work.key + row < to.count) store_row_pack(tile, row, index % kColumns, to, work.key + row);
-  }
+  store_rows<1, kColumns>(gradient, first, tile, to, work.key);
 }
 
 // Stores the gradients of keys or of values.

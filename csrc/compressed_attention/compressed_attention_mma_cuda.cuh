@@ -71,6 +71,18 @@ __device__ __forceinline__ void store_row_pack(const Tile& from, int row_of_tile
   write_pack(load_pack(from.pack(row_of_tile, index)), to.at(row) + column * to.column_stride, to.layout(), column);
 }
 
+// Stores a warp's rows of a result from row `first` of a tile on, whose row 0 is row `row` of `to`, as far as they
+// exist.
+template <int kTall, int kColumns, typename scalar_t, bool kGrouped, typename Tile>
+__device__ __forceinline__ void store_rows(const WarpTile<kTall, kColumns>& c, int first, Tile& tile,
+                                           const HeadMatrix<scalar_t, kGrouped>& to, int64_t row) {
+  keep_rows<scalar_t, kTall, kColumns>(c, first, tile);
+  for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
+    const int of_tile = first + index / kColumns;
+    if (row + of_tile < to.count) store_row_pack(tile, of_tile, index % kColumns, to, row + of_tile);
+  }
+}
+
 // ---- what queries see
 
 // How many of kCount rows or columns from `first` on are before `end`.

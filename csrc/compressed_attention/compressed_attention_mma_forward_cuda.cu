@@ -92,13 +92,8 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
       if (fragment_column(n) + i < shape.D) parts.y[of_part * shape.D + fragment_column(n) + i] = y[m][n][2 * half + i];
     });
   });
-  if (parts.count > 1) return;
-  const auto to = queries_of<scalar_t>(shape, p.y, work.of);
-  keep_rows<scalar_t, kTall, kColumns>(y, first, tile);
-  for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
-    const int row = first + index / kColumns;
-    if (work.row + row < rows) store_row_pack(tile, row, index % kColumns, to, work.row + row);
-  }
+  if (parts.count == 1)
+    store_rows<kTall, kColumns>(y, first, tile, queries_of<scalar_t>(shape, p.y, work.of), work.row);
 }
 
 template <typename scalar_t, int kD, bool kFew, typename Parameters>
