@@ -324,36 +324,13 @@ __device__ __forceinline__ QueryNumbers request_queries(const Parameters& p, int
   return numbers;
 }
 
-// The queries of a tile that see each of a thread's two keys.
-template <int kKeys, int kQueries, typename Parameters>
-struct MmaSeenBy {
-  int from[2], to[2];
-  bool all;  // see all keys of the warp
-
-  // first: the warp's first key.
-  __device__ __forceinline__ MmaSeenBy(const KeyLimits<kKeys, Parameters>& limits, int first, int64_t row,
-                                       int64_t rows) {
-    bool hidden = false;
-    unroll<2>([&](int half) {
-      const int key = first + fragment_row(0, half);
-      from[half] = columns_before<kQueries>(limits.first_row[key], row);
-      to[half] = columns_before<kQueries>(rows, row);
-      if constexpr (kHasWindow<Parameters>) to[half] = columns_before<kQueries>(limits.end[key], row);
-      hidden |= from[half] > 0 || to[half] < kQueries;
-    });
-    all = !__any_sync(~0u, hidden);
-  }
-  __device__ __forceinline__ bool operator()(int half, int column) const {
-    return column >= from[half] && column < to[half];
-  }
-};
-
-// Adds what queries from `query` of a buffer on add to the gradients of 16 keys.
-template <bool kOfKeys, typename scalar_t, int kD, int kKeys, typename Parameters, typename SeenBy, typename Rows>
+// Adds what queries from `query` of a buffer on add to the gradients of a warp's 16 keys, from `first` on. row: the
+// first of the buffer. all_see: no query is hidden from a key.
+template <bool kOfKeys, typename scalar_t, int kD, int kKeys, typename Parameters, typename Rows>
 __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory, int buffer,
-                                            int query, const SeenBy& seen_by, float scale, const Rows& of_k,
-                                            const Rows& of_v, bool of_keys, bool of_values, WarpTile<1, kD / 8>& grad_k,
-                                            WarpTile<1, kD / 8>& grad_v) {
+                                            int query, int first, int64_t row, bool all_see, float scale,
+                                            const Rows& of_k, const Rows& of_v, bool of_keys, bool of_values,
+                                            WarpTile<1, kD / 8>& grad_k, WarpTile<1, kD / 8>& grad_v) {
   constexpr int kWide = MmaKeyShared<scalar_t, kD, kKeys, Parameters>::kWide;
   const auto& q = memory.tiles.queries.q[buffer];
   const auto& grad_y = memory.tiles.queries.grad_y[buffer];
@@ -365,9 +342,14 @@ __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, kKe
     const int column = query + fragment_column(n) + i % 2;
     weights[0][n][i] = exp2_flushed(weights[0][n][i] * (scale * kLog2e) - memory.shift[buffer][column]);
   });
-  if (!seen_by.all)
-    unroll<kWide, 4>([&](int n, int i) {
-      if (!seen_by(i / 2, query + fragment_column(n) + i % 2)) weights[0][n][i] = 0;
+  if (!all_see)
+    unroll<2>([&](int half) {
+      const PositionRange rows = memory.limits.rows_seeing(first + fragment_row(0, half), memory.queries.count);
+      const int from = columns_before<kRows>(rows.begin, row), to = columns_before<kRows>(rows.end, row);
+      unroll<kWide, 2>([&](int n, int i) {
+        const int column = query + fragment_column(n) + i;
+        if (column < from || column >= to) weights[0][n][2 * half + i] = 0;
+      });
     });
   uint32_t factor[1][kWide / 2][4];
   if (of_values) {
@@ -528,11 +510,15 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
     __syncthreads();
     const bool more = tile + 1 < tiles;
     if (kBuffers > 1 && more) numbers = request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
-    const MmaSeenBy<kKeys, kQueries, Parameters> seen_by(memory.limits, first, row, memory.queries.count);
+    // Later rows see later keys.
+    const PositionRange of_first = memory.limits.rows_seeing(first, memory.queries.count);
+    const PositionRange of_last = memory.limits.rows_seeing(first + 15, memory.queries.count);
+    const bool all_see = row >= of_last.begin && row + kQueries <= of_first.end;
+    const bool some_see = row + kQueries > of_first.begin && row < of_last.end;
 #pragma unroll 1
-    for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * Shared::kWide)
-      add_queries<kOfKeys>(memory, now, query, seen_by, static_cast<float>(p.scale), of_k, of_v, of_keys, of_values,
-                           grad_k, grad_v);
+    for (int query = 0; some_see && query < Shared::kQueriesOfWarp; query += 8 * Shared::kWide)
+      add_queries<kOfKeys>(memory, now, first_query + query, first, row, all_see, static_cast<float>(p.scale), of_k,
+                           of_v, of_keys, of_values, grad_k, grad_v);
     if (kBuffers > 1 || !more) continue;
     __syncthreads();
     numbers = request_queries(p, row + kQueries, 0, memory);

@@ -218,12 +218,18 @@ struct KeyLimits {
   __device__ __forceinline__ void fill(const Parameters& p, const KeyHead& of, int64_t key) {
     const int64_t j = key + threadIdx.x;
     if constexpr (kHasWindow<Parameters>) {
-      const PositionRange rows = j < of.blocks ? of.rows_seeing(p.shape, p.window, j) : PositionRange{0, 0};
+      const PositionRange none{of.rows(), of.rows()};
+      const PositionRange rows = j < of.blocks ? of.rows_seeing(p.shape, p.window, j) : none;
       first_row[threadIdx.x] = rows.begin;
       end[threadIdx.x] = rows.end;
     } else {
       first_row[threadIdx.x] = of.first_row(p.shape, j);
     }
+  }
+  // rows: how many there are.
+  __device__ __forceinline__ PositionRange rows_seeing(int key, int64_t rows) const {
+    if constexpr (kHasWindow<Parameters>) return {first_row[key], smaller(end[key], rows)};
+    return {first_row[key], rows};
   }
 };
 
