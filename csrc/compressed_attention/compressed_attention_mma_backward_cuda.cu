@@ -295,6 +295,25 @@ struct MmaKeyShared {
   QueryMatrix<scalar_t> queries, gradients;
 };
 
+// Loads a tile of keys, and what a block of threads knows of its work.
+template <bool kOfKeys, typename scalar_t, int kD, int kKeys, typename Parameters>
+__device__ __forceinline__ void load_keys(const Parameters& p, const KeyWork& work,
+                                          MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory) {
+  if (threadIdx.x == 0) {
+    memory.work = work;
+    memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
+    memory.gradients = queries_of<scalar_t>(p.shape, p.grad_y, work.of);
+  }
+  if (threadIdx.x < kKeys) memory.limits.fill(p, work.of, work.key);
+  request_rows(blocks_of<scalar_t>(p.shape, p.kc, work.of), work.key, memory.tiles.keys.kc);
+  // Without values nothing uses the products with them.
+  const Strided<4>& values = p.vc ? p.vc : p.kc;
+  if (kOfKeys) request_rows(blocks_of<scalar_t>(p.shape, values, work.of), work.key, memory.tiles.keys.vc);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
 // The lse and delta of a thread's query of a tile, on their way to shared memory.
 struct QueryNumbers {
   float lse = minus_infinity<float>(), delta = 0;
@@ -477,20 +496,9 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
   const int first_query = warp() / Shared::kKeyWarps * Shared::kQueriesOfWarp;
   const bool of_keys = kOfKeys && p.grad_k;
   const bool of_values = kOfValues && p.grad_v;
-  if (threadIdx.x == 0) {
-    memory.work = work;
-    memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
-    memory.gradients = queries_of<scalar_t>(p.shape, p.grad_y, work.of);
-  }
-  if (threadIdx.x < kKeys) memory.limits.fill(p, work.of, work.key);
+  load_keys<kOfKeys>(p, work, memory);
   auto& keys = memory.tiles.keys;
   auto& queries = memory.tiles.queries;
-  request_rows(blocks_of<scalar_t>(p.shape, p.kc, work.of), work.key, keys.kc);
-  // Without values nothing uses the products with them.
-  if (kOfKeys) request_rows(blocks_of<scalar_t>(p.shape, p.vc ? p.vc : p.kc, work.of), work.key, keys.vc);
-  cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
   using Rows = std::conditional_t<Shared::kInRegisters, RowsInRegisters<1, kD>, RowsInTile<1, decltype(keys.kc)>>;
   const Rows of_k(keys.kc, first), of_v(keys.vc, first);
   __syncthreads();
