@@ -492,15 +492,13 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
   auto& memory = shared<Shared>();
   const KeyWork work = key_work(p, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
   if (!work.exists()) return;
-  const int first = warp() % Shared::kKeyWarps * 16;
-  const int first_query = warp() / Shared::kKeyWarps * Shared::kQueriesOfWarp;
   const bool of_keys = kOfKeys && p.grad_k;
   const bool of_values = kOfValues && p.grad_v;
   load_keys<kOfKeys>(p, work, memory);
   auto& keys = memory.tiles.keys;
   auto& queries = memory.tiles.queries;
   using Rows = std::conditional_t<Shared::kInRegisters, RowsInRegisters<1, kD>, RowsInTile<1, decltype(keys.kc)>>;
-  const Rows of_k(keys.kc, first), of_v(keys.vc, first);
+  const Rows of_k(keys.kc, warp() % Shared::kKeyWarps * 16), of_v(keys.vc, warp() % Shared::kKeyWarps * 16);
   __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
   set_zero<1, kD / 8>(grad_k);
@@ -518,6 +516,8 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
     __syncthreads();
     const bool more = tile + 1 < tiles;
     if (kBuffers > 1 && more) numbers = request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
+    const int mine = not_kept(warp());
+    const int first = mine % Shared::kKeyWarps * 16, first_query = mine / Shared::kKeyWarps * Shared::kQueriesOfWarp;
     // Later rows see later keys.
     const PositionRange of_first = memory.limits.rows_seeing(first, memory.queries.count);
     const PositionRange of_last = memory.limits.rows_seeing(first + 15, memory.queries.count);
