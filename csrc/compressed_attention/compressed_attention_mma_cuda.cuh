@@ -15,7 +15,6 @@ using memcheck::multiply_rows;
 using memcheck::set_zero;
 
 constexpr int kWarps = kThreads / 32;
-constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kLn2 = 0.693147180559945309f;
 
 // Calls run(columns) with the columns of a tile, a constant, for heads of D. Returns false if they are too wide.
