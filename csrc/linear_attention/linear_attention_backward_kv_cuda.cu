@@ -216,11 +216,20 @@ struct QueryRows {
   }
 };
 
-template <typename T, typename Move>
-__device__ __forceinline__ void move_state(KeyState<T>& state, KeyMemory<T>& s, const Move& move) {
+template <typename T>
+__device__ __forceinline__ void take_state(KeyMemory<T>& s, KeyState<T>& state) {
   const KeyPlace<T> at;
-  for_state<false>(state.R, s.state(), 2 * at.group, T::kSteps / 2 * at.half, move);
-  unroll<4, 2>([&](int t, int i) { move(state.r[t][i], s.vector[32 * at.group + fragment_column(t) + i]); });
+  for_state<false>(state.R, s.state(), 2 * at.group, T::kSteps / 2 * at.half,
+                   [](float& x, float& staged) { x = staged; });
+  unroll<4, 2>([&](int t, int i) { state.r[t][i] = s.vector[32 * at.group + fragment_column(t) + i]; });
+}
+template <typename T>
+__device__ __forceinline__ void give_state(KeyState<T>& state, KeyMemory<T>& s) {
+  const KeyPlace<T> at;
+  for_state<false>(state.R, s.state(), 2 * at.group, T::kSteps / 2 * at.half,
+                   [](float& x, float& staged) { staged = x; });
+  if (lane() >= 4 || at.half > 0) return;
+  unroll<4, 2>([&](int t, int i) { s.vector[32 * at.group + fragment_column(t) + i] = state.r[t][i]; });
 }
 
 template <typename T>
@@ -231,7 +240,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
   __syncthreads();
   if (!s.work.exists) return;
   KeyState<T> state = {};
-  begin_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { x = staged; }); });
+  begin_with_state<T>(scan, s, [&] { take_state(s, state); });
   const FeatureMap map = scan.shape.feature_map;
   const KeyPlace<T> at;
   KeyResult<T> result;
@@ -272,7 +281,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
         store_lines<T>(lines[s.kTensors], s.tile(s.kK, step));
         store_lines<T>(lines[s.kTensors + 1], s.tile(s.kV, step));
       });
-  end_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { staged = x; }); });
+  end_with_state<T>(scan, s, [&] { give_state(state, s); });
 }
 
 }  // namespace

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
   __syncthreads();
   if (!s.work.exists) return;
   WarpState<T> state = {};
-  begin_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { x = staged; }); });
+  begin_with_state<T>(scan, s, [&] { take_state(s, state); });
   const FeatureMap map = scan.shape.feature_map;
   for_steps<T>(
       scan, s, [](const Step&) {},
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
         __syncthreads();
         store_lines<T>(lines[s.kTensors], s.tile(s.kQ, step));
       });
-  end_with_state<T>(scan, s, [&] { move_state(state, s, [](float& x, float& staged) { staged = x; }); });
+  end_with_state<T>(scan, s, [&] { give_state(state, s); });
 }
 
 }  // namespace

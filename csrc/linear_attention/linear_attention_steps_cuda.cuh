@@ -438,11 +438,17 @@ __device__ __forceinline__ void for_state(float (&state)[kTall][kWide][2][4], St
   });
 }
 
-// Moves the state of forward and grad_q to or from shared memory.
-template <typename T, typename Memory, typename Move>
-__device__ __forceinline__ void move_state(WarpState<T>& state, Memory& s, const Move& move) {
-  for_state<true>(state.S, s.state(), warp(), 0, move);
-  unroll<2, 2>([&](int t, int i) { move(state.z[t][i], s.vector[16 * warp() + fragment_column(t) + i]); });
+// Copies the state of forward and grad_q to or from shared memory. Lanes with the same numbers of z copy one of them.
+template <typename T, typename Memory>
+__device__ __forceinline__ void take_state(Memory& s, WarpState<T>& state) {
+  for_state<true>(state.S, s.state(), warp(), 0, [](float& x, float& staged) { x = staged; });
+  unroll<2, 2>([&](int t, int i) { state.z[t][i] = s.vector[16 * warp() + fragment_column(t) + i]; });
+}
+template <typename T, typename Memory>
+__device__ __forceinline__ void give_state(WarpState<T>& state, Memory& s) {
+  for_state<true>(state.S, s.state(), warp(), 0, [](float& x, float& staged) { staged = x; });
+  if (lane() >= 4) return;
+  unroll<2, 2>([&](int t, int i) { s.vector[16 * warp() + fragment_column(t) + i] = state.z[t][i]; });
 }
 
 // Calls move(k, column, staged) for the elements of the matrix that this thread moves to or from memory, and
