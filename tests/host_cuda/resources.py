@@ -211,7 +211,8 @@ FIRST_WITH_LIMIT = {capability: first for first, alike in GPUS.items() for capab
 def with_stored(rows: list[Row], names: list[str]) -> list[Row]:
     """Returns the rows of the sources of these names, and those that are stored of the others."""
     stored = pd.read_csv(REGISTERS).to_dict("records")
-    return [*rows, *(row for row in stored if row["source"] not in names)]
+    kept = cuda_sources().keys() - set(names)
+    return [*rows, *(row for row in stored if row["source"] in kept)]
 
 
 def store(rows: list[Row]) -> None:
