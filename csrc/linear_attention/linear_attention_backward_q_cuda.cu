@@ -14,7 +14,7 @@ struct alignas(256) QueryMemory : StepMemory<QueryMemory<T>, T, 2, 4> {
   enum { kQ, kG, kK, kV };
 
   ScoreTile<T> scores;                 // g v^T
-  float2 parts[T::kWarps][T::kChunk];  // phi(q) z and phi(q) S g, of each warp's part of the depth
+  float2 parts[T::kWarps][T::kChunk];  // phi(q) z and phi(q) S g / scale_of(it), of each warp's part of the depth
   float2 rows[T::kChunk];              // 1 / den and g.y
 };
 
@@ -122,20 +122,31 @@ __device__ __forceinline__ float2 features_of(FeatureMap map, float2 x, int colu
                      column + 1 < columns ? feature_of<T>(map, x.y) : 0);
 }
 
-// This warp's parts of phi(q) z and phi(q) S g.
+// At least 1, and finite, so that 0 times 1 / den stays 0 where den is infinite.
+__device__ __forceinline__ float scale_of(float denominator) {
+  return fminf(fmaxf(1.0f, fabsf(denominator)), 0x1p126f);
+}
+
+// This warp's parts of phi(q) z and phi(q) S g. The second may overflow where g.y does not, so it is divided by the
+// scale of the first.
 template <typename T>
 __device__ __forceinline__ void share_rows(FeatureMap map, const Step& step, const QueryResult<T>& result, int columns,
                                            QueryMemory<T>& s) {
   auto& q = s.tile(s.kQ, step);
   unroll<T::kHigh, 2>([&](int m, int low) {
-    float2 part = {};
+    float2 phi[2], part = {};
     unroll<2>([&](int right) {
       const float2 x = load_pair<T>(q, q.place_of_sums(m, low, warp(), right));
-      const float2 phi = features_of<T>(map, x, 16 * warp() + fragment_column(right), columns);
-      part.x += phi.x * result.z[m][right][2 * low] + phi.y * result.z[m][right][2 * low + 1];
-      part.y += phi.x * result.S_g[m][right][2 * low] + phi.y * result.S_g[m][right][2 * low + 1];
+      phi[right] = features_of<T>(map, x, 16 * warp() + fragment_column(right), columns);
+      part.x += phi[right].x * result.z[m][right][2 * low] + phi[right].y * result.z[m][right][2 * low + 1];
     });
-    part = make_float2(sum_of_row(part.x), sum_of_row(part.y));
+    part.x = sum_of_row(part.x);
+    const float scale = 1 / scale_of(part.x);
+    unroll<2>([&](int right) {
+      part.y += phi[right].x * (result.S_g[m][right][2 * low] * scale);
+      part.y += phi[right].y * (result.S_g[m][right][2 * low + 1] * scale);
+    });
+    part.y = sum_of_row(part.y);
     if (lane() % 4 == 0) s.parts[warp()][16 * m + fragment_row(0, low)] = part;
   });
 }
@@ -146,9 +157,9 @@ __device__ __forceinline__ void find_rows(const Scan& scan, const Step& step, Qu
   const int row = static_cast<int>(threadIdx.x);
   if (row >= T::kChunk) return;
   float den = static_cast<float>(scan.eps), product = 0;
-  unroll<T::kWarps>([&](int w) { den += s.parts[w][row].x, product += s.parts[w][row].y; });
+  unroll<T::kWarps>([&](int w) { den += s.parts[w][row].x; });
   const float inverse = scan.shape.normalize ? 1 / den : 1;
-  product *= inverse;
+  unroll<T::kWarps>([&](int w) { product += s.parts[w][row].y * (scale_of(s.parts[w][row].x) * inverse); });
   s.rows[row] = make_float2(inverse, scan.shape.normalize ? product : 0);
   if (!step.chunk.rows.has(row) || !(scan.shape.normalize || scan.decay)) return;
   const int64_t index = query_row(scan.shape, s.work.b(), step.row_head) + step.chunk.rows.first + row;

@@ -22,7 +22,8 @@ struct Traits {
   static constexpr int kChunk = kChunk_;  // positions
   static constexpr bool kDecayed = kDecayed_;
   static constexpr int kParts = std::is_same_v<scalar_t, bf16> ? 1 : std::is_same_v<scalar_t, float> ? 3 : 2;
-  static constexpr int kMoreParts = kParts < 3 ? kParts + 1 : 3;  // three have the bits of float32
+  static constexpr int kMoreParts = kParts < 3 ? kParts + 1 : 3;        // three have the bits of float32
+  static constexpr int kJoiningParts = kDecayed ? kMoreParts : kParts;  // where weights multiply what joins the state
   static constexpr int kPackElements = kPackSize<scalar_t>;
   static constexpr int kPacks = 8 / kPackElements;  // of eight columns
   static constexpr int kWarps = kDepth / 16;        // each has a square's columns of a result
@@ -278,30 +279,35 @@ __device__ __forceinline__ void form_scores(const Of& a, const Of& b, int row, i
 }
 
 // Multiplies the columns of a left factor by their weights.
-template <int kParts>
-__device__ __forceinline__ void weigh(const float* weights, uint32_t (&a)[kParts][4]) {
+template <int kParts, int kTo>
+__device__ __forceinline__ void weigh(const float* weights, const uint32_t (&a)[kParts][4], uint32_t (&to)[kTo][4]) {
   unroll<4>([&](int i) {
-    uint32_t parts[kParts];
+    uint32_t parts[kParts], weighed[kTo];
     unroll<kParts>([&](int part) { parts[part] = a[part][i]; });
     const float2 x = sum_of_parts(parts);
     const float2 w = *reinterpret_cast<const float2*>(weights + fragment_column(i / 2));
-    split(x.x * w.x, x.y * w.y, parts);
-    unroll<kParts>([&](int part) { a[part][i] = parts[part]; });
+    split(x.x * w.x, x.y * w.y, weighed);
+    unroll<kTo>([&](int part) { to[part][i] = weighed[part]; });
   });
 }
 
 // state += a^T b over the positions of a chunk, for kTall squares of a's columns from square `row` on and kWide of b's
 // from `column` on. The sum over the chunk is formed first, because tensor cores round sums towards 0. weights: of the
-// positions, or null.
+// positions, where they decay.
 template <typename T, int kTall, int kWide, typename Of>
 __device__ __forceinline__ void join(const Of& a, int row, const Of& b, int column, const float* weights,
                                      float (&state)[kTall][kWide][2][4]) {
   const Tall<Of> of_rows(a);
   const Wide<Of> of_columns(b);
-  uint32_t x[kTall][T::kHigh][T::kParts][4];
+  uint32_t x[kTall][T::kHigh][T::kJoiningParts][4];
   unroll<kTall, T::kHigh>([&](int r, int n) {
-    of_rows.template load<true>(n, row + r, x[r][n]);
-    if (weights != nullptr) weigh(weights + 16 * n, x[r][n]);
+    if constexpr (T::kDecayed) {
+      uint32_t stored[T::kParts][4];
+      of_rows.template load<true>(n, row + r, stored);
+      weigh(weights + 16 * n, stored, x[r][n]);
+    } else {
+      of_rows.template load<true>(n, row + r, x[r][n]);
+    }
   });
   unroll<kWide>([&](int c) {
     float sums[kTall][2][4] = {};

@@ -12,6 +12,7 @@ from ops import error_bounds
 from ops.checks import (
     DEVICE,
     DTYPES,
+    HALF_DTYPES,
     KERNELS,
     LAYOUTS,
     ON_HOST,
@@ -24,11 +25,13 @@ from ops.checks import (
     doubles,
     generator,
     laid_out,
+    largest_error,
     run,
     run_subset,
     same_bits,
     saved_for_backward,
     subsets,
+    tolerance,
 )
 from ops.operators import linear_features_are_stored
 from torch import Tensor
@@ -127,7 +130,11 @@ def assert_decay_is_right(
             hidden = (factors < (0 if KERNELS == "cpu" else torch.finfo(like.dtype).eps)) | (factors == 0)
             assert (x.cpu()[hidden.expand_as(truth)] == 0).all()
             truth = truth.masked_fill(hidden, 0)
-        assert_within(x, truth, bound, name)
+            # A difference of sums of features and gradients, which may be rounded to their dtype.
+            allowed = tolerance(truth, bound, grad_y.dtype if bound.stored else x.dtype)
+            assert ((x.cpu().double() - truth).abs() <= allowed).all()
+        else:
+            assert_within(x, truth, bound, name)
     return results
 
 
@@ -220,7 +227,10 @@ def test_a_decay_of_minus_infinity_is_a_border(dtype: torch.dtype) -> None:
     inputs[3][..., ends[:-1]] = -math.inf
     whole = run(contract(decay="log_decay").function, inputs, grad_y)
     for x, expected in list(zip(whole, packed, strict=True))[: 5 if KERNELS == "cpu" else 4]:
-        torch.testing.assert_close(x, expected)
+        if linear_features_are_stored(q, v) and dtype in HALF_DTYPES:  # Chunks differ, and with them what is rounded.
+            assert largest_error(x, expected) <= torch.finfo(dtype).eps * expected.abs().max()
+        else:
+            torch.testing.assert_close(x, expected)
     assert (whole[4][..., ends[:-1]] == 0).all()
 
 
@@ -356,7 +366,8 @@ def test_states(shape: tuple[int, ...], normalize: bool, kind: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 4, 2, 70, 130, 64, 40), (1, 2, 1, 530, 530, 32, 16), (1, 2, 2, 40, 40, 130, 70)])
 def test_states_in_16_bits(shape: tuple[int, ...], normalize: bool, kind: str, dtype: torch.dtype) -> None:
     """Of shapes that suit tensor cores, against the recurrence of the rounded inputs in float64. Results in the
-    accumulation type keep 14 bits, on average, and 7 where they are sums of features that are rounded to bfloat16."""
+    accumulation type keep 14 bits, on average, and 7 where they are sums of features that are rounded to bfloat16; the
+    gradient of a decay, a difference of such sums, 6."""
     rounded = KERNELS == "cuda" and dtype == torch.bfloat16
     (q, k, v, decay), _ = make_inputs(*shape, "per head" if kind == "no decay" else kind, dtype)
     state = make_state(k.shape[0], k.shape[1], k.shape[3], v.shape[3])
@@ -369,9 +380,10 @@ def test_states_in_16_bits(shape: tuple[int, ...], normalize: bool, kind: str, d
         grads = [torch.randn(x.shape, generator=random).to(DEVICE) for x in outputs]
         grads = [g.to(dtype).to(x.dtype) for g, x in zip(grads, outputs, strict=True)]
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
-    for x, truth in zip(*results, strict=True):
+    for i, (x, truth) in enumerate(zip(*results, strict=True), 1):
         error = (x.double() - truth).norm() / truth.norm()
-        assert error < (torch.finfo(dtype).eps if x.dtype == dtype or rounded else 2.0**-14)
+        of_decay = rounded and kind != "no decay" and i == len(results[0])
+        assert error < (torch.finfo(dtype).eps if x.dtype == dtype or rounded else 2.0**-14) * (2 if of_decay else 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
