@@ -6,15 +6,16 @@
 // Tiles of the scans on tensor cores, and their products.
 //
 // Numbers in tiles are bfloat16, or sums of such parts, x = high + low + ...: bfloat16 has the range of float32, which
-// states and scores need. Values and features of bfloat16 have one part, those of float16 two. Sums are float32. Scores
-// have one part more, because a row may have a single one; so has a state of which little may be left in a difference.
+// states and scores need. Values and features have one part in bfloat16, two in float16 and three in float32. Sums are
+// float32. In 16 bits scores have one part more, because a row may have a single one; so has the state that grad_q
+// reads, of which a difference may leave little.
 
 namespace memcheck {
 namespace linear_cuda {
 
 using bf16 = __nv_bfloat16;
 
-// The numbers that rounding to 16 bits leaves 2^-9 off are features of bfloat16, and states where they are read.
+// The sizes of a kernel's tiles, and the parts of its numbers.
 template <typename scalar_t, int kDepth_, int kChunk_, bool kDecayed_>
 struct Traits {
   using scalar = scalar_t;
