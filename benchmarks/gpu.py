@@ -1,6 +1,7 @@
 """Compares every operator with its alternatives on a GPU, in one run on one machine.
 
-    python benchmarks/gpu.py [--device cuda] [--only SECTION ...] [--rounds 25] [--minutes 9] [--output FOLDER]
+    python benchmarks/gpu.py [--device cuda] [--only SECTION ...] [--dtype float32] [--rounds 25] [--minutes 9]
+                             [--output FOLDER]
 
 First it measures the ceilings of this machine: a copy, and matrix products in bf16 and in fp32 without TF32. Then it
 runs sections, each in its own process, so that an error in one does not end the others. Contenders take turns. Each
@@ -159,18 +160,21 @@ def linear(small: bool) -> list[Benchmark]:
 
 def compressed(small: bool) -> list[Benchmark]:
     B, H, N, D = (1, 2, 130, 32) if small else (2, 32, 16384, 128)
-    factor, dtype = 16, torch.bfloat16
-    unit, pairs = B * H * N * D * dtype.itemsize, B * H * N * (N // factor) // 2
-    reference = functools.partial(compressed_reference.compressed_attention, factor=factor)
-    contenders = (
-        given("memcheck", functools.partial(memcheck.compressed_attention, factor=factor)),
-        given("plain PyTorch", reference),
-        Contender("plain PyTorch, compiled", lambda: compiled(reference, small)),
-        *sdpa_contenders(B, H, N, D, dtype, causal=True),
-    )
-    works = (Work(4 * unit, 4 * pairs * D), Work(11 * unit, 14 * pairs * D))
-    size = f"factor {factor} B{B} H{H} N{N} D{D}"
-    return [Benchmark("compressed", size, dtype, ((B, H, N, D),) * 3, unit, works, contenders)]
+    factor = 16
+    benchmarks = []
+    for dtype in DTYPES:
+        unit, pairs = B * H * N * D * dtype.itemsize, B * H * N * (N // factor) // 2
+        reference = functools.partial(compressed_reference.compressed_attention, factor=factor)
+        contenders = (
+            given("memcheck", functools.partial(memcheck.compressed_attention, factor=factor)),
+            given("plain PyTorch", reference),
+            Contender("plain PyTorch, compiled", lambda reference=reference: compiled(reference, small)),
+            *sdpa_contenders(B, H, N, D, dtype, causal=True),
+        )
+        works = (Work(4 * unit, 4 * pairs * D), Work(11 * unit, 14 * pairs * D))
+        size = f"factor {factor} B{B} H{H} N{N} D{D}"
+        benchmarks.append(Benchmark("compressed", size, dtype, ((B, H, N, D),) * 3, unit, works, contenders))
+    return benchmarks
 
 
 def products_alone(x: Tensor, weight: Tensor) -> Tensor:
@@ -239,8 +243,9 @@ def run_section(args: argparse.Namespace) -> None:
         return
     settings.ceilings = json.loads(args.ceilings.read_text())
     for benchmark in SECTIONS[args.section](args.small):
-        for row in measure(benchmark, settings):
-            append(args.rows, row)
+        if args.dtype is None or str(benchmark.dtype) == f"torch.{args.dtype}":
+            for row in measure(benchmark, settings):
+                append(args.rows, row)
 
 
 def append(path: Path, row: Row) -> None:
@@ -257,6 +262,7 @@ def read_rows(path: Path) -> list[Row]:
 def start_section(section: str, args: argparse.Namespace, rows: Path, more: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, "--section", section, "--rows", str(rows), "--device", args.device]
     command += ["--rounds", str(args.rounds), "--seconds", str(args.seconds), *(["--small"] if args.small else [])]
+    command += ["--dtype", args.dtype] if args.dtype else []
     return subprocess.Popen([*command, *more])
 
 
@@ -343,6 +349,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="by default both")
     parser.add_argument("--small", action="store_true", help="tiny sizes without torch.compile, to test the script")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument(

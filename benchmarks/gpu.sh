@@ -3,12 +3,13 @@
 # benchmarks/gpu.sh [WORD ...] runs steps, or parts, which are several steps; without words, all parts. Each word takes
 # at most MEMCHECK_MINUTES, 8 by default: then its step is stopped, and the same command goes on from there later. A
 # failed step does not stop the others; the exit code is 1 if a step failed or was stopped.
-#   times      bench
+#   times      bench parts
 #   counters   stalls counts
 #   checks     failed ptx values operators prediction snapshot gradcheck sanitizer slow profile
 # First the extension is built for the GPU of this machine.
 #   build      builds the extension, with nvcc for its kernels, and prints memcheck info
 #   bench      every operator, compared with its alternatives: bench.md, bench.json
+#   parts      float32 on tensor cores: tests of linear and compressed attention, and bench, into float32_on_tensor_cores/
 #   stalls     where warps of the large cases wait, by Nsight Compute
 #   counts     what the host counts of the kernels, compared with Nsight Compute, and derived times with measured ones
 #   failed     tests that failed in a stored run, in one process
@@ -33,7 +34,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
 
 declare -A parts=(
-    [times]="bench"
+    [times]="bench parts"
     [counters]="stalls counts"
     [checks]="failed ptx values operators prediction snapshot gradcheck sanitizer slow profile"
 )
@@ -59,6 +60,12 @@ step_build() {
         "$python" setup.py build_ext --inplace && "$python" -m memcheck info
 }
 step_bench() { "$python" benchmarks/gpu.py; }
+step_parts() {
+    export MEMCHECK_FLOAT32_TENSOR_CORES=1 MEMCHECK_RESULTS=$MEMCHECK_RESULTS/float32_on_tensor_cores
+    "$python" benchmarks/gpu.py --only linear compressed --dtype float32
+    local code=$?
+    run_workers tests/ops --device cuda -m "not cpu and not slow and not ci" -k "linear or compressed" && return $code
+}
 step_stalls() { "$python" benchmarks/gpu_counts.py --stalls; }
 step_counts() { "$python" benchmarks/gpu_counts.py; }
 step_failed() {

@@ -5,6 +5,8 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -42,6 +44,12 @@ inline int gpu_attribute(cudaDeviceAttr attribute) {
 inline bool fits_in_a_block(size_t shared_bytes) {
   return shared_bytes <= kSharedBytesEverywhere ||
          shared_bytes <= static_cast<size_t>(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+// Whether float32 runs on tensor cores, in three parts: if MEMCHECK_FLOAT32_TENSOR_CORES is 1. No GPU has run that yet.
+inline bool float32_runs_on_tensor_cores() {
+  const char* asked = std::getenv("MEMCHECK_FLOAT32_TENSOR_CORES");
+  return asked != nullptr && std::strcmp(asked, "1") == 0;
 }
 
 // ---- launches
@@ -94,7 +102,7 @@ cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... 
 // The block's shared memory. The launch must ask for sizeof(Shared) bytes or more.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared() {
-  extern __shared__ __align__(256) unsigned char shared_bytes_of_the_launch[];
+  extern __shared__ __align__(512) unsigned char shared_bytes_of_the_launch[];
   return *reinterpret_cast<Shared*>(shared_bytes_of_the_launch);
 }
 

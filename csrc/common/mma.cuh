@@ -3,8 +3,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "common/formulas.h"
-#include "common/ptx.cuh"
+#include "common/mma_tile.cuh"
 
 // Tiles of 16-bit values and their products on tensor cores, summed in float32. Each warp of a block has some rows of a
 // product, in tiles of 16 rows and 8 columns. Of such a tile thread 4 g + c has columns 2 c and 2 c + 1 of rows g and
@@ -12,72 +11,10 @@
 
 namespace memcheck {
 
-__device__ __forceinline__ int lane() {
-  return static_cast<int>(threadIdx.x) % 32;
-}
-__device__ __forceinline__ int warp() {
-  return static_cast<int>(threadIdx.x) / 32;
-}
-
-// Rows of a multiple of 64 columns. Pack i of a row, of 8 values, is at place i ^ (row % 8), so that the same
-// pack of 8 rows is spread over all banks.
-template <typename scalar_t, int kTileRows, int kTileColumns>
-struct alignas(128) HalfTile {
-  static constexpr int kRows = kTileRows;
-  static constexpr int kColumns = kTileColumns;
-  scalar_t x[kTileRows * kTileColumns];
-
-  __device__ __forceinline__ scalar_t* pack(int row, int index) {
-    return &x[row * kTileColumns + (index ^ (row & 7)) * 8];
-  }
-  __device__ __forceinline__ const scalar_t* pack(int row, int index) const {
-    return &x[row * kTileColumns + (index ^ (row & 7)) * 8];
-  }
-};
-
 // x, from which compilers form addresses where these are used, instead of keeping all of them over a loop.
 __device__ __forceinline__ int not_kept(int x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-
-// ---- operands
-
-// Where a lane finds its row of the first packs of an operand. The packs that are 2 step further differ by one
-// exclusive or, so that their addresses need no registers.
-template <typename Tile>
-struct Operand {
-  const Tile& tile;
-  int place;
-
-  // Rows from `row` on. Lanes 0 to 15 have the first pack, lanes 16 to 31 the second.
-  __device__ __forceinline__ static Operand down(const Tile& tile, int row, int lane = memcheck::lane()) {
-    return at(tile, row + lane % 16, lane / 16);
-  }
-  // Lanes 0 to 7 have the first pack of 8 rows, lanes 8 to 15 the second; the other lanes have those of the next 8
-  // rows.
-  __device__ __forceinline__ static Operand across(const Tile& tile, int row, int lane = memcheck::lane()) {
-    return at(tile, row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  }
-  __device__ __forceinline__ static Operand at(const Tile& tile, int row, int index) {
-    return {tile, not_kept(row * Tile::kColumns + (index ^ (row & 7)) * 8)};
-  }
-  __device__ __forceinline__ const void* row(int further, int step) const {
-    return &tile.x[(place ^ (16 * step)) + further * Tile::kColumns];
-  }
-};
-
-__device__ __forceinline__ uint32_t rounded_pair(__half, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  uint32_t bits;
-  __builtin_memcpy(&bits, &pair, sizeof(bits));
-  return bits;
-}
-__device__ __forceinline__ uint32_t rounded_pair(__nv_bfloat16, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  uint32_t bits;
-  __builtin_memcpy(&bits, &pair, sizeof(bits));
-  return bits;
 }
 
 // A warp's part of a product: kTall tiles of 16 rows by kWide tiles of 8 columns.
@@ -120,12 +57,12 @@ __device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], con
 // kTall tiles of 16 rows, as the first factor of products over their columns: read from shared memory by every product,
 template <int kTall, typename Tile>
 struct RowsInTile {
-  Operand<Tile> first;
+  Wide<Tile> squares;
 
-  __device__ __forceinline__ RowsInTile(const Tile& tile, int row) : first(Operand<Tile>::down(tile, row)) {}
+  __device__ __forceinline__ RowsInTile(const Tile& tile, int row) : squares(tile, row) {}
   // Of 16 columns.
   __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
-    unroll<kTall>([&](int m) { ldmatrix_x4(to[m], first.row(16 * m, step)); });
+    unroll<kTall>([&](int m) { squares.template load<false>(m, step, to[m]); });
   }
 };
 
@@ -143,8 +80,8 @@ struct RowsInRegisters {
   template <typename Tile>
   __device__ __forceinline__ void load(int m, const Tile& tile, int row) {
     static_assert(Tile::kColumns == kColumns);
-    const auto from = Operand<Tile>::down(tile, row);
-    unroll<kColumns / 16>([&](int step) { ldmatrix_x4(x[step][m], from.row(0, step)); });
+    const Wide<Tile> squares(tile, row);
+    unroll<kColumns / 16>([&](int step) { squares.template load<false>(0, step, x[step][m]); });
   }
   __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
     unroll<kTall, 4>([&](int m, int i) { to[m][i] = x[step][m][i]; });
@@ -154,14 +91,14 @@ struct RowsInRegisters {
 // c = a b^T for the rows of b from `row` on.
 template <typename scalar_t, int kTall, int kWide, typename Rows, typename Tile>
 __device__ __forceinline__ void multiply_rows(const Rows& a, const Tile& b, int row, WarpTile<kTall, kWide>& c) {
-  const auto second = Operand<Tile>::across(b, row);
+  const Tall<Tile> second(b, row);
   set_zero<kTall, kWide>(c);
   unroll<Tile::kColumns / 16>([&](int step) {
     uint32_t of_a[kTall][4];
     a.read(step, of_a);
     unroll<kWide / 2>([&](int pair) {
       uint32_t of_b[4];
-      ldmatrix_x4(of_b, second.row(16 * pair, step));
+      second.template load<false>(pair, step, of_b);
       multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, 2 * pair, c);
     });
   });
@@ -173,7 +110,7 @@ __device__ __forceinline__ void multiply_rows(const Rows& a, const Tile& b, int 
 template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile, typename Add>
 __device__ __forceinline__ void multiply(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row, const Add& add) {
   static_assert(8 * kWide == Tile::kColumns && 8 * kDeep <= Tile::kRows);
-  const auto second = Operand<Tile>::down(b, row);
+  const Wide<Tile> second(b, row);
   unroll<kWide / 2>([&](int pair) {
     float product[kTall][2][4];
     set_zero<kTall, 2>(product);
@@ -181,7 +118,7 @@ __device__ __forceinline__ void multiply(const WarpFactor<kTall, kDeep>& a, cons
       uint32_t of_a[kTall][4];
       unroll<kTall, 4>([&](int m, int i) { of_a[m][i] = a[m][step][i]; });
       uint32_t of_b[4];
-      ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
+      second.template load<true>(step, pair, of_b);
       multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
     });
     unroll<kTall, 2, 4>([&](int m, int n, int i) { add(m, 2 * pair + n, i, product[m][n][i]); });
@@ -196,14 +133,6 @@ __device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, c
 }
 
 // ---- places of results
-
-// The row of this thread's c[m][n][2 half + i], counted from the warp's first row, and the column of c[m][n][2 half].
-__device__ __forceinline__ int fragment_row(int m, int half, int lane = memcheck::lane()) {
-  return 16 * m + 8 * half + lane / 4;
-}
-__device__ __forceinline__ int fragment_column(int n, int lane = memcheck::lane()) {
-  return 8 * n + lane % 4 * 2;
-}
 
 // Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.
 template <int kTall, int kWide, typename Tile, typename PairOf>

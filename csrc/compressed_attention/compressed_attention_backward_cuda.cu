@@ -15,16 +15,15 @@ namespace {
 
 // ---- tiles of queries
 
-template <typename acc_t, typename Parameters>
+template <typename Tiles, typename Parameters>
 struct QueryGradientShared {
-  SharedTile<acc_t> q;
-  SharedTile<acc_t> grad_y;
-  SharedTile<acc_t> kc;
-  SharedTile<acc_t> vc;  // then the gradients of scores
-  Totals<acc_t> grad_q;
-  RowLimits<TileSize<acc_t>::kSize, Parameters> limits;
-  acc_t shift[TileSize<acc_t>::kSize];  // of the scores of each row, from its lse
-  acc_t delta[TileSize<acc_t>::kSize];
+  typename Tiles::Tile q;
+  typename Tiles::Tile grad_y;
+  typename Tiles::Tile kc;
+  typename Tiles::Tile vc;  // then the gradients of scores
+  RowLimits<Tiles::kSize, Parameters> limits;
+  acc_of<Tiles> shift[Tiles::kSize];  // of the scores of each row, from its lse
+  acc_of<Tiles> delta[Tiles::kSize];
 };
 
 template <typename scalar_t>
@@ -40,117 +39,100 @@ struct Matrices {
 };
 
 // Forms the weights of a tile of columns, and their gradients.
-template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
+template <typename Tiles, typename scalar_t, typename Parameters, typename Work>
 __device__ __forceinline__ void weigh_keys(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
-                                           int64_t tile, QueryGradientShared<acc_t, Parameters>& memory,
-                                           ThreadTile<acc_t>& weights, ThreadTile<acc_t>& grad_weights) {
+                                           int64_t tile, QueryGradientShared<Tiles, Parameters>& memory,
+                                           ThreadTile<Tiles>& weights, ThreadTile<Tiles>& grad_weights) {
+  using acc_t = acc_of<Tiles>;
   const auto scale = static_cast<acc_t>(p.scale);
-  const ColumnTile at = column_tile(work, tile, TileSize<acc_t>::kSize);
-  const auto keys = columns_of<scalar_t>(p, work, at, false);
-  const bool queries_are_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-  multiply_rows(of.q, work.row, queries_are_loaded, keys, at.first, memory.q, memory.kc, weights);
-  multiply_rows(of.grad_y, work.row, queries_are_loaded, columns_of<scalar_t>(p, work, at, true), at.first,
-                memory.grad_y, memory.vc, grad_weights);
-  unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
-    const acc_t shift = memory.shift[row_of(i)];
-    const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
-    unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
+  const ColumnTile at = column_tile(work, tile, Tiles::kSize);
+  const auto keys = columns_of<scalar_t>(p, work, at, false), values = columns_of<scalar_t>(p, work, at, true);
+  const bool is_loaded = stays<Tiles>(p.shape.D) && tile > work.begin;
+  weights = multiply_rows<Tiles>(of.q, work.row, is_loaded, keys, at.first, memory.q, memory.kc);
+  grad_weights = multiply_rows<Tiles>(of.grad_y, work.row, is_loaded, values, at.first, memory.grad_y, memory.vc);
+  unroll<Tiles::kThreadRows>([&](int i) {
+    const acc_t shift = memory.shift[Tiles::row_of(i)];
+    const TileColumns seen = columns_seen<Tiles>(memory.limits, at, Tiles::row_of(i));
+    unroll<Tiles::kThreadColumns>([&](int j) {
       const acc_t score = scaled(weights[i][j], scale);
-      weights[i][j] = seen.have(spread_column(j)) ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
+      weights[i][j] = seen.have(Tiles::column_of(j)) ? softmax_weight<CudaMaths<acc_t>>(score, shift) : acc_t(0);
     });
   });
 }
 
-// delta = grad_y . y, in one chain of products over D like the gradient of a weight. If a query sees one block, both
-// are the same number, and the gradient of the score is exactly 0.
-template <typename scalar_t, typename Parameters, typename acc_t = acc_type<scalar_t>>
+// delta = grad_y . y: the diagonal of a product, whose numbers are summed like the gradients of weights. If a query
+// sees one block, both are the same number, and the gradient of the score is exactly 0.
+template <typename Tiles, typename scalar_t, typename Parameters>
 __device__ __forceinline__ void delta_from_y(const Parameters& p, const Matrices<scalar_t>& of, const QueryWork& work,
-                                             QueryGradientShared<acc_t, Parameters>& memory) {
-  constexpr int kSize = TileSize<acc_t>::kSize;
+                                             QueryGradientShared<Tiles, Parameters>& memory) {
   const auto y = queries_of<scalar_t>(p.shape, p.y, work.of);
-  const int row = threadIdx.x;
-  acc_t delta = acc_t(0);
-  for (int64_t column = 0; column < p.shape.D; column += kSize) {
-    __syncthreads();
-    load_tile(of.grad_y, work.row, column, memory.grad_y);
-    load_tile(y, work.row, column, memory.q);
-    __syncthreads();
-    if (row < kSize)
-      for (int d = 0; d < kSize; d += kPackSize<acc_t>) {
-        const auto of_y = load_pack(&memory.q.at[row][d]);
-        const auto of_grad_y = load_pack(&memory.grad_y.at[row][d]);
-        unroll<kPackSize<acc_t>>([&](int i) { delta += of_y.values[i] * of_grad_y.values[i]; });
-      }
-  }
-  if (row < kSize) memory.delta[row] = delta;
+  const auto products = multiply_rows<Tiles>(of.grad_y, work.row, false, y, work.row, memory.grad_y, memory.vc);
+  for_each<Tiles>([&](int i, int j) {
+    if (Tiles::row_of(i) == Tiles::column_of(j)) memory.delta[Tiles::row_of(i)] = products[i][j];
+  });
   __syncthreads();
 }
 
 // delta = sum_j p_j dp_j, because y was rounded to 16 bits, and its error would be in the gradient of every score.
-template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
+template <typename Tiles, typename scalar_t, typename Parameters, typename Work>
 __device__ __forceinline__ void delta_from_weights(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
-                                                   QueryGradientShared<acc_t, Parameters>& memory) {
-  acc_t delta[TileSize<acc_t>::kThreadRows] = {};
+                                                   QueryGradientShared<Tiles, Parameters>& memory) {
+  using acc_t = acc_of<Tiles>;
+  acc_t delta[Tiles::kThreadRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
-    ThreadTile<acc_t> weights, grad_weights;
+    ThreadTile<Tiles> weights, grad_weights;
     weigh_keys(p, of, work, tile, memory, weights, grad_weights);
-    unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
+    unroll<Tiles::kThreadRows>([&](int i) {
       acc_t sum = acc_t(0);
-      unroll<TileSize<acc_t>::kThreadColumns>([&](int j) { sum += weighted(weights[i][j], grad_weights[i][j]); });
+      unroll<Tiles::kThreadColumns>([&](int j) { sum += weighted(weights[i][j], grad_weights[i][j]); });
       delta[i] += sum;
     });
   }
-  unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
-#pragma unroll
-    for (int bits = kColumnLanes / 2; bits > 0; bits /= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], bits);
-    if (column_lane() == 0) memory.delta[row_of(i)] = delta[i];
+  unroll<Tiles::kThreadRows>([&](int i) {
+    delta[i] = of_row<Tiles>(delta[i], [](acc_t x, acc_t y) { return x + y; });
+    if (is_first_of_row<Tiles>()) memory.delta[Tiles::row_of(i)] = delta[i];
   });
   __syncthreads();
 }
 
 // Forms a tile of columns of grad_q of the same queries.
-template <typename scalar_t, typename Parameters, typename Work, typename acc_t = acc_type<scalar_t>>
+template <typename Tiles, typename scalar_t, typename Parameters, typename Work>
 __device__ __forceinline__ void query_gradient(const Parameters& p, const Matrices<scalar_t>& of, const Work& work,
-                                               QueryGradientShared<acc_t, Parameters>& memory) {
-  using Size = TileSize<acc_t>;
-  const bool all_columns = stays<acc_t>(p.shape.D);
-  ThreadTile<acc_t> chunk;
-  set_zero<acc_t>(chunk);
-  start(memory.grad_q);
+                                               QueryGradientShared<Tiles, Parameters>& memory) {
+  const bool all_columns = stays<Tiles>(p.shape.D);
+  ThreadTile<Tiles> chunk, grad_q;
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
-    ThreadTile<acc_t> weights, grad_weights;
+    ThreadTile<Tiles> weights, grad_weights;
     weigh_keys(p, of, work, tile, memory, weights, grad_weights);
-    unroll<Size::kThreadRows>([&](int i) {
-      const acc_t delta = memory.delta[row_of(i)];
-      unroll<Size::kThreadColumns>(
+    unroll<Tiles::kThreadRows>([&](int i) {
+      const auto delta = memory.delta[Tiles::row_of(i)];
+      unroll<Tiles::kThreadColumns>(
           [&](int j) { weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], delta); });
     });
     __syncthreads();
-    keep_tile(weights, memory.vc);
+    Tiles::keep(weights, memory.vc);
     if (!all_columns) {
-      const ColumnTile at = column_tile(work, tile, Size::kSize);
-      load_tile(columns_of<scalar_t>(p, work, at, false), at.first, work.column, memory.kc);
+      const ColumnTile at = column_tile(work, tile, Tiles::kSize);
+      load_tile<Tiles>(columns_of<scalar_t>(p, work, at, false), at.first, work.column, memory.kc);
     }
     __syncthreads();
-    add_product_of_tile(memory.vc, memory.kc, chunk);
-    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.grad_q);
+    add_product_of_tile(weights, memory.vc, memory.kc, chunk);
+    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, grad_q);
   }
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
-  const auto scale = static_cast<acc_t>(p.scale);
-  unroll<Size::kThreadRows>([&](int i) {
-    acc_t of_row[Size::kThreadColumns];
-    unroll<Size::kThreadColumns>([&](int j) { of_row[j] = scale * memory.grad_q.of(i, j); });
-    if (work.row + row_of(i) < to.count)
-      store_columns<scalar_t, Size::kThreadColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0),
-                                                    of_row);
+  unroll<Tiles::kThreadRows>([&](int i) {
+    const int64_t row = work.row + Tiles::row_of(i);
+    if (row >= to.count) return;
+    store_row(grad_q, i, static_cast<acc_of<Tiles>>(p.scale),
+              [&](int column, const auto& x) { store_columns(to, row, work.column + column, x); });
   });
 }
 
-template <typename scalar_t, typename Parameters>
+template <typename scalar_t, typename Tiles, typename Parameters>
 __global__ void __launch_bounds__(kThreads, 2) query_gradient_kernel(Parameters p, int64_t column_tiles) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kSize = TileSize<acc_t>::kSize;
-  auto& memory = shared<QueryGradientShared<acc_t, Parameters>>();
+  using acc_t = acc_of<Tiles>;
+  constexpr int kSize = Tiles::kSize;
+  auto& memory = shared<QueryGradientShared<Tiles, Parameters>>();
   const auto work = query_work(p, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
   if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
@@ -176,147 +158,131 @@ __global__ void __launch_bounds__(kThreads, 2) query_gradient_kernel(Parameters 
 
 template <typename scalar_t, typename Parameters>
 void query_gradients(const Parameters& p, cudaStream_t stream) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
   if constexpr (sizeof(scalar_t) == 2)
     if (query_gradients_on_tensor_cores<scalar_t>(p, stream)) return;
-  const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
-  const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles;
-  launch({"compressed_attention_backward_queries", blocks, dim3(kThreads),
-          sizeof(QueryGradientShared<acc_t, Parameters>), stream},
-         query_gradient_kernel<scalar_t, Parameters>, p, column_tiles);
+  with_tiles<scalar_t>([&](auto tiles) {
+    using Tiles = decltype(tiles);
+    const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, Tiles::kSize)) : 1;
+    const int64_t blocks = tile_count(shape, query_rows(shape), Tiles::kSize) * column_tiles;
+    launch({Tiles::kOnTensorCores ? "compressed_attention_backward_queries_parts"
+                                  : "compressed_attention_backward_queries",
+            blocks, dim3(kThreads), sizeof(QueryGradientShared<Tiles, Parameters>), stream},
+           query_gradient_kernel<scalar_t, Tiles, Parameters>, p, column_tiles);
+  });
 }
 
 // ---- tiles of keys
 
-template <typename acc_t, typename Parameters>
+template <typename Tiles, typename Parameters>
 struct KeyGradientShared {
-  SharedTile<acc_t> kc;
-  SharedTile<acc_t> vc;
-  SharedTile<acc_t> q;       // then the weights, for grad_v
-  SharedTile<acc_t> grad_y;  // then the gradients of scores, for grad_k
-  Totals<acc_t> gradient;
-  KeyLimits<TileSize<acc_t>::kSize, Parameters> limits;
-};
-
-// The shift and delta of a thread's queries, which are columns of a tile.
-template <typename acc_t>
-struct QueryColumns {
-  acc_t shift[TileSize<acc_t>::kThreadColumns];
-  acc_t delta[TileSize<acc_t>::kThreadColumns];
-  int count;  // of the tile
-
-  __device__ __forceinline__ QueryColumns(const CompressedAttentionBackward& p, const KeyHead& of, int64_t first,
-                                          bool reads_delta)
-      : count(static_cast<int>(smaller<int64_t>(of.rows() - first, TileSize<acc_t>::kSize))) {
-    unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
-      const bool exists = spread_column(j) < count;
-      const int64_t row = first + spread_column(j);
-      shift[j] = exists ? softmax_shift(number_of<acc_t>(p.lse, of, row)) : acc_t(0);
-      delta[j] = exists && reads_delta ? number_of<acc_t>(p.delta, of, row) : acc_t(0);
-    });
-  }
+  typename Tiles::Tile kc;
+  typename Tiles::Tile vc;
+  typename Tiles::Tile q;       // then the weights, for grad_v
+  typename Tiles::Tile grad_y;  // then the gradients of scores, for grad_k
+  KeyLimits<Tiles::kSize, Parameters> limits;
+  // Of the queries.
+  acc_of<Tiles> shift[Tiles::kSize];
+  acc_of<Tiles> delta[Tiles::kSize];
 };
 
 // Stores the gradient of block j, divided by its length, at each of its positions.
-template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
+template <typename scalar_t, int kCount, typename acc_t>
 __device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const Strided<4>& gradient,
                                                    const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
   const auto to = gradient_of<scalar_t>(p, gradient, of);
   const BlockPositions positions = positions_of(p, of, j);
   unroll<kCount>([&](int i) { x[i] /= static_cast<acc_t>(positions.length); });
-  for (int64_t t = 0; t < positions.length; ++t) store_columns<scalar_t, kCount>(to, positions.begin + t, column, x);
+  for (int64_t t = 0; t < positions.length; ++t) store_columns(to, positions.begin + t, column, x);
 }
 
 // Stores the gradient of position j of a window. Unless pooled, its share of its block's gradient is there already.
-template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
+template <typename scalar_t, int kCount, typename acc_t>
 __device__ __forceinline__ void store_position(const CompressedAttentionBackward& p, const Strided<4>& gradient,
                                                const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
   const auto to = blocks_of<scalar_t>(p.shape, gradient, of);
   unroll<kCount>([&](int i) {
     if (!p.pooled && column + i < p.shape.D) x[i] += to_acc(to.at(j)[(column + i) * to.column_stride]);
   });
-  store_columns<scalar_t, kCount>(to, j, column, x);
+  store_columns(to, j, column, x);
 }
 
-template <typename scalar_t, typename Parameters, typename acc_t = acc_type<scalar_t>>
+template <typename scalar_t, typename Tiles, typename Parameters>
 __device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work, const KeyParts<scalar_t>& parts,
-                                            bool of_values, Totals<acc_t>& total) {
-  using Size = TileSize<acc_t>;
-  const int64_t column = work.column + joint_column<acc_t>(0);
-  const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
-  unroll<Size::kThreadRows>([&](int i) {
-    const int64_t j = work.key + row_of(i);
+                                            bool of_values, const ThreadTile<Tiles>& total) {
+  using acc_t = acc_of<Tiles>;
+  const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
+  unroll<Tiles::kThreadRows>([&](int i) {
+    const int64_t j = work.key + Tiles::row_of(i);
     if (j >= work.of.blocks) return;
-    acc_t of_row[Size::kThreadColumns];
-    unroll<Size::kThreadColumns>([&](int x) { of_row[x] = scale * total.of(i, x); });
-    const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
-    if constexpr (kHasWindow<Parameters>)
-      return store_position<scalar_t, Size::kThreadColumns>(p, gradient, work.of, j, column, of_row);
-    if (parts.count == 1)
-      return store_at_positions<scalar_t, Size::kThreadColumns>(p, gradient, work.of, j, column, of_row);
-    parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, of_row);
+    store_row(total, i, of_values ? acc_t(1) : static_cast<acc_t>(p.scale), [&](int of_tile, auto& x) {
+      const int64_t column = work.column + of_tile;
+      if constexpr (kHasWindow<Parameters>)
+        store_position<scalar_t>(p, gradient, work.of, j, column, x);
+      else if (parts.count == 1)
+        store_at_positions<scalar_t>(p, gradient, work.of, j, column, x);
+      else
+        parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, x);
+    });
   });
 }
 
 // The gradient of keys or of values. If both are wanted, the thread blocks alternate. p: those of of_positions, or
 // without a window.
-template <typename scalar_t, typename Parameters>
+template <typename scalar_t, typename Tiles, typename Parameters>
 __global__ void __launch_bounds__(kThreads, 2)
     key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts, int64_t column_tiles) {
-  using acc_t = acc_type<scalar_t>;
-  using Size = TileSize<acc_t>;
-  auto& memory = shared<KeyGradientShared<acc_t, Parameters>>();
+  using acc_t = acc_of<Tiles>;
+  constexpr int kSize = Tiles::kSize;
+  auto& memory = shared<KeyGradientShared<Tiles, Parameters>>();
   const bool both = p.grad_k && p.grad_v;
   const bool of_values = both ? blockIdx.x % 2 == 1 : static_cast<bool>(p.grad_v);
   const int64_t index = both ? blockIdx.x / 2 : blockIdx.x;
-  const KeyWork work = key_work(p, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
+  const KeyWork work = key_work(p, index, kSize, kSize, column_tiles, kSize, parts.count);
   if (!work.exists()) return;
   const Matrices<scalar_t> of(p, work.of);
-  if (threadIdx.x < Size::kSize) memory.limits.fill(p, work.of, work.key);
+  if (threadIdx.x < kSize) memory.limits.fill(p, work.of, work.key);
   __syncthreads();
-  const bool all_columns = stays<acc_t>(p.shape.D);
-  const auto scale = static_cast<acc_t>(p.scale);
-  ThreadTile<acc_t> chunk;
-  set_zero<acc_t>(chunk);
-  start(memory.gradient);
+  const bool all_columns = stays<Tiles>(p.shape.D);
+  ThreadTile<Tiles> chunk, gradient;
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
-    const int64_t row = work.first_row + tile * Size::kSize;
-    const bool keys_are_loaded = all_columns && tile > work.begin;
-    const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
-    ThreadTile<acc_t> weights;
-    multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
-    unroll<Size::kThreadRows>([&](int i) {
-      const int unseen = of_tile_before<acc_t>(memory.limits.first_row[row_of(i)], row);
-      int end = queries.count;
-      if constexpr (kHasWindow<Parameters>) end = of_tile_before<acc_t>(memory.limits.end[row_of(i)], row);
-      unroll<Size::kThreadColumns>([&](int j) {
-        const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
-        const bool seen = spread_column(j) >= unseen && spread_column(j) < end;
-        weights[i][j] = seen ? weight : acc_t(0);
+    const int64_t row = work.first_row + tile * kSize;
+    const bool is_loaded = all_columns && tile > work.begin;
+    const int queries = of_tile_before<Tiles>(work.of.rows(), row);
+    if (threadIdx.x < kSize) {
+      const bool exists = static_cast<int>(threadIdx.x) < queries;
+      const int64_t mine = row + threadIdx.x;
+      memory.shift[threadIdx.x] = exists ? softmax_shift(number_of<acc_t>(p.lse, work.of, mine)) : acc_t(0);
+      memory.delta[threadIdx.x] = exists && !of_values ? number_of<acc_t>(p.delta, work.of, mine) : acc_t(0);
+    }
+    auto weights = multiply_rows<Tiles>(of.kc, work.key, is_loaded, of.q, row, memory.kc, memory.q);
+    unroll<Tiles::kThreadRows>([&](int i) {
+      const int unseen = of_tile_before<Tiles>(memory.limits.first_row[Tiles::row_of(i)], row);
+      int end = queries;
+      if constexpr (kHasWindow<Parameters>) end = of_tile_before<Tiles>(memory.limits.end[Tiles::row_of(i)], row);
+      unroll<Tiles::kThreadColumns>([&](int j) {
+        const acc_t score = scaled(weights[i][j], static_cast<acc_t>(p.scale));
+        const bool seen = Tiles::column_of(j) >= unseen && Tiles::column_of(j) < end;
+        weights[i][j] = seen ? softmax_weight<CudaMaths<acc_t>>(score, memory.shift[Tiles::column_of(j)]) : acc_t(0);
       });
     });
     if (!of_values) {
-      ThreadTile<acc_t> grad_weights;
-      multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
-      unroll<Size::kThreadRows, Size::kThreadColumns>(
-          [&](int i, int j) { weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], queries.delta[j]); });
+      const auto grad_weights =
+          multiply_rows<Tiles>(of.vc, work.key, is_loaded, of.grad_y, row, memory.vc, memory.grad_y);
+      for_each<Tiles>([&](int i, int j) {
+        weights[i][j] = softmax_gradient(weights[i][j], grad_weights[i][j], memory.delta[Tiles::column_of(j)]);
+      });
     }
     auto& kept = of_values ? memory.q : memory.grad_y;
     auto& factor = of_values ? memory.grad_y : memory.q;
     __syncthreads();
-    keep_tile(weights, kept);
-    if (of_values) {
-      load_tile(of.grad_y, row, work.column, factor);
-    } else if (!all_columns) {
-      load_tile(of.q, row, work.column, factor);
-    }
+    Tiles::keep(weights, kept);
+    if (of_values || !all_columns) load_tile<Tiles>(of_values ? of.grad_y : of.q, row, work.column, factor);
     __syncthreads();
-    add_product_of_tile(kept, factor, chunk);
-    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
+    add_product_of_tile(weights, kept, factor, chunk);
+    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, gradient);
   }
-  finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);
+  finish_keys(p, work, parts, of_values, gradient);
 }
 
 constexpr int kJoinThreads = 256;
@@ -342,7 +308,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   const KeyMatrix<scalar_t> block = parts.of_block(shape, of, of_values, j);
   acc_type<scalar_t> sum[kCount] = {};
   for (int64_t part = 0; part < parts.count; ++part) parts.add(block, part, column, sum);
-  store_at_positions<scalar_t, kCount>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
+  store_at_positions<scalar_t>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
 }
 
 template <typename scalar_t>
@@ -357,16 +323,17 @@ void join_keys(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& p
 template <typename scalar_t, typename Parameters>
 void key_gradients_of_parts(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
                             cudaStream_t stream) {
-  using acc_t = acc_type<scalar_t>;
   if constexpr (sizeof(scalar_t) == 2)
     if (key_gradients_on_tensor_cores<scalar_t>(p, parts, key_tile, stream)) return;
-  constexpr int kSize = TileSize<acc_t>::kSize;
-  const int64_t column_tiles = ceil_div(p.shape.D, kSize);
-  const int64_t tiles = key_tile_count(p, kSize) * column_tiles * parts.count;
-  const int64_t blocks = p.grad_k && p.grad_v ? 2 * tiles : tiles;
-  launch({"compressed_attention_backward_keys", blocks, dim3(kThreads), sizeof(KeyGradientShared<acc_t, Parameters>),
-          stream},
-         key_gradient_kernel<scalar_t, Parameters>, p, parts, column_tiles);
+  with_tiles<scalar_t>([&](auto tile_type) {
+    using Tiles = decltype(tile_type);
+    const int64_t column_tiles = ceil_div(p.shape.D, Tiles::kSize);
+    const int64_t tiles = key_tile_count(p, Tiles::kSize) * column_tiles * parts.count;
+    const int64_t blocks = p.grad_k && p.grad_v ? 2 * tiles : tiles;
+    launch({Tiles::kOnTensorCores ? "compressed_attention_backward_keys_parts" : "compressed_attention_backward_keys",
+            blocks, dim3(kThreads), sizeof(KeyGradientShared<Tiles, Parameters>), stream},
+           key_gradient_kernel<scalar_t, Tiles, Parameters>, p, parts, column_tiles);
+  });
 }
 
 template <typename scalar_t>

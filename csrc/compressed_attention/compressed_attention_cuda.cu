@@ -9,21 +9,21 @@ namespace compressed_cuda {
 
 namespace {
 
-template <typename acc_t, typename Parameters>
+template <typename Tiles, typename Parameters>
 struct ForwardShared {
-  SharedTile<acc_t> q;
-  SharedTile<acc_t> kc;
-  SharedTile<acc_t> vc;
-  SharedTile<acc_t> weights;
-  Totals<acc_t> y;
-  RowLimits<TileSize<acc_t>::kSize, Parameters> limits;
+  typename Tiles::Tile q;
+  typename Tiles::Tile kc;
+  typename Tiles::Tile vc;
+  typename Tiles::Kept weights;
+  RowLimits<Tiles::kSize, Parameters> limits;
 };
 
 // The running maximum of the scores of a thread's rows, and the sums of exponentials relative to it. All threads of a
 // row have the same values.
-template <typename acc_t>
+template <typename Tiles>
 struct Softmax {
-  static constexpr int kRows = TileSize<acc_t>::kThreadRows;
+  using acc_t = acc_of<Tiles>;
+  static constexpr int kRows = Tiles::kThreadRows;
 
   acc_t max[kRows];
   acc_t sum[kRows];         // of this chunk
@@ -38,24 +38,20 @@ struct Softmax {
   }
 
   // Replaces scores by exponentials. `rescale` gets the factors of sums that are relative to the maximum before.
-  __device__ __forceinline__ void add(ThreadTile<acc_t>& scores, acc_t (&rescale)[kRows]) {
+  __device__ __forceinline__ void add(ThreadTile<Tiles>& scores, acc_t (&rescale)[kRows]) {
     unroll<kRows>([&](int i) {
       acc_t highest = max[i];
-      unroll<TileSize<acc_t>::kThreadColumns>([&](int j) { highest = larger(highest, scores[i][j]); });
-#pragma unroll
-      for (int bits = kColumnLanes / 2; bits > 0; bits /= 2)
-        highest = larger(highest, __shfl_xor_sync(~0u, highest, bits));
+      unroll<Tiles::kThreadColumns>([&](int j) { highest = larger(highest, scores[i][j]); });
+      highest = of_row<Tiles>(highest, [](acc_t x, acc_t y) { return larger(x, y); });
       const acc_t shift = softmax_shift(highest);
       rescale[i] = softmax_weight<CudaMaths<acc_t>>(max[i], shift);
       max[i] = highest;
       acc_t tile_sum = acc_t(0);
-      unroll<TileSize<acc_t>::kThreadColumns>([&](int j) {
+      unroll<Tiles::kThreadColumns>([&](int j) {
         scores[i][j] = softmax_weight<CudaMaths<acc_t>>(scores[i][j], shift);
         tile_sum += scores[i][j];
       });
-#pragma unroll
-      for (int bits = kColumnLanes / 2; bits > 0; bits /= 2) tile_sum += __shfl_xor_sync(~0u, tile_sum, bits);
-      sum[i] = softmax_sum(sum[i], rescale[i], tile_sum);
+      sum[i] = softmax_sum(sum[i], rescale[i], of_row<Tiles>(tile_sum, [](acc_t x, acc_t y) { return x + y; }));
     });
   }
 
@@ -70,81 +66,76 @@ struct Softmax {
 };
 
 // y = sum of weighted values / sum of weights, and 0 for a query that sees no block, or only scores of -inf.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+template <typename scalar_t, typename Tiles>
 __device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
-                                               const ForwardParts<acc_t>& parts, const Softmax<acc_t>& softmax,
-                                               Totals<acc_t>& total) {
-  constexpr int kColumns = TileSize<acc_t>::kThreadColumns;
+                                               const ForwardParts<acc_of<Tiles>>& parts, const Softmax<Tiles>& softmax,
+                                               ThreadTile<Tiles>& total) {
+  using acc_t = acc_of<Tiles>;
   const CompressedAttentionShape& shape = p.shape;
   const auto y = queries_of<scalar_t>(shape, p.y, work.of);
-  const int64_t column = work.column + joint_column<acc_t>(0);
-  unroll<TileSize<acc_t>::kThreadRows>([&](int i) {
-    const int64_t row = work.row + row_of(i);
+  unroll<Tiles::kThreadRows>([&](int i) {
+    const int64_t row = work.row + Tiles::row_of(i);
     if (row >= y.count) return;
     const bool sees = softmax.before[i] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[i] : acc_t(1);
     acc_t lse = sees ? softmax.max[i] + log(divisor) : minus_infinity<acc_t>();
     const acc_t share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : acc_t(1);
-    acc_t of_row[kColumns];
-    unroll<kColumns>([&](int j) { of_row[j] = total.of(i, j) / divisor * share; });
-    const bool writes_lse = column_lane() == 0 && work.column == 0;
+    const bool writes_lse = is_first_of_row<Tiles>() && work.column == 0;
+    unroll<Tiles::kThreadColumns>([&](int j) { total[i][j] /= divisor; });
     if (parts.count == 1) {
-      store_columns<scalar_t, kColumns>(y, row, column, of_row);
+      store_row(total, i, share, [&](int column, const auto& x) { store_columns(y, row, work.column + column, x); });
       if (writes_lse && p.lse) number_of<acc_t>(p.lse, work.of, row) = lse;
       return;
     }
     const int64_t of_part = work.part * shape.B * shape.H * shape.S + query_index(shape, work.of, row);
-    unroll<kColumns>([&](int j) {
-      if (column + j < shape.D) parts.y[of_part * shape.D + column + j] = of_row[j];
+    unroll<Tiles::kThreadColumns>([&](int j) {
+      const int64_t column = work.column + Tiles::result_column(j);
+      if (column < shape.D) parts.y[of_part * shape.D + column] = total[i][j];
     });
     if (writes_lse) parts.lse[of_part] = lse;
   });
 }
 
-template <typename scalar_t, typename Parameters>
+template <typename scalar_t, typename Tiles, typename Parameters>
 __global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(Parameters p, ForwardParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
-  using acc_t = acc_type<scalar_t>;
-  using Size = TileSize<acc_t>;
-  constexpr int kSize = Size::kSize;
-  auto& memory = shared<ForwardShared<acc_t, Parameters>>();
+    forward_kernel(Parameters p, ForwardParts<acc_of<Tiles>> parts, int64_t column_tiles) {
+  using acc_t = acc_of<Tiles>;
+  constexpr int kSize = Tiles::kSize;
+  auto& memory = shared<ForwardShared<Tiles, Parameters>>();
   const auto work = query_work(p, blockIdx.x, kSize, kSize, column_tiles, kSize, parts.count);
   if (!work.exists()) return;
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   if (threadIdx.x < kSize) memory.limits.fill(p, work);
   __syncthreads();
   const auto scale = static_cast<acc_t>(p.scale);
-  Softmax<acc_t> softmax;
-  ThreadTile<acc_t> chunk;
-  set_zero<acc_t>(chunk);
-  start(memory.y);
-  acc_t rescale[Size::kThreadRows];
+  Softmax<Tiles> softmax;
+  ThreadTile<Tiles> chunk, y;
+  acc_t rescale[Tiles::kThreadRows];
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     const ColumnTile at = column_tile(work, tile, kSize);
     const auto keys = columns_of<scalar_t>(p, work, at, false);
-    ThreadTile<acc_t> scores;
-    const bool q_is_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
-    multiply_rows(q, work.row, q_is_loaded, keys, at.first, memory.q, memory.kc, scores);
+    const bool q_is_loaded = stays<Tiles>(p.shape.D) && tile > work.begin;
+    auto scores = multiply_rows<Tiles>(q, work.row, q_is_loaded, keys, at.first, memory.q, memory.kc);
     // Waits for the products of the last tile. With one column or more, multiply_rows had a barrier.
     if (p.shape.D == 0) __syncthreads();
-    load_tile(columns_of<scalar_t>(p, work, at, true), at.first, work.column, memory.vc);
-    unroll<Size::kThreadRows>([&](int i) {
-      const TileColumns seen = columns_seen<acc_t>(memory.limits, at, row_of(i));
-      unroll<Size::kThreadColumns>([&](int j) {
-        scores[i][j] = seen.have(spread_column(j)) ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
+    load_tile<Tiles>(columns_of<scalar_t>(p, work, at, true), at.first, work.column, memory.vc);
+    unroll<Tiles::kThreadRows>([&](int i) {
+      const TileColumns seen = columns_seen<Tiles>(memory.limits, at, Tiles::row_of(i));
+      unroll<Tiles::kThreadColumns>([&](int j) {
+        scores[i][j] = seen.have(Tiles::column_of(j)) ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
       });
     });
     softmax.add(scores, rescale);
-    keep_tile(scores, memory.weights);
+    Tiles::keep(scores, memory.weights);
     __syncthreads();
-    unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { chunk[i][j] *= rescale[i]; });
-    add_product_of_tile(memory.weights, memory.vc, chunk);
+    for_each<Tiles>([&](int i, int j) { chunk[i][j] *= rescale[i]; });
+    add_product_of_tile(scores, memory.weights, memory.vc, chunk);
     if ((tile - work.begin + 1) % kChunkTiles != 0 && tile + 1 < work.end) continue;
     softmax.end_chunk(rescale);
-    unroll<Size::kThreadRows, Size::kThreadColumns>([&](int i, int j) { memory.y.of(i, j) *= rescale[i]; });
-    add_chunk(chunk, memory.y);
+    for_each<Tiles>([&](int i, int j) { y[i][j] *= rescale[i]; });
+    add_chunk(chunk, y);
   }
-  finish_queries<scalar_t>(p, work, parts, softmax, memory.y);
+  finish_queries<scalar_t>(p, work, parts, softmax, y);
 }
 
 constexpr int kJoinThreads = 256;
@@ -180,17 +171,21 @@ __global__ void __launch_bounds__(kJoinThreads)
   if (column == 0 && p.lse) *p.lse.at<acc_t>(query / shape.S / shape.H, head, s) = lse;
 }
 
+template <typename scalar_t, typename Tiles, typename Parameters>
+void forward_by_tiles(const Parameters& p, const ForwardParts<acc_of<Tiles>>& parts, cudaStream_t stream) {
+  const CompressedAttentionShape& shape = p.shape;
+  const int64_t column_tiles = larger<int64_t>(1, ceil_div(shape.D, Tiles::kSize));
+  const int64_t blocks = tile_count(shape, query_rows(shape), Tiles::kSize) * column_tiles * parts.count;
+  launch({Tiles::kOnTensorCores ? "compressed_attention_forward_parts" : "compressed_attention_forward", blocks,
+          dim3(kThreads), sizeof(ForwardShared<Tiles, Parameters>), stream},
+         forward_kernel<scalar_t, Tiles, Parameters>, p, parts, column_tiles);
+}
+
 template <typename scalar_t, typename Parameters>
 void forward_of_parts(const Parameters& p, const ForwardParts<acc_type<scalar_t>>& parts, cudaStream_t stream) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kSize = TileSize<acc_t>::kSize;
-  const CompressedAttentionShape& shape = p.shape;
   if constexpr (sizeof(scalar_t) == 2)
     if (forward_on_tensor_cores<scalar_t>(p, parts, stream)) return;
-  const int64_t column_tiles = larger<int64_t>(1, ceil_div(shape.D, kSize));
-  const int64_t blocks = tile_count(shape, query_rows(shape), kSize) * column_tiles * parts.count;
-  launch({"compressed_attention_forward", blocks, dim3(kThreads), sizeof(ForwardShared<acc_t, Parameters>), stream},
-         forward_kernel<scalar_t, Parameters>, p, parts, column_tiles);
+  with_tiles<scalar_t>([&](auto tiles) { forward_by_tiles<scalar_t, decltype(tiles)>(p, parts, stream); });
 }
 
 template <typename scalar_t>

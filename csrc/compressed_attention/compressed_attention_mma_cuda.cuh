@@ -9,10 +9,7 @@ namespace memcheck {
 namespace compressed_cuda {
 
 // Beside those of tiles in the accumulation type.
-using memcheck::add_product;
-using memcheck::multiply;
 using memcheck::multiply_rows;
-using memcheck::set_zero;
 
 constexpr int kWarps = kThreads / 32;
 constexpr float kLn2 = 0.693147180559945309f;

@@ -57,7 +57,7 @@ __device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const S
     unroll<T::kHigh>([&](int m) {
       uint32_t of_g[T::kParts][4];
       g.template load<false>(m, e, of_g);
-      multiply(of_g, of_state, result.S_g[m]);
+      multiply_square(of_g, of_state, result.S_g[m]);
     });
   });
   unroll<T::kHigh, 2, 4>([&](int m, int t, int i) {
@@ -101,11 +101,11 @@ __device__ __forceinline__ void read_chunk(const ChunkDecays<T>& decays, const S
       if (m < n) return;
       uint32_t of_scores[T::kMoreParts][4];
       scores.template load<false>(m, n, of_scores);
-      multiply(of_scores, of_k, result.S_g[m]);
+      multiply_square(of_scores, of_k, result.S_g[m]);
       if (T::kDecayed || m == n) {
         uint32_t seen[T::kDecayed ? T::kParts : 1][4];
         seen_columns<T>(decays, m, n, seen);
-        multiply(seen, of_k, result.z[m]);
+        multiply_square(seen, of_k, result.z[m]);
       }
     });
     if constexpr (!T::kDecayed) {

@@ -58,11 +58,8 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
 
 namespace {
 
-// Float32 runs there in three parts, as exact as by multiply-adds, if MEMCHECK_FLOAT32_TENSOR_CORES is 1: no GPU has
-// run that yet.
 bool runs_on_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  const char* asked = std::getenv("MEMCHECK_FLOAT32_TENSOR_CORES");
-  if (dtype == Dtype::Float32 && asked != nullptr && std::strcmp(asked, "1") == 0)
+  if (dtype == Dtype::Float32 && float32_runs_on_tensor_cores())
     return linear_attention_has_columns_for_tensor_cores(n);
   return linear_attention_suits_tensor_cores(n, dtype);
 }

@@ -61,7 +61,7 @@ __device__ __forceinline__ void read_state(const ChunkDecays<T>& decays, const S
     unroll<T::kHigh>([&](int m) {
       uint32_t of_q[T::kParts][4];
       q.template load<false>(m, d, of_q);
-      multiply(of_q, of_state, result[m]);
+      multiply_square(of_q, of_state, result[m]);
     });
   });
   uint32_t of_z[T::kParts][4];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void read_chunk(const Step& step, ForwardMemory<T>& s
       if (m < n) return;
       uint32_t of_scores[T::kMoreParts][4];
       scores.template load<false>(m, n, of_scores);
-      multiply(of_scores, of_v, result[m]);
+      multiply_square(of_scores, of_v, result[m]);
     });
   });
 }

@@ -13,8 +13,6 @@
 namespace memcheck {
 namespace linear_cuda {
 
-using bf16 = __nv_bfloat16;
-
 // The sizes of a kernel's tiles, and the parts of its numbers.
 template <typename scalar_t, int kDepth_, int kChunk_, bool kDecayed_>
 struct Traits {
@@ -33,123 +31,7 @@ struct Traits {
   static constexpr int kHigh = kChunk / 16;   // squares along a chunk
 };
 
-// ---- shared memory: addresses of 32 bits, which a thread forms by exclusive or
-
-#if defined(MEMCHECK_HOST_CUDA)
-
-using Address = uintptr_t;
-
-inline Address address_of(const void* in_shared) {
-  return reinterpret_cast<Address>(in_shared);
-}
-inline const void* pointer_to(Address address) {
-  return reinterpret_cast<const void*>(address);
-}
-
-#else
-
-using Address = uint32_t;
-
-__device__ __forceinline__ Address address_of(const void* in_shared) {
-  return shared_address(in_shared);
-}
-__device__ __forceinline__ const void* pointer_to(Address address) {
-  return __cvta_shared_to_generic(address);
-}
-
-#endif
-
-// A tile of rows of 64 or 128 numbers. Eight rows have a 16-byte pack of the same number in different banks.
-template <int kRows_, int kColumns_, int kParts_>
-struct alignas(2 * kColumns_) Tile {
-  static constexpr int kRows = kRows_;
-  static constexpr int kColumns = kColumns_;
-  static constexpr int kParts = kParts_;
-  static constexpr uint32_t kPartBytes = kRows * kColumns * 2;
-
-  unsigned char bytes[kParts * kPartBytes];
-
-  // The byte of a row's pack.
-  __device__ __forceinline__ static uint32_t place(int row, int pack) {
-    return static_cast<uint32_t>((row * kColumns + (pack ^ (row & 7)) * 8) * 2);
-  }
-  // From a place in the first square of 16 by 16 numbers to the same one in the square at (row, column). For addresses,
-  // too, because tiles are aligned to their rows.
-  template <typename Place>
-  __device__ __forceinline__ static Place square(Place place, int row, int column) {
-    return (place ^ static_cast<Place>(column * 32)) + static_cast<Place>(row * 16 * kColumns * 2);
-  }
-  // Where two neighbours of a product's sums belong: in the square at (row, column), in half `low` of its rows and half
-  // `right` of its columns.
-  __device__ __forceinline__ static uint32_t place_of_sums(int row, int low, int column, int right) {
-    const uint32_t first = place(lane() / 4, 0) + lane() % 4 * 4;
-    return (first ^ static_cast<uint32_t>((column * 2 + right) * 16)) +
-           static_cast<uint32_t>((row * 2 + low) * 8 * kColumns * 2);
-  }
-  __device__ __forceinline__ uint32_t& word(int part, uint32_t place) {
-    return *reinterpret_cast<uint32_t*>(bytes + part * kPartBytes + place);
-  }
-  __device__ __forceinline__ uint4& pack(int part, uint32_t place) {
-    return *reinterpret_cast<uint4*>(bytes + part * kPartBytes + place);
-  }
-};
-
-// The squares of a tile as a warp loads them for products. kTall: as the right factor of a product with the square's
-// transpose, or transposed as a left one; else as the left factor, or transposed as the right one.
-template <typename Of, bool kTall>
-struct Squares {
-  Address first;  // of this lane
-
-  __device__ __forceinline__ explicit Squares(const Of& tile)
-      : first(address_of(tile.bytes) + (kTall ? Of::place(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2)
-                                              : Of::place(lane() % 16, lane() / 16))) {}
-  template <bool kTransposed>
-  __device__ __forceinline__ void load(int row, int column, uint32_t (&to)[Of::kParts][4]) const {
-    unroll<Of::kParts>([&](int part) {
-      const void* from = pointer_to(Of::square(first, row, column) + part * Of::kPartBytes);
-      if constexpr (kTransposed)
-        ldmatrix_x4_transposed(to[part], from);
-      else
-        ldmatrix_x4(to[part], from);
-    });
-  }
-};
-template <typename Of>
-using Wide = Squares<Of, false>;
-template <typename Of>
-using Tall = Squares<Of, true>;
-
 // ---- parts
-
-__device__ __forceinline__ float low_half(uint32_t pair) {
-  return __uint_as_float(pair << 16);
-}
-__device__ __forceinline__ float high_half(uint32_t pair) {
-  return __uint_as_float(pair & 0xffff0000u);
-}
-
-// Splits two numbers into sums of bfloat16, the high parts first.
-template <int kParts>
-__device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    parts[part] = rounded_pair(bf16(), x, y);
-    if (part == kParts - 1) break;
-    x -= low_half(parts[part]);
-    y -= high_half(parts[part]);
-  }
-}
-
-template <int kParts>
-__device__ __forceinline__ float2 sum_of_parts(const uint32_t (&parts)[kParts]) {
-  float2 sum = {};
-#pragma unroll
-  for (int part = kParts - 1; part >= 0; --part) {
-    sum.x += low_half(parts[part]);
-    sum.y += high_half(parts[part]);
-  }
-  return sum;
-}
 
 // Values as they are in memory lie in the place of the first part, those of float32 in that of the first two: of eight
 // columns, four in each.
@@ -214,35 +96,6 @@ __device__ __forceinline__ float derivative_of(FeatureMap map, float feature) {
 
 // ---- products
 
-// c += a b of eight columns, without the products of parts that are as small as what splitting left out. of(j, i): part
-// j of register i of the right factor. With three parts the smallest products come first, and c is added by rounding:
-// tensor cores cut sums towards 0.
-template <int kA, int kB, typename Of>
-__device__ __forceinline__ void multiply_parts(const uint32_t (&a)[kA][4], const Of& of, float (&c)[4]) {
-  constexpr int kMost = kA > kB ? kA : kB;
-  constexpr bool kApart = kA > 2 && kB > 2;
-  float apart[4] = {};
-  float(&sum)[4] = kApart ? apart : c;
-  unroll<kMost, kA>([&](int i, int part) {
-    const int sum_of_both = kApart ? kMost - 1 - i : i, other = sum_of_both - part;
-    if (other < 0 || other >= kB) return;
-    const uint32_t b[2] = {of(other, 0), of(other, 1)};
-    mma_m16n8k16<bf16>(sum, a[part], b);
-  });
-  if (kApart) unroll<4>([&](int i) { c[i] += apart[i]; });
-}
-
-// The same of half of a right factor of 16 columns, or of both halves.
-template <int kA, int kB>
-__device__ __forceinline__ void multiply_half(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], int half,
-                                              float (&c)[4]) {
-  multiply_parts<kA, kB>(a, [&](int part, int i) { return b[part][2 * half + i]; }, c);
-}
-template <int kA, int kB>
-__device__ __forceinline__ void multiply(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4], float (&c)[2][4]) {
-  unroll<2>([&](int half) { multiply_half(a, b, half, c[half]); });
-}
-
 // The number of squares on and below the diagonal of the scores.
 template <typename T>
 constexpr int kCorners = T::kHigh * (T::kHigh + 1) / 2;
@@ -271,7 +124,7 @@ __device__ __forceinline__ void form_scores(const Of& a, const Of& b, int row, i
     uint32_t x[T::kParts][4], y[T::kParts][4];
     rows.template load<false>(row, step, x);
     columns.template load<false>(column, step, y);
-    multiply(x, y, sums);
+    multiply_square(x, y, sums);
   });
   unroll<2, 2>([&](int low, int right) {
     store(low, right, 16 * row + 8 * low + lane() / 4, 16 * column + 8 * right + lane() % 4 * 2, sums[right][2 * low],
@@ -315,7 +168,7 @@ __device__ __forceinline__ void join(const Of& a, int row, const Of& b, int colu
     unroll<T::kHigh>([&](int n) {
       uint32_t y[T::kParts][4];
       of_columns.template load<true>(n, column + c, y);
-      unroll<kTall>([&](int r) { multiply(x[r][n], y, sums[r]); });
+      unroll<kTall>([&](int r) { multiply_square(x[r][n], y, sums[r]); });
     });
     unroll<kTall, 2, 4>([&](int r, int h, int i) { state[r][c][h][i] += sums[r][h][i]; });
   });

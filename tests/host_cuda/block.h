@@ -13,7 +13,7 @@
 
 namespace host_cuda {
 
-constexpr size_t kFenceBytes = 256;
+constexpr size_t kFenceBytes = 512;
 constexpr unsigned char kPoison = 0xFF;  // NaN in every floating-point type
 
 // A block of the heap with a fence on both sides.

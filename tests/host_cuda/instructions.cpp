@@ -15,7 +15,7 @@ void* shared_memory(size_t bytes, size_t alignment) {
     fail(block, &current(),
          "uses " + std::to_string(bytes) + " bytes of shared memory, launched with " +
              std::to_string(block.memory.bytes()));
-  if (alignment > kFenceBytes) fail(block, &current(), "shared memory is aligned to 256 bytes");
+  if (alignment > kFenceBytes) fail(block, &current(), "shared memory is aligned to 512 bytes");
   return block.memory.begin();
 }
 

@@ -68,6 +68,38 @@ def test_gradients_of_long_blocks(T: int, D: int, layout: str, mode: str, dtype:
     assert_strides(assert_contract(contract(64, mode), inputs, grad), inputs)
 
 
+@pytest.mark.host_cuda
+@pytest.mark.parametrize("mean", [0.0, 3.0])
+@pytest.mark.parametrize(
+    ("shape", "factor", "mode", "more"),
+    [
+        ((1, 4, 2, 70, 200, 64), 4, "causal", {}),
+        ((2, 2, 1, 90, 130, 100), 3, "not causal", {}),
+        ((1, 2, 2, 300, 300, 130), 2, "causal", {"window": 40}),
+        ((1, 2, 1, 65, 70, 5), 1, "strict", {}),
+        ((1, 8, 8, 270, 300, 64), 64, "causal", {}),
+    ],
+)
+def test_float32_on_tensor_cores(
+    shape: tuple[int, ...], factor: int, mode: str, more: dict, mean: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In three parts of bfloat16, if that is asked for, within the bound of float32; on every GPU."""
+    from host_cuda import library
+
+    monkeypatch.setenv("MEMCHECK_FLOAT32_TENSOR_CORES", "1")
+    tensors, grad_y = make_inputs(*shape)
+    try:
+        library.stand_for("8.6")
+        library.forget_launches()
+        for layout in ("dense", "every second column"):
+            *_, (*inputs, grad) = laid_out([x + mean for x in tensors] + [grad_y], layout)
+            assert_contract(contract(factor, mode, **more), inputs, grad)
+        names = {f"compressed_attention_{name}_parts" for name in ("forward", "backward_queries", "backward_keys")}
+        assert names <= set(library.launches())
+    finally:
+        library.stand_for(library.this_gpu())
+
+
 def test_sums_of_16_bit_products_have_no_bias() -> None:
     """Tensor cores cut sums towards zero: relative errors of sums of positive terms would grow with their number.
     Weights rounded to nearest have errors with a mean of 0, and their standard deviation over all S T weights, whose

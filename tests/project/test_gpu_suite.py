@@ -90,7 +90,7 @@ def test_a_failed_step_does_not_stop_the_others(tmp_path: Path) -> None:
     ended = suite(tmp_path, "gradcheck", "ptx", "values", "sanitizer", "times")
     assert ended.returncode == 1, ended.stderr
     results = tmp_path / "results"
-    passed = [[step, "passed"] for step in ("ptx", "values", "sanitizer", "bench")]
+    passed = [[step, "passed"] for step in ("ptx", "values", "sanitizer", "bench", "parts")]
     assert outcomes(results) == [["gradcheck", "FAILED"], *passed]
     record = f"--outcomes {results}/tests.txt"
     assert f"ran: -m pytest -q {record} tests/gpu/test_ptx_cuda.py\n" in (results / "ptx.log").read_text()
@@ -136,7 +136,7 @@ def test_a_stopped_part_goes_on_where_it_stopped(tmp_path: Path) -> None:
     slow = 'case "$*" in *counts*) exit 1;; *ptx*) echo "so far"; [ -e goes-on ] || sleep 30;; esac; echo "ran: $*"'
     write_gpu(tmp_path, f'cd "{tmp_path}"; {slow}')
     of_part, in_seconds = (
-        ('[times]="bench"', '[times]="counts ptx bench"'),
+        ('[times]="bench parts"', '[times]="counts ptx bench"'),
         ("60 * ${MEMCHECK_MINUTES:-8}", "$IN_SECONDS"),
     )
     script = copied_script(tmp_path, of_part, in_seconds)
