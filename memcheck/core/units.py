@@ -68,13 +68,6 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
 
 
-def exact_bytes(size: int) -> str:
-    """The shortest text of the bytes without rounding: "100MiB", "16GB", "12345B"."""
-    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
-    texts = (f"{size // scale}{unit}" for unit, scale in units.items() if size % scale == 0)
-    return min(texts, key=lambda text: len(text.replace("iB", "B")))
-
-
 def counted(number: int, noun: str) -> str:
     """ "1 step", or "1,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
