@@ -264,6 +264,24 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
 
 // ---- a head
 
+// Adds to the rows what the columns of their own chunk give them.
+template <typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void add_own_columns(const Scan& scan, const Chunk& chunk,
+                                                const acc_t (&scores)[kThreadRows][kThreadRows], int columns,
+                                                ScanShared<acc_t, kLines>& s, Accumulators<acc_t, kThreadRows>& acc) {
+  __syncthreads();
+  if constexpr (kHasDecays<acc_t, kLines>) {
+    if (scan.decay) form_score_weights(s);
+    __syncthreads();
+  }
+  store_scores(scan, chunk, scores, s);
+  if (scan.finds_rows) sum_lines(s.x, s.b);
+  __syncthreads();
+  add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(columns, 4) * 4), acc.out);
+  constexpr const acc_t* kOnes = nullptr;
+  if (scan.has_denominator()) add_row_dots(s.a, kOnes, kLines, acc.denominator);
+}
+
 // One head of columns: adds to the rows what the chunk itself and, with the first head, the state gives them; then adds
 // the columns to the state.
 template <typename scalar_t, typename acc_t, int kLines, int kThreadRows>
@@ -308,18 +326,7 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const Chunk& chunk, 
   }
   if constexpr (kHasDecays<acc_t, kLines>)
     if (scan.decay && reads_state) weigh_rows(scan, s, acc);
-  if (meet) {
-    __syncthreads();
-    if constexpr (kHasDecays<acc_t, kLines>) {
-      if (scan.decay) form_score_weights(s);
-      __syncthreads();
-    }
-    store_scores(scan, chunk, scores, s);
-    if (scan.finds_rows) sum_lines(s.x, s.b);
-    __syncthreads();
-    add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(columns, 4) * 4), acc.out);
-    if (scan.has_denominator()) add_row_dots(s.a, kNoWeights, kLines, acc.denominator);
-  }
+  if (meet) add_own_columns(scan, chunk, scores, columns, s, acc);
   if (scan.finds_rows && chunk.has_rows) finish_queries<scalar_t>(scan, work, chunk, s, acc.out);
   if (scan.has_bias() && changes_state) {
     __syncthreads();

@@ -78,9 +78,28 @@ __device__ __forceinline__ void store_grad_before(const Strided<3>& grad_before,
   store_state<acc_t>(grad_before, sequence, r, {-sums.second, sums.first});
 }
 
+// W and X over the queries after a chunk, from the chunks behind it, or from the gradient of the state after the last.
+// The first chunk writes that of the state before.
+template <bool has_states, typename acc_t, typename Memory>
+__device__ __forceinline__ Pair<acc_t> pass_later(const SoftplusAttentionBackward& p, const Link<acc_t>& link,
+                                                  Memory& memory, const Chain<acc_t>& chain) {
+  const int64_t sequence = link.work.sequence, channel = link.work.channel(link.me);
+  return chain.pass(
+      link, memory,
+      [&]() -> CompensatedPair<acc_t> {
+        if (!has_states) return {};
+        return {load_later<acc_t>(p.grad_after, sequence, channel),
+                load_later<acc_t>(p.grad_after_rest, sequence, channel)};
+      },
+      [&](const CompensatedPair<acc_t>& sums) {
+        if (!has_states || link.work.chunk > 0) return;
+        store_grad_before(p.grad_before, sequence, channel, sums.sum);
+        store_grad_before(p.grad_before_rest, sequence, channel, sums.rest);
+      });
+}
+
 // Causal. Forms Z and A forwards for w and grad_q, then W and X backwards for grad_k and grad_v: the chain goes from
-// the last chunk to the first. With states, the last chunk begins from the gradient of the state after, and the first
-// one writes that of the state before.
+// the last chunk to the first.
 template <bool has_states, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
     backward_causal_kernel(SoftplusAttentionBackward p, TileOrders orders, Slots<acc_type<scalar_t>> carries,
@@ -133,18 +152,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   __syncthreads();
   const Pair<acc_t> groups = sum_of_groups<true>(memory.later_groups, me);
   const Link<acc_t> link{work, me, step, chunks_of(T), /*leads=*/me.group == 0, groups + own};
-  const Pair<acc_t> later = chain.pass(
-      link, memory.chain,
-      [&]() -> CompensatedPair<acc_t> {
-        if (!has_states) return {};
-        return {load_later<acc_t>(p.grad_after, work.sequence, work.channel(me)),
-                load_later<acc_t>(p.grad_after_rest, work.sequence, work.channel(me))};
-      },
-      [&](const CompensatedPair<acc_t>& sums) {
-        if (!has_states || work.chunk > 0) return;
-        store_grad_before(p.grad_before, work.sequence, work.channel(me), sums.sum);
-        store_grad_before(p.grad_before_rest, work.sequence, work.channel(me), sums.rest);
-      });
+  const Pair<acc_t> later = pass_later<has_states>(p, link, memory.chain, chain);
   const Pair<acc_t> after = later + groups;
   // softplus(k) and sigmoid(k) are computed again: neither shared memory nor registers have room to keep them.
   differentiate_keys(has_v, me, tiles, [&](int row, SoftplusSigmoid<acc_t> k, acc_t v) {
