@@ -277,7 +277,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     auto& factor = of_values ? memory.grad_y : memory.q;
     __syncthreads();
     Tiles::keep(weights, kept);
-    if (of_values || !all_columns) load_tile<Tiles>(of_values ? of.grad_y : of.q, row, work.column, factor);
+    if (of_values) {
+      load_tile<Tiles>(of.grad_y, row, work.column, factor);
+    } else if (!all_columns) {
+      load_tile<Tiles>(of.q, row, work.column, factor);
+    }
     __syncthreads();
     add_product_of_tile(weights, kept, factor, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, gradient);
