@@ -5,9 +5,7 @@
 
 #include "common/mma_tile.cuh"
 
-// Tiles of 16-bit values and their products on tensor cores, summed in float32. Each warp of a block has some rows of a
-// product, in tiles of 16 rows and 8 columns. Of such a tile thread 4 g + c has columns 2 c and 2 c + 1 of rows g and
-// g + 8.
+// Products of 16-bit tiles on tensor cores, of which each warp of a block has some rows.
 
 namespace memcheck {
 
@@ -132,7 +130,7 @@ __device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, c
   multiply<scalar_t, kTall, kDeep, kWide>(a, b, row, [&](int m, int n, int i, float x) { c[m][n][i] += x; });
 }
 
-// ---- places of results
+// ---- results
 
 // Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.
 template <int kTall, int kWide, typename Tile, typename PairOf>

@@ -1,6 +1,3 @@
-#include <cstdlib>
-#include <cstring>
-
 #include "common/compensated_sum.h"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
