@@ -1,6 +1,6 @@
 """The pytest plugin: a limit on a test's memory of tensors, and a fixture that counts it.
 
-Beside the package, as importing anything inside it would load torch whenever pytest starts.
+The package is imported by the tests that use the plugin.
 """
 
 from __future__ import annotations

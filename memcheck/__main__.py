@@ -76,15 +76,15 @@ def show_help() -> None:
     print("prints a script that completes commands.")
 
 
-def load_package() -> None:
-    """Executes memcheck/__init__.py if the command line was started without it. Announces it: torch takes a while."""
-    if hasattr(sys.modules["memcheck"], "__all__"):
+def load_torch() -> None:
+    """Imports torch with memcheck's operators. A terminal shows that, because it takes a while."""
+    if "torch" in sys.modules:
         return
     terminal = sys.stderr is not None and sys.stderr.isatty()
     if terminal:
         print("memcheck: loading torch ...", end="", file=sys.stderr, flush=True)
     try:
-        importlib.reload(sys.modules["memcheck"])
+        import memcheck._extension  # noqa: F401
     except ImportError as error:
         raise MemcheckError(str(error)) from error
     finally:
@@ -115,7 +115,7 @@ def dispatch(argv: Sequence[str]) -> int:
     except SystemExit:  # --help was printed.
         return 0
     if command not in WITHOUT_TORCH:
-        load_package()
+        load_torch()
     with spoken_as_flags():
         for name in getattr(request, "plugin", None) or ():
             from memcheck.bench.operators import load_plugin

@@ -1,8 +1,8 @@
 """The only importer of the compiled module memcheck._C, which the operators and measuring on the CPU need.
 
-Importing this module registers torch.ops.memcheck. Where the extension is missing the import succeeds all the same, and
-whatever needs it raises an ExtensionError. An extension calls into the torch it was compiled against, so under any
-other it is not loaded.
+Importing this module registers torch.ops.memcheck, with derivatives and checks. Where the extension is missing the
+import succeeds all the same, and whatever needs it raises an ExtensionError. An extension calls into the torch it was
+compiled against, so under any other it is not loaded.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ class MissingOperators:
 
 if MISSING is None:
     from memcheck import _C  # type: ignore[attr-defined]
+
+    # By name, as measuring imports this module and knows no operator.
+    importlib.import_module("memcheck.ops.checks")
+    importlib.import_module("memcheck.ops.derivatives")
 else:
     torch.ops.memcheck = MissingOperators("memcheck")  # type: ignore[attr-defined]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import REFUSALS, changed_options, explain_refusal, prepare_input
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     REFUSALS,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import REFUSALS, explain_refusal, prepare_input
 

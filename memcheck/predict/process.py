@@ -76,7 +76,7 @@ class Child:
         self.device = device
         ours, theirs = os.pipe(), os.pipe()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        code = f"import memcheck_console; memcheck_console.predict_in_this_process({theirs[0]}, {ours[1]})"
+        code = f"from memcheck.predict.process import serve; serve({theirs[0]}, {ours[1]})"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=(theirs[0], ours[1]), env=environment, stderr=self.errors
@@ -142,7 +142,6 @@ def serve(requests_from: int, answers_to: int) -> None:
     if device.kind == "cuda":
         pretended_gpu.load()
     IS_CHILD.append(True)
-    importlib.reload(sys.modules["memcheck"])
     from memcheck.predict import compiled
 
     if device.kind == "cuda":

@@ -147,8 +147,7 @@ def test_help_lists_the_names_that_there_are() -> None:
 def test_a_terminal_shows_that_torch_is_loaded_and_how_much_is_left(
     tmp_path: Path, words: list[str], bars: list[bytes]
 ) -> None:
-    console = "import sys, memcheck_console; sys.exit(memcheck_console.main())"
-    command = [sys.executable, "-c", console, *words]
+    command = [sys.executable, "-m", "memcheck", *words]
     command += ["--output", str(tmp_path)] if words[0] == "sweep" else []
     terminal, stderr = pty.openpty()
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))

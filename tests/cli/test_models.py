@@ -487,7 +487,7 @@ def test_a_step_that_accumulates_and_clips(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("words", ["predict --optimizer adamw", "fit --model no.py:make", "fit --hf-config no.json"])
 def test_usage_errors_need_no_torch(words: str) -> None:
-    code = "import sys, memcheck_console; code = memcheck_console.main(); print('torch' in sys.modules); sys.exit(code)"
+    code = "import sys, memcheck.__main__ as it; code = it.main(); print('torch' in sys.modules); sys.exit(code)"
     command = [sys.executable, "-c", code, *words.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert (ended.returncode, ended.stdout) == (2, "False\n")

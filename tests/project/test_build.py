@@ -247,8 +247,7 @@ def small_project(folder: Path) -> Path:
     for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / name, folder)
     (folder / "README.md").touch()
-    for module in ("memcheck_console", "memcheck_pytest"):
-        (folder / f"{module}.py").touch()
+    (folder / "memcheck_pytest.py").touch()
     (folder / "memcheck" / "core").mkdir(parents=True)
     (folder / "memcheck" / "__init__.py").touch()
     (folder / "memcheck" / "core" / "__init__.py").touch()
@@ -333,7 +332,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() { return
 @pytest.mark.slow  # installs torch twice
 def test_wheels_are_built_and_tried_without_a_compiler(tmp_path: Path, require_tool) -> None:
     (small_project(tmp_path) / "module.cpp").write_text(MODULE)
-    (tmp_path / "memcheck_console.py").write_text(CONSOLE)
+    (tmp_path / "memcheck" / "__main__.py").write_text(CONSOLE)
     shutil.copy(ROOT / "Makefile", tmp_path)
     project = tmp_path / "pyproject.toml"
     # Of the dependencies torch alone, so that nothing else is fetched.
@@ -359,9 +358,8 @@ def test_the_sdist_is_made_without_torch_and_complete(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("memcheck", "csrc"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, source)
-    for name in ("memcheck_console.py", "memcheck_pytest.py"):
+    kept = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "memcheck_pytest.py")
+    for name in kept:
         shutil.copy(ROOT / name, source)
     ended = run_python("-m", "build", "--sdist", cwd=source)
     assert ended.returncode == 0, ended.stdout + ended.stderr
