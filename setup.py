@@ -260,9 +260,13 @@ def build_facts() -> dict[str, Any]:
     }
 
 
+# Folders of csrc with libraries of their own.
+APART = ("pretend", "simulated")
+
+
 def files(*suffixes: str) -> list[str]:
     """The files of csrc with these suffixes that are part of memcheck._C."""
-    found = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes and path.parent.name != "pretend")
+    found = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes and path.parent.name not in APART)
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 

@@ -1,0 +1,73 @@
+"""Simulated GPUs: torch's own device cuda:0 on a machine without one, with addresses and no memory.
+
+PyTorch runs as on a GPU, with its own dispatch, autograd and allocator settings; kernels compute sizes alone. This
+module imports no torch, as a GPU is simulated before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from memcheck.core.devices import DEVICES, Device, device_named
+from memcheck.core.errors import UsageError
+from memcheck.core.options import named
+from memcheck.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from memcheck.simulated.library import Target
+
+# For child processes: the device, the limit in bytes, and the number of GPUs.
+VARIABLE = "MEMCHECK_SIMULATED"
+_target: list[Target] = []
+
+
+def simulate(device: str | Device, *, memory_limit: int | str | None = None, gpus: int = 1) -> None:
+    """Lets torch, imported afterwards, find this GPU. It stays until the process ends.
+
+    device: a GPU of the catalog, such as "A100-80GB", or a size, such as "40GiB". memory_limit: bytes, or a text such
+    as "40GiB", that torch's allocator may reserve of each GPU. gpus: how many of them there are.
+
+    UsageError: there is no such GPU, torch is imported already, or a different one is simulated.
+    ExtensionError: the library that simulates is missing and cannot be compiled.
+    """
+    target = target_of(device, memory_limit, gpus)
+    if _target:
+        if _target[0] == target:
+            return
+        raise UsageError(f"this process simulates {_target[0].device.name} already")
+    if "torch" in sys.modules:
+        raise UsageError(
+            "torch is imported already, and it looks for GPUs once: call memcheck.simulate before anything imports torch "
+            "(in a notebook: restart the kernel, and begin with it), or run the script by memcheck run --device"
+        )
+    from memcheck.simulated.library import load
+
+    load(target)
+    _target.append(target)
+    os.environ[VARIABLE] = f"{target.device.name};{target.limit_bytes or ''};{gpus}"
+
+
+def simulate_as_parent() -> None:
+    """Simulates the GPU of the process that started this one, if it simulates one."""
+    if (text := os.environ.get(VARIABLE)) and "torch" not in sys.modules:
+        device, limit, gpus = text.split(";")
+        simulate(device, memory_limit=int(limit) if limit else None, gpus=int(gpus))
+
+
+def simulated_device() -> Device | None:
+    """The GPU that this process simulates; None if it simulates none."""
+    return _target[0].device if _target else None
+
+
+def target_of(device: str | Device, memory_limit: int | str | None, gpus: int) -> Target:
+    from memcheck.simulated.library import Target
+
+    found = device if isinstance(device, Device) else device_named(device)
+    if found.kind != "cuda" or found.usable_bytes is None:
+        raise UsageError(f"{named('device')} {found.name} is no GPU that can be simulated; known: {', '.join(DEVICES)}")
+    if gpus < 1:
+        raise UsageError(f"gpus must be at least 1, got {gpus}")
+    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    return Target(found, limit, gpus)

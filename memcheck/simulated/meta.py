@@ -1,0 +1,104 @@
+"""Kernels for meta tensors that torch lacks, or that give other results than CUDA's kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+KERNELS: dict[str, Callable[..., Any]] = {}
+LIBRARIES: list[torch.library.Library] = []  # As long as torch: a library that ends takes its kernels with it.
+
+
+def on_meta(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function the kernel of operators for meta tensors."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        KERNELS.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+@on_meta("log_sigmoid_forward")
+def log_sigmoid_forward(x: Any) -> tuple[Any, Any]:
+    """CUDA keeps no buffer: log_sigmoid_forward_out_cuda of cuda/Activation.cpp."""
+    return torch.empty_like(x), x.new_empty(0)
+
+
+@on_meta("_thnn_fused_gru_cell")
+def gru_cell(_igates: Any, _hgates: Any, hx: Any, _b_ih: Any = None, _b_hh: Any = None) -> tuple[Any, Any]:
+    """cuda/RNN.cu: the workspace has 5 numbers for each of the state."""
+    return torch.empty_like(hx), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+@on_meta("_thnn_fused_gru_cell_backward")
+def gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> tuple[Any, ...]:
+    batch, hidden = grad.shape
+    gates = [workspace.new_empty(batch, 3 * hidden) for _ in range(2)]
+    biases = [workspace.new_empty(3 * hidden if has_bias else 0) for _ in range(2)]
+    return *gates, torch.empty_like(grad), *biases
+
+
+@on_meta("multi_margin_loss_backward", "multilabel_margin_loss_backward")
+def gradient_like_input(_grad: Any, x: Any, *_: Any, **__: Any) -> Any:
+    return torch.empty_like(x)
+
+
+@on_meta("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor")
+def without_cudnn(*_: Any) -> bool:
+    return False
+
+
+@on_meta("_ctc_loss_backward", "_ctc_loss_backward.Tensor")
+def ctc_loss_backward(_grad: Any, log_probs: Any, *_: Any, **__: Any) -> Any:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+@on_meta("_fused_sgd_", "_fused_adagrad_", "_fused_sgd_.tensor_lr", "_fused_adagrad_.tensor_lr")
+def writes_only(*_: Any, **__: Any) -> None:
+    """Writes to its operands alone."""
+
+
+@on_meta("cudnn_convolution")
+def cudnn_convolution(
+    x: Any, weight: Any, padding: Any, stride: Any, dilation: Any, groups: int, *_: Any, **__: Any
+) -> Any:
+    no = [0] * len(padding)
+    return torch.ops.aten.convolution.default(x, weight, None, stride, padding, dilation, False, no, groups)
+
+
+@on_meta("_cudnn_rnn_backward")
+def cudnn_rnn_backward(
+    x: Any, weight: Any, _stride: int, _buffer: Any, hx: Any, cx: Any, *more: Any
+) -> tuple[Any, ...]:
+    """The gradients of all weights are parts of one buffer: _cudnn_rnn_backward_weight of cudnn/RNN.cpp."""
+    wants_weights = more[-1][3]
+    buffer = torch.empty(sum(w.numel() for w in weight), dtype=x.dtype, device="meta") if wants_weights else None
+    gradients, offset = [], 0
+    for w in weight if buffer is not None else ():
+        gradients.append(torch.as_strided(buffer, w.shape, w.stride(), offset))
+        offset += w.numel()
+    return torch.empty_like(x), torch.empty_like(hx), None if cx is None else torch.empty_like(cx), gradients
+
+
+@on_meta("_cudnn_init_dropout_state")
+def dropout_state(_dropout: float, _train: bool, _seed: int, **_: Any) -> Any:
+    """cudnnDropoutGetStatesSize: 48 bytes for each of 36,864 threads."""
+    return torch.empty(442368 * 4, dtype=torch.uint8, device="meta")
+
+
+def register() -> None:
+    """Registers the kernels with torch."""
+    library = torch.library.Library("aten", "IMPL")
+    LIBRARIES.append(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Some replace kernels of torch, as they shall.
+        for name, kernel in KERNELS.items():
+            own, _, overload = name.partition(".")
+            if torch._C._dispatch_has_kernel(f"aten::{name}") and hasattr(
+                getattr(torch.ops.aten, own), overload or "default"
+            ):
+                library.impl(name, kernel, "Meta")

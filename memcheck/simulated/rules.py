@@ -1,0 +1,87 @@
+"""What is known of CUDA's kernels, for the simulated GPU: their scratch, and which attention torch chooses."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memcheck.core.devices import WORKSPACE_OF_A_CALL, running
+from memcheck.predict import sdpa
+from memcheck.predict.operators import facts_of, scratch_of
+from memcheck.predict.scratch import TABLE, OperatorCall, Target, Unknown, is_view
+from memcheck.simulated.doubts import note
+from memcheck.simulated.library import Target as Simulated
+from memcheck.simulated.library import library
+
+# Numbers of at::SDPBackend.
+BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
+# Kernels of CUDA that the table of facts knows under another name.
+SAME = {"_index_put_impl_": "index_put", "cudnn_batch_norm": "native_batch_norm"}
+
+Part = tuple[str, int, bool, bool, bool]  # As Scratch in csrc/simulated/kernels.h.
+
+
+class Rules:
+    """Answers the library, once for each operator and layout of its operands."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._searched: set[str] = set()
+
+    def scratch(self, name: str, overload: str, arguments: list[Any], results: list[Any]) -> list[Part]:
+        func = operator(name, overload)
+        outputs = [x for result in results for x in (result if isinstance(result, list) else [result])]
+        tensors = tuple(x for x in outputs if isinstance(x, torch.Tensor))
+        names = [argument.name for argument in func._schema.arguments]
+        known = f"aten::{SAME.get(name.removeprefix('aten::'), name.removeprefix('aten::'))}"
+        call = OperatorCall(known, dict(zip(names, arguments, strict=True)), tensors, self._target, is_view(func))
+        with torch._C.DisableTorchFunction():
+            return [self._part(part) for part in scratch_of(call) if not self._is_unknown(part)]
+
+    def _is_unknown(self, part: Any) -> bool:
+        if isinstance(part, Unknown):
+            note(str(part))
+        return isinstance(part, Unknown)
+
+    def _part(self, part: Any) -> Part:
+        is_new = bool(part.search) and part.search not in self._searched
+        if part.search:
+            self._searched.add(part.search)
+        return part.name, part.bytes, part.first, part.kept, is_new
+
+    def attention(
+        self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, scale: float | None, grouped: bool
+    ) -> int:
+        """The backend of scaled_dot_product_attention, -1 if none takes the call."""
+        with torch._C.DisableTorchFunction():
+            call = sdpa.Attention(q, k, v, mask, causal, dropout, scale, False, grouped)
+            names = (name for name in sdpa.cuda_order(self._target) if sdpa.takes(name, call, self._target))
+            return BACKENDS.get(next(names, ""), -1)
+
+
+@functools.cache
+def operator(name: str, overload: str) -> Any:
+    space, _, own = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, space), own), overload or "default")
+
+
+def connect(simulated: Simulated, path: Path) -> None:
+    """Connects the rules with the library. path: of its module for Python."""
+    spec = importlib.util.spec_from_file_location("_simulated_rules", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    target = Target("cuda", 1, simulated.capability, running(), True, simulated.device.multiprocessors)
+    for name, facts in TABLE.items():
+        on_host = sum(1 << place for place in facts.on_host)
+        if facts.uses_cublas or on_host:
+            library().fact((name if "::" in name else f"aten::{name}").encode(), facts.uses_cublas, on_host)
+    rules = Rules(target)
+    keeps = not target.has(WORKSPACE_OF_A_CALL)
+    module.connect(library().rules(), rules.scratch, rules.attention, target.cublas_workspace_bytes, keeps)
+    facts_of.cache_clear()
