@@ -215,7 +215,7 @@ CachingAllocator::~CachingAllocator() {
 }
 
 Block* CachingAllocator::malloc(int64_t requested, int64_t stream) {
-  if (captures_ == 0) process_events();
+  if (!is_capture_context()) process_events();
   const int64_t size = settings.rounded(requested);
   Request request{&get_pool(size, stream), size, settings.expandable};
   Block* block = get_free_block(request);
@@ -232,14 +232,14 @@ void CachingAllocator::free(Block* block, bool waits) {
   if (!waits && block->uses.empty())
     free_block(block);
   else
-    (captures_ > 0 ? deferred_ : pending_).push_back(block);
+    (is_capture_context() ? deferred_ : pending_).push_back(block);
 }
 
 void CachingAllocator::record_stream(Block* block, int64_t stream) {
   if (stream == block->pool->stream) return;
   auto use = std::find_if(block->uses.begin(), block->uses.end(), [&](const auto& u) { return u.stream == stream; });
   if (use == block->uses.end()) use = block->uses.insert(use, {stream, false});
-  use->in_capture |= captures_ > 0;
+  use->in_capture |= is_capture_context();
 }
 
 void CachingAllocator::complete(Block* block) {
@@ -257,7 +257,7 @@ void CachingAllocator::complete_all() {
 // [release_cached_blocks]
 void CachingAllocator::empty_cache(PoolId id) {
   const bool is_default = id == PoolId{0, 0};
-  if (is_default && captures_ == 0) {
+  if (is_default && !is_capture_context()) {
     synchronize_and_free_events(id);
     for (bool small : {false, true}) release_blocks(id, small);
   }
@@ -337,7 +337,7 @@ std::vector<Block*> CachingAllocator::live_blocks(PoolId id) const {
 }
 
 Checkpoint CachingAllocator::checkpoint(PoolId id) {
-  process_events();
+  complete_pool(id);
   if (get_private_pool(id).use_count == 0) throw std::runtime_error("Not expected to checkpoint freeable graph");
   Checkpoint made{id, {}};
   for (const auto& [address, head] : segments_) {
@@ -351,7 +351,7 @@ Checkpoint CachingAllocator::checkpoint(PoolId id) {
 }
 
 Restored CachingAllocator::restore(const Checkpoint& state) {
-  process_events();
+  complete_pool(state.pool);
   if (get_private_pool(state.pool).use_count == 0)
     throw std::runtime_error("Not expected to checkpoint freeable graph");
   Restored restored;
@@ -570,7 +570,7 @@ Block* CachingAllocator::from_driver(Request& request) {
   Block* block = alloc_block(request);
   if (block == nullptr) block = try_mempool_fallback(request);
   if (block == nullptr && release_available_cached_blocks(request)) block = alloc_block(request);
-  if (block == nullptr && captures_ == 0) {
+  if (block == nullptr && !is_capture_context()) {
     empty_cache();
     ++stats_.retries;
     block = alloc_block(request);
@@ -765,12 +765,18 @@ void CachingAllocator::insert_events_deferred_until_no_capture() {
   }
 }
 
-// Completes the releases of a private pool; of all pools if it is the default one.
 void CachingAllocator::synchronize_and_free_events(PoolId id) {
   ++stats_.syncs;
+  if (id == PoolId{0, 0})
+    complete_all();
+  else
+    complete_pool(id);
+}
+
+void CachingAllocator::complete_pool(PoolId id) {
   insert_events_deferred_until_no_capture();
   for (Block* block : std::exchange(pending_, {}))
-    if (id == PoolId{0, 0} || block->pool->id == id)
+    if (block->pool->id == id)
       free_block(block);
     else
       pending_.push_back(block);

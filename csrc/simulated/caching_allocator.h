@@ -222,6 +222,8 @@ class CachingAllocator {
   // While a graph is captured, releases of blocks that other streams use wait, and no memory returns to the driver.
   void mark_capture_begin() { ++captures_; }
   void mark_capture_end() { --captures_; }
+  // Whether the calling thread's stream is captured; asked only between the two. Default: it is.
+  std::function<bool()> is_capturing;
 
  private:
   struct PrivatePool {
@@ -272,9 +274,11 @@ class CachingAllocator {
   bool release_available_cached_blocks(const Request& request);
   void garbage_collect_cached_blocks();
 
+  bool is_capture_context() const { return captures_ > 0 && (!is_capturing || is_capturing()); }
   void process_events();
   void insert_events_deferred_until_no_capture();
   void synchronize_and_free_events(PoolId id);
+  void complete_pool(PoolId id);
 
   void set_segment_state_to_checkpoint(const std::vector<Checkpoint::Part>& parts, Restored& restored);
 

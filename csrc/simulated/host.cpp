@@ -76,14 +76,14 @@ struct FillUnlessLazy final : c10::OperatorKernel {
   c10::SafeKernelFunction usual;
 };
 
-auto& registrations = *new std::vector<c10::RegistrationHandleRAII>();
+auto& left_out = *new std::vector<c10::RegistrationHandleRAII>();
 
 void leave_out(const std::string& name, const std::string& overload) {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto op = dispatcher.findSchema({name, overload});
   if (!op) return;
   auto kernel = std::make_unique<FillUnlessLazy>(op->getComputedKernelForDispatchKey(c10::DispatchKey::CPU));
-  registrations.push_back(dispatcher.registerImpl({name, overload}, c10::DispatchKey::CPU,
+  left_out.push_back(dispatcher.registerImpl({name, overload}, c10::DispatchKey::CPU,
                                                   c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
                                                   std::nullopt, nullptr, "memcheck's simulated GPU"));
 }

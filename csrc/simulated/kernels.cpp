@@ -44,13 +44,13 @@ namespace {
 
 using torch::jit::Stack;
 
-struct Layout {
+struct TensorLayout {
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset;
   at::ScalarType dtype;
   bool is_conj, is_neg;
 
-  static Layout of(const at::Tensor& t) {
+  static TensorLayout of(const at::Tensor& t) {
     return {{t.sizes().begin(), t.sizes().end()},
             {t.strides().begin(), t.strides().end()},
             t.storage_offset(),
@@ -82,7 +82,7 @@ struct Result {
   Kind kind;
   int source = 0;  // the operand, or the number of the fresh result
   int64_t bytes = 0;
-  Layout layout{};
+  TensorLayout layout{};
   c10::IValue value;
 };
 
@@ -94,7 +94,7 @@ struct Output {
 struct Resize {
   int operand;
   int64_t bytes;
-  Layout layout;
+  TensorLayout layout;
 };
 
 // What a call does to memory, which depends on the layouts of its operands and on its numbers.
@@ -126,10 +126,6 @@ struct Operator {
   std::mutex lock;
   std::unordered_map<Key, std::shared_ptr<const Plan>, HashOfKey> plans;
 };
-
-bool is_one_of(const std::string& name, std::initializer_list<const char*> names) {
-  return std::any_of(names.begin(), names.end(), [&](const char* each) { return name == each; });
-}
 
 bool is_view_by_schema(const c10::FunctionSchema& schema) {
   return !schema.returns().empty() &&
@@ -375,7 +371,8 @@ void Call::note_resizes(Plan& plan, const Twins& twins) const {
     if (!ours.is_cuda() || (ours.sizes() == twin.sizes() && ours.strides() == twin.strides())) continue;
     for (size_t i = 0; i < operands_.size(); ++i)
       if (operands_[i].is_same(ours)) {
-        plan.resizes.push_back({static_cast<int>(i), static_cast<int64_t>(twin.storage().nbytes()), Layout::of(twin)});
+        plan.resizes.push_back(
+            {static_cast<int>(i), static_cast<int64_t>(twin.storage().nbytes()), TensorLayout::of(twin)});
         break;
       }
   }
@@ -396,7 +393,7 @@ Output Call::output_of(const c10::IValue& value, bool is_on_host, const Twins& t
 
 Result Call::result_of(const at::Tensor& t, bool is_on_host, const Twins& twins, std::vector<at::Tensor>& fresh) const {
   if (!t.defined()) return {Result::kUndefined};
-  if (is_on_host || !t.is_meta()) return {Result::kHost, 0, 0, Layout::of(t)};
+  if (is_on_host || !t.is_meta()) return {Result::kHost, 0, 0, TensorLayout::of(t)};
   auto place_of = [&](const at::Tensor& ours) {
     for (size_t i = 0; i < operands_.size(); ++i)
       if (operands_[i].is_same(ours)) return static_cast<int>(i);
@@ -406,11 +403,12 @@ Result Call::result_of(const at::Tensor& t, bool is_on_host, const Twins& twins,
     if (twin.is_same(t)) return {Result::kOperand, place_of(ours)};
   for (const auto& [ours, twin] : twins.pairs)
     if (ours.is_cuda() && twin.storage().is_alias_of(t.storage()))
-      return {Result::kView, place_of(ours), 0, Layout::of(t)};
+      return {Result::kView, place_of(ours), 0, TensorLayout::of(t)};
   for (size_t i = 0; i < fresh.size(); ++i)
-    if (fresh[i].storage().is_alias_of(t.storage())) return {Result::kShared, static_cast<int>(i), 0, Layout::of(t)};
+    if (fresh[i].storage().is_alias_of(t.storage()))
+      return {Result::kShared, static_cast<int>(i), 0, TensorLayout::of(t)};
   fresh.push_back(t);
-  return {Result::kFresh, 0, static_cast<int64_t>(t.storage().nbytes()), Layout::of(t)};
+  return {Result::kFresh, 0, static_cast<int64_t>(t.storage().nbytes()), TensorLayout::of(t)};
 }
 
 at::Tensor Call::make(const Result& result, std::vector<c10::Storage>& fresh) const {

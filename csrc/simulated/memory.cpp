@@ -199,10 +199,12 @@ c10::DataPtr allocate(int device, int64_t bytes, at::ScalarType dtype) {
     try {
       Block* block = memory.gpus[device]->allocator.malloc(bytes, current_stream(device));
       memory.now = {};
-      auto* allocation = new Allocation{block, device, bytes, {}};
-      allocation->contents.is_small = keeps_contents(bytes, dtype);
-      if (allocation->contents.is_small) allocation->contents.state = Contents::kKnown;
-      return {reinterpret_cast<void*>(block->address), allocation, &give_back, device_at(device)};
+      auto pointer = pointer_to(block, device);
+      auto& contents = allocation_of(pointer)->contents;
+      // A replay of a CUDA graph writes to its pool again.
+      contents.is_small = keeps_contents(bytes, dtype) && block->pool->id == PoolId{0, 0};
+      if (contents.is_small) contents.state = Contents::kKnown;
+      return pointer;
     } catch (const OutOfMemory& refused) {
       segment = refused.segment;
     }
@@ -236,6 +238,14 @@ Allocation* allocation_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda() || !tensor.has_storage()) return nullptr;
   return allocation_of(tensor.storage().data_ptr());
 }
+
+c10::DataPtr pointer_to(Block* block, int device) {
+  auto* allocation = new Allocation{block, device, block->requested, {}};
+  return {reinterpret_cast<void*>(block->address), allocation, &give_back, device_at(device)};
+}
+
+LockedAllocator::LockedAllocator(int device)
+    : lock_(memory.lock), allocator_(&memory.gpus.at(device)->allocator) {}
 
 void grow_storage(const at::Tensor& tensor, int64_t bytes) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();

@@ -46,6 +46,20 @@ at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::ScalarType dtype);
 Allocation* allocation_of(const c10::DataPtr& pointer);
 Allocation* allocation_of(const at::Tensor& tensor);
 
+// A pointer that owns a block in use; nothing is known of its numbers.
+c10::DataPtr pointer_to(Block* block, int device);
+
+// The caching allocator of a GPU, which is locked as long as this lives.
+class LockedAllocator {
+ public:
+  explicit LockedAllocator(int device);
+  CachingAllocator* operator->() const { return allocator_; }
+
+ private:
+  std::lock_guard<std::recursive_mutex> lock_;
+  CachingAllocator* allocator_;
+};
+
 // Grows the tensor's storage, as resize_bytes_cuda does.
 void grow_storage(const at::Tensor& tensor, int64_t bytes);
 

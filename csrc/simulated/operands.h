@@ -3,7 +3,15 @@
 
 #include <ATen/core/stack.h>
 
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
 namespace memcheck::simulated {
+
+inline bool is_one_of(const std::string& name, std::initializer_list<const char*> names) {
+  return std::any_of(names.begin(), names.end(), [&](const char* each) { return name == each; });
+}
 
 // Calls f(tensor) for each defined tensor in a value: itself, or those of a list.
 template <typename F>

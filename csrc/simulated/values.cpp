@@ -17,10 +17,6 @@ namespace {
 
 using torch::jit::Stack;
 
-bool is_one_of(const std::string& name, std::initializer_list<const char*> names) {
-  return std::any_of(names.begin(), names.end(), [&](const char* each) { return name == each; });
-}
-
 Values::Kind kind_of(const std::string& name) {
   using Kind = Values::Kind;
   if (is_one_of(name, {"isfinite", "isclose"})) return Kind::kFinite;

@@ -39,8 +39,8 @@ def simulate(device: str | Device, *, memory_limit: int | str | None = None, gpu
         raise UsageError(f"this process simulates {_target[0].device.name} already")
     if "torch" in sys.modules:
         raise UsageError(
-            "torch is imported already, and it looks for GPUs once: call memcheck.simulate before anything imports torch "
-            "(in a notebook: restart the kernel, and begin with it), or run the script by memcheck run --device"
+            "torch is imported already, and it looks for GPUs once: call memcheck.simulate before anything imports "
+            "torch (in a notebook: restart the kernel, and begin with it), or run the script by memcheck run --device"
         )
     from memcheck.simulated.library import load
 

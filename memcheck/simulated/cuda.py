@@ -15,10 +15,17 @@ from typing import Any
 from memcheck.simulated.graphs import answers_of_graphs
 from memcheck.simulated.library import Target, library
 
-KINDS = (
-    "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes "
-    "requested_bytes"
-).split()
+KINDS = [
+    "allocation",
+    "segment",
+    "active",
+    "inactive_split",
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+]
 POOLS = ("all", "small_pool", "large_pool")
 WORDS = ("current", "peak", "allocated", "freed")
 COUNTS = (
@@ -29,7 +36,16 @@ COUNTS = (
     "num_device_free",
     "max_split_size",
 )
-ACTIONS = "alloc free_requested free_completed segment_alloc segment_free segment_map segment_unmap oom".split()
+ACTIONS = [
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+]
 CUDA, CUDNN = "13.0", 91002
 
 
@@ -408,6 +424,10 @@ def event_class(c: Any) -> type:
 
         cuda_event = property(lambda self: id(self))
 
+        def elapsed_time(self, _end: Any) -> float:
+            """Milliseconds, the same for all work."""
+            return 1.0
+
     return CudaEventBase
 
 
@@ -430,7 +450,7 @@ def cudart() -> ModuleType:
 
 
 def nvtx() -> SimpleNamespace:
-    names = "rangePushA rangePop rangeStartA rangeEnd markA deviceRangeStart deviceRangeEnd".split()
+    names = ["rangePushA", "rangePop", "rangeStartA", "rangeEnd", "markA", "deviceRangeStart", "deviceRangeEnd"]
     return SimpleNamespace(**{name: lambda *_: 0 for name in names})
 
 

@@ -39,11 +39,26 @@ FILLS = (
 )
 # Operators with kernels of their own in csrc/simulated.
 OWN = frozenset(
-    (
-        "empty.memory_format empty_strided resize_ copy_ fill_.Scalar zero_ _local_scalar_dense equal record_stream "
-        "set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor set_ as_strided view unfold "
-        "_cudnn_rnn_flatten_weight _fused_sdp_choice"
-    ).split()
+    [
+        "empty.memory_format",
+        "empty_strided",
+        "resize_",
+        "copy_",
+        "fill_.Scalar",
+        "zero_",
+        "_local_scalar_dense",
+        "equal",
+        "record_stream",
+        "set_.source_Storage",
+        "set_.source_Storage_storage_offset",
+        "set_.source_Tensor",
+        "set_",
+        "as_strided",
+        "view",
+        "unfold",
+        "_cudnn_rnn_flatten_weight",
+        "_fused_sdp_choice",
+    ]
 )
 # Composite operators of which CUDA's kernels and their facts are known as a whole.
 WHOLE = ("convolution", "isfinite", "isclose")
@@ -81,40 +96,60 @@ class Properties(ctypes.Structure):
     )
 
 
+POOL = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)  # The device and both numbers of the pool.
+# Of functions that take or return more than an int.
+TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "begin": (ctypes.c_int, (ctypes.POINTER(Properties), ctypes.c_int)),
+    "register": (None, (ctypes.c_char_p,)),
+    "fact": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)),
+    "rules": (ctypes.c_int64, ()),
+    "host": (None, (ctypes.c_int64, ctypes.c_char_p)),
+    "configure": (ctypes.c_char_p, (ctypes.c_char_p,)),
+    "set_allowed": (None, (ctypes.c_int, ctypes.c_int64)),
+    "allowed": (ctypes.c_int64, (ctypes.c_int,)),
+    "free_bytes": (ctypes.c_int64, (ctypes.c_int,)),
+    "empty_cache": (None, (ctypes.c_uint64, ctypes.c_uint64)),
+    "requests": (ctypes.c_int64, ()),
+    "note": (ctypes.c_int64, (ctypes.c_char_p,)),
+    "noted": (ctypes.c_char_p, ()),
+    "record": (None, (*[ctypes.c_int] * 4, ctypes.c_int64, ctypes.c_int)),
+    "stats": (None, (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))),
+    "snapshot": (ctypes.c_char_p, (ctypes.c_int,)),
+    "current_stream": (ctypes.c_int64, (ctypes.c_int,)),
+    "exchange_stream": (ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)),
+    "new_stream": (ctypes.c_int64, ()),
+    "record_stream": (None, (ctypes.c_void_p, ctypes.c_int64)),
+    "resize": (ctypes.c_char_p, (ctypes.c_void_p, ctypes.c_int64)),
+    "begin_capture": (ctypes.c_char_p, POOL),
+    "end_capture": (ctypes.c_char_p, POOL),
+    "begin_pool": (ctypes.c_char_p, (*POOL, ctypes.c_int)),
+    "end_pool": (ctypes.c_char_p, POOL),
+    "make_pool": (ctypes.c_char_p, (*POOL, ctypes.c_int, ctypes.c_int)),
+    "release_pool": (ctypes.c_char_p, POOL),
+    "keep_pool_from_others": (ctypes.c_char_p, POOL),
+    "pool_uses": (ctypes.c_char_p, (*POOL, ctypes.c_void_p)),
+    "pool_lives": (ctypes.c_char_p, (*POOL, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)),
+    "checkpoint": (ctypes.c_char_p, (*POOL, ctypes.c_void_p)),
+    "forget_checkpoint": (None, (ctypes.c_int64,)),
+    "restore": (ctypes.c_char_p, (ctypes.c_int, *[ctypes.c_int64, ctypes.c_void_p] * 2, ctypes.c_int64)),
+    "allocate_for": (ctypes.c_char_p, (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)),
+    "free_at": (ctypes.c_char_p, (ctypes.c_uint64,)),
+    "owns": (ctypes.c_int, (ctypes.c_int64,)),
+    "free_storage": (ctypes.c_char_p, (ctypes.c_int64,)),
+    "refuse_access": (None, (ctypes.c_int64, ctypes.c_char_p)),
+    "written": (None, (ctypes.c_int64,)),
+}
+
+
 class Library:
     """The loaded library. Its functions are those of csrc/simulated, without "memcheck_simulated_" in their names."""
-
-    # Of functions that take or return more than an int.
-    TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "begin": (ctypes.c_int, (ctypes.POINTER(Properties), ctypes.c_int)),
-        "register": (None, (ctypes.c_char_p,)),
-        "fact": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)),
-        "rules": (ctypes.c_int64, ()),
-        "host": (None, (ctypes.c_int64, ctypes.c_char_p)),
-        "configure": (ctypes.c_char_p, (ctypes.c_char_p,)),
-        "set_allowed": (None, (ctypes.c_int, ctypes.c_int64)),
-        "allowed": (ctypes.c_int64, (ctypes.c_int,)),
-        "free_bytes": (ctypes.c_int64, (ctypes.c_int,)),
-        "empty_cache": (None, (ctypes.c_uint64, ctypes.c_uint64)),
-        "requests": (ctypes.c_int64, ()),
-        "note": (ctypes.c_int64, (ctypes.c_char_p,)),
-        "noted": (ctypes.c_char_p, ()),
-        "record": (None, (*[ctypes.c_int] * 4, ctypes.c_int64, ctypes.c_int)),
-        "stats": (None, (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))),
-        "snapshot": (ctypes.c_char_p, (ctypes.c_int,)),
-        "current_stream": (ctypes.c_int64, (ctypes.c_int,)),
-        "exchange_stream": (ctypes.c_int64, (ctypes.c_int, ctypes.c_int64)),
-        "new_stream": (ctypes.c_int64, ()),
-        "record_stream": (None, (ctypes.c_void_p, ctypes.c_int64)),
-        "resize": (ctypes.c_char_p, (ctypes.c_void_p, ctypes.c_int64)),
-    }
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._library, f"memcheck_simulated_{name}")
-        function.restype, function.argtypes = self.TYPES.get(name, (ctypes.c_int, None))
+        function.restype, function.argtypes = TYPES.get(name, (ctypes.c_int, None))
         setattr(self, name, function)
         return function
 
@@ -180,7 +215,7 @@ def order_of(folder: Path) -> int:
 
 def finish(torch: ModuleType, target: Target, rules_path: Path) -> None:
     """What is done after the import of torch: kernels, rules, and answers that are Python's."""
-    from memcheck.simulated import cuda, meta, rules
+    from memcheck.simulated import compile, cuda, meta, rules
     from memcheck.simulated.doubts import note_of_library
 
     loaded = library()
@@ -190,6 +225,7 @@ def finish(torch: ModuleType, target: Target, rules_path: Path) -> None:
     loaded.register(names.encode())
     loaded.host(LAZY_BYTES, FILLS.replace(" ", "\n").encode())
     cuda.finish(torch)
+    compile.prepare(target)
     meta.register()
     rules.connect(target, rules_path)
 
