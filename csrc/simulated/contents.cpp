@@ -50,8 +50,10 @@ bool keeps_contents(int64_t bytes, at::ScalarType dtype) {
 }
 
 bool is_known(const at::Tensor& tensor) {
-  const Contents* contents = contents_of(tensor);
-  return contents == nullptr || contents->state != Contents::kUnknown;
+  if (const Contents* contents = contents_of(tensor)) return contents->state != Contents::kUnknown;
+  // Outputs of replayed CUDA graphs have memory that others own.
+  return !tensor.defined() || !tensor.is_cuda() || !tensor.has_storage() ||
+         tensor.storage().data_ptr().get() == nullptr;
 }
 
 bool is_doubtful(const at::Tensor& tensor) {

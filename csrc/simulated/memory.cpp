@@ -244,8 +244,7 @@ c10::DataPtr pointer_to(Block* block, int device) {
   return {reinterpret_cast<void*>(block->address), allocation, &give_back, device_at(device)};
 }
 
-LockedAllocator::LockedAllocator(int device)
-    : lock_(memory.lock), allocator_(&memory.gpus.at(device)->allocator) {}
+LockedAllocator::LockedAllocator(int device) : lock_(memory.lock), allocator_(&memory.gpus.at(device)->allocator) {}
 
 void grow_storage(const at::Tensor& tensor, int64_t bytes) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();

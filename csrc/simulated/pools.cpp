@@ -22,9 +22,7 @@ struct Capture {
   PoolId pool;
 
   // Streams join a capture when they wait for it. Here those that the capturing thread uses belong to it.
-  bool takes(int64_t other) const {
-    return other == stream || (other != 0 && std::this_thread::get_id() == thread);
-  }
+  bool takes(int64_t other) const { return other == stream || (other != 0 && std::this_thread::get_id() == thread); }
 };
 
 struct Captures {
@@ -58,9 +56,8 @@ void end_capture(int device, PoolId pool) {
   LockedAllocator allocator(device);
   std::lock_guard<std::mutex> locked(captures.lock);
   auto& all = captures.all;
-  auto found = std::find_if(all.begin(), all.end(), [&](const Capture& capture) {
-    return capture.device == device && capture.pool == pool;
-  });
+  auto found = std::find_if(all.begin(), all.end(),
+                            [&](const Capture& capture) { return capture.device == device && capture.pool == pool; });
   if (found == all.end()) throw std::runtime_error("capture_end() called before capture_begin().");
   if (found->stream != current_stream(device))
     throw std::runtime_error("Capture must end on the same stream it began on.");

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,8 +26,8 @@ from memcheck.simulated.library import Target, library
 
 # GB/s, TFLOP/s in 16 bits and in float32 of an H100, for devices of which they are not known.
 H100 = (3350.0, 989.4, 66.9)
-# How much longer a product in 16 bits takes whose rows do not begin at multiples of 16 bytes: its operands are read in
-# smaller pieces. A GPU decides by its clock; this only makes padding worth its copies where the product is large.
+# How much longer a product in 16 bits is taken to last whose rows do not begin at multiples of 16 bytes, as its
+# operands are read in smaller pieces. An estimate: a GPU decides by its clock.
 UNALIGNED = 2.0
 # torch pads if it is faster by more than this (torch/_inductor/fx_passes/pad_mm.py).
 MARGIN = 1.1
@@ -37,7 +37,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 def prepare(target: Target) -> None:
     """Answers for Triton and Inductor, each as soon as the script imports its module."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(target.device)))
-    for name, function in {
+    answers: dict[str, Callable[[Any], None]] = {
         "triton.compiler.compiler": answer_compiler,
         "triton.backends.nvidia.driver": answer_driver,
         "torch._C._dynamo.guards": answer_guards,
@@ -46,7 +46,8 @@ def prepare(target: Target) -> None:
         "torch._inductor.utils": functools.partial(answer_speeds, target.device),
         "torch._inductor.fx_passes.pad_mm": functools.partial(answer_padding, target.device),
         "torch._inductor.compile_fx": doubt_choices,
-    }.items():
+    }
+    for name, function in answers.items():
         when_imported(name, function)
 
 
@@ -65,7 +66,7 @@ def cache_folder(device: Device) -> Path:
 
 
 def answer_compiler(compiler: Any) -> None:
-    class Kernel(compiler.CompiledKernel):  # type: ignore[misc]
+    class Kernel(compiler.CompiledKernel):
         """A compiled kernel whose launch does nothing."""
 
         n_regs, n_spills, n_max_threads = 32, 0, 1024
@@ -78,7 +79,9 @@ def answer_compiler(compiler: Any) -> None:
             self.src, self.name = source, source.name
             self.metadata = metadata(self, target, options)
             self.packed_metadata: tuple[()] = ()
-            self.asm, self.metadata_group, self.kernel = {}, {}, b""
+            self.asm: dict[str, str] = {}
+            self.metadata_group: dict[str, str] = {}
+            self.kernel = b""
             self.module, self.function, self._module_pid = None, 1, None
             self._writes = written_pointers(source)
 
@@ -121,7 +124,7 @@ def metadata(kernel: Any, target: Any, options: Any) -> Any:
         "profile_scratch_align": 1,
         "cluster_dims": (1, 1, 1),
     }
-    return collections.namedtuple("KernelMetadata", sorted(known))(**known)  # type: ignore[misc]
+    return collections.namedtuple("KernelMetadata", sorted(known))(**known)
 
 
 def written_pointers(source: Any) -> list[bool]:
@@ -168,7 +171,10 @@ def written_names(text: str) -> frozenset[str]:
 
 
 def name_of(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    """The last part of a function's name."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
 
 
 def is_language(function: ast.expr) -> bool:
@@ -229,10 +235,11 @@ def answer_padding(device: Device, pad_mm: Any) -> None:
         """Whether a product is padded, by its bytes and operations. A GPU would time both."""
         if not pad_mm.can_pad(mat1, mat2, op, input):
             return False
-        m, k, n = (hint(size) for size in (*mat1.shape[-2:], mat2.shape[-1]))
+        m, k, n = sizes = [hint(size) for size in (*mat1.shape[-2:], mat2.shape[-1])]
         if not pad_mm.is_mm_compute_bound(m, k, n, mat1.dtype):
             return False
-        pads = padding_pays(device, m, k, n, mat1.dtype.itemsize)
+        aligned = [size + pad_mm.get_padded_length(size, pad_mm.get_alignment_size(mat1)) for size in sizes]
+        pads = padding_pays(device, sizes, aligned, mat1.dtype.itemsize)
         note(
             f"torch.compile {'pads' if pads else 'does not pad'} the product {m} x {k} x {n}, by its bytes and "
             "operations; a GPU times both"
@@ -246,17 +253,19 @@ def hint(size: Any) -> int:
     return int(size.node.hint) if hasattr(size, "node") else int(size)
 
 
-def padding_pays(device: Device, m: int, k: int, n: int, itemsize: int) -> bool:
-    """Whether copies of both operands and an aligned product take less time than the unaligned product.
+def padding_pays(device: Device, sizes: Sequence[int], aligned: Sequence[int], itemsize: int) -> bool:
+    """Whether copies of the operands that grow and the aligned product take less time than the product as it is.
 
-    Products in float32 are as fast unaligned.
+    Products in float32 stay as they are. sizes, aligned: m, k and n.
     """
     if itemsize != 2:
         return False
     bandwidth, in_16_bits, _ = speeds(device.name) or H100
+    m, k, n = sizes
+    grows = [size != padded for size, padded in zip(sizes, aligned, strict=True)]
+    copied = (m * k if grows[0] or grows[1] else 0) + (k * n if grows[1] or grows[2] else 0)
     product = max(2 * m * k * n / (in_16_bits * 1e12), (m * k + k * n + m * n) * itemsize / (bandwidth * 1e9))
-    copies = 2 * (m * k + k * n) * itemsize / (bandwidth * 1e9)
-    return UNALIGNED * product > MARGIN * (product + copies)
+    return UNALIGNED * product > MARGIN * (product + 2 * copied * itemsize / (bandwidth * 1e9))
 
 
 def doubt_choices(compile_fx: ModuleType) -> None:

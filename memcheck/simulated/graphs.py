@@ -35,7 +35,7 @@ def number(function: Any, *args: Any) -> int:
 class CudaGraph:
     """torch._C._CUDAGraph."""
 
-    _pool_id: Id | None = None
+    _pool_id: Id = (0, 0)
     _is_captured = False
 
     def __new__(cls, keep_graph: bool = False) -> CudaGraph:
@@ -47,14 +47,14 @@ class CudaGraph:
                 "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
             )
         self._device = library().current_device()
-        self._pool_id = tuple(pool) if pool and any(pool) else (next(_of_graphs), 0)  # type: ignore[assignment]
+        self._pool_id = pool if pool and any(pool) else (next(_of_graphs), 0)
         refused(library().begin_capture(self._device, *self._pool_id))
         _capturing.append(self)
 
     def capture_end(self) -> None:
         if self not in _capturing:
             raise RuntimeError("capture_end() called before capture_begin().")
-        refused(library().end_capture(self._device, *(self._pool_id or ())))
+        refused(library().end_capture(self._device, *self._pool_id))
         _capturing.remove(self)
         self._is_captured = True
 
@@ -69,13 +69,13 @@ class CudaGraph:
     def reset(self) -> None:
         if self._is_captured:
             self._is_captured = False
-            refused(library().release_pool(self._device, *(self._pool_id or ())))
+            refused(library().release_pool(self._device, *self._pool_id))
 
     def __del__(self) -> None:
         self.reset()
 
     def pool(self) -> Id:
-        if not self._is_captured or self._pool_id is None:
+        if not self._is_captured:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool_id
 
@@ -170,7 +170,7 @@ def answers_of_graphs(c: ModuleType) -> dict[str, Any]:
     from memcheck.simulated.cuda import named_function
 
     lib = library()
-    functions = {
+    functions: dict[str, Any] = {
         "_graph_pool_handle": lambda: (0, next(_of_users)),
         "_cuda_isCurrentStreamCapturing": lambda: bool(lib.is_capturing(lib.current_device())),
         "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: refused(lib.begin_pool(device, *pool, 1)),
