@@ -1,6 +1,7 @@
 // Private pools of memory: what torch.cuda.CUDAGraph, torch.cuda.MemPool and torch/_inductor/cudagraph_trees.py ask of
 // the allocator. It follows ATen/cuda/CUDAGraph.cpp and torch/csrc/cuda/Module.cpp.
 #include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -223,8 +224,11 @@ MEMCHECK_EXPORT const char* memcheck_simulated_free_storage(c10::StorageImpl* st
     disown(storage);
   });
 }
-// From now on, access to the storage's memory is an error in these words.
-MEMCHECK_EXPORT void memcheck_simulated_refuse_access(c10::StorageImpl* storage, const char* words) {
+// From now on, access to the tensor's memory is an error in these words.
+MEMCHECK_EXPORT void memcheck_simulated_refuse_tensor(c10::TensorImpl* tensor, const char* words) {
+  tensor->release_storage_and_set_meta_custom_data_ptr_error_msg_(words);
+}
+MEMCHECK_EXPORT void memcheck_simulated_refuse_storage(c10::StorageImpl* storage, const char* words) {
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(words);
 }
 // A kernel that is no operator has written to the storage.

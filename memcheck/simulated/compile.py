@@ -91,7 +91,8 @@ def answer_compiler(compiler: Any) -> None:
 
         def _launch(self, *given: Any) -> None:
             """given: the grid, the stream, five things of Triton's, and the kernel's arguments."""
-            tensors = [each for each in given[9:] if hasattr(each, "untyped_storage")]
+            bases = (getattr(each, "base", each) for each in given[9:])  # Of descriptors and reinterpreted tensors.
+            tensors = [each for each in bases if hasattr(each, "untyped_storage")]
             is_matched = len(tensors) == len(self._writes)
             for tensor, is_written in zip(tensors, self._writes if is_matched else [True] * len(tensors), strict=True):
                 if is_written and tensor.is_cuda:

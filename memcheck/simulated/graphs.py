@@ -188,10 +188,8 @@ def answers_of_graphs(c: ModuleType) -> dict[str, Any]:
         "_tensors_data_ptrs_at_indices_equal": same_addresses,
         "_has_Standard_Deleter": lambda storage: bool(lib.owns(storage_at(storage))),
         "_free_And_Remove_DeleterFn": lambda storage: refused(lib.free_storage(storage_at(storage))),
-        "_set_storage_access_error_msg": lambda tensor, words: lib.refuse_access(
-            tensor.untyped_storage()._cdata, words.encode()
-        ),
-        "_set_storage_data_ptr_access_error_msg": lambda storage, words: lib.refuse_access(
+        "_set_storage_access_error_msg": lambda tensor, words: lib.refuse_tensor(tensor._cdata, words.encode()),
+        "_set_storage_data_ptr_access_error_msg": lambda storage, words: lib.refuse_storage(
             storage_at(storage), words.encode()
         ),
     }

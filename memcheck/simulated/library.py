@@ -136,7 +136,8 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "free_at": (ctypes.c_char_p, (ctypes.c_uint64,)),
     "owns": (ctypes.c_int, (ctypes.c_int64,)),
     "free_storage": (ctypes.c_char_p, (ctypes.c_int64,)),
-    "refuse_access": (None, (ctypes.c_int64, ctypes.c_char_p)),
+    "refuse_tensor": (None, (ctypes.c_int64, ctypes.c_char_p)),
+    "refuse_storage": (None, (ctypes.c_int64, ctypes.c_char_p)),
     "written": (None, (ctypes.c_int64,)),
 }
 
