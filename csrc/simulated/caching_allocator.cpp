@@ -142,6 +142,11 @@ void link(Block* before, Block* after) {
   if (after != nullptr) after->before = before;
 }
 
+// Whether the driver gave just this block.
+bool is_whole_segment(const Block* block) {
+  return block->base == 0 && !block->is_split();
+}
+
 template <typename Function>
 void for_each_stat(Stats& stats, Function function) {
   for (auto& kind : stats.of) std::for_each(kind.begin(), kind.end(), function);
@@ -266,7 +271,8 @@ void CachingAllocator::empty_cache(PoolId id) {
     if (pool.use_count > 0 || (!is_default && private_id != id)) continue;
     if (!is_default) synchronize_and_free_events(id);
     for (bool small : {true, false}) release_blocks(private_id, small);
-    if (stats_.reserved_by_private_pool[private_id][0].current > 0) continue;
+    const auto reserved = stats_.reserved_by_private_pool.find(private_id);
+    if (reserved != stats_.reserved_by_private_pool.end() && reserved->second[0].current > 0) continue;
     private_pools_.erase(private_id);
     std::erase_if(pools_, [&](const auto& each) { return each.second.id == private_id; });
   }
@@ -334,6 +340,14 @@ std::vector<Block*> CachingAllocator::live_blocks(PoolId id) const {
     for (Block* block = head; block != nullptr && block->pool->id == id; block = block->after)
       if (block->allocated) live.push_back(block);
   return live;
+}
+
+int64_t CachingAllocator::cached_in_private_pools() const {
+  int64_t bytes = 0;
+  for (const auto& [key, pool] : pools_)
+    if (pool.id != PoolId{0, 0})
+      for (const Block* block : pool.free) bytes += block->bytes;
+  return bytes;
 }
 
 Checkpoint CachingAllocator::checkpoint(PoolId id) {
@@ -481,7 +495,7 @@ void CachingAllocator::insert_into_blocks(Block* block) {
 
 Block* CachingAllocator::get_free_block(const Request& request) {
   auto& free = request.pool->free;
-  if (!request.pool->small && request.pool->id == PoolId{0, 0}) ++age_;
+  if (collects_garbage() && !request.pool->small && request.pool->id == PoolId{0, 0}) ++age_;
   auto it = free.lower_bound(request.size);
   if (it == free.end()) return nullptr;
   if ((*it)->base != 0 && request.expandable) {
@@ -566,7 +580,7 @@ void CachingAllocator::free_block(Block* block) {
 
 // The block for a request that no free block can serve. [malloc]
 Block* CachingAllocator::from_driver(Request& request) {
-  if (allowed_bytes != INT64_MAX && settings.garbage_threshold > 0) garbage_collect_cached_blocks();
+  if (collects_garbage()) garbage_collect_cached_blocks();
   Block* block = alloc_block(request);
   if (block == nullptr) block = try_mempool_fallback(request);
   if (block == nullptr && release_available_cached_blocks(request)) block = alloc_block(request);
@@ -644,7 +658,7 @@ Block* CachingAllocator::try_allocate_expandable_block(Pool& pool, int64_t size)
   if (!block->mapped && !map_block(block, std::min(block->bytes, size))) return nullptr;
   while (block->bytes < size) {
     Block* gap = block->after;
-    if (!map_block(gap, std::min(size - block->bytes, gap->bytes))) return nullptr;
+    if (gap == nullptr || !map_block(gap, std::min(size - block->bytes, gap->bytes))) return nullptr;
     block = gap;
   }
   pool.remove(block);
@@ -701,7 +715,7 @@ void CachingAllocator::release_blocks(PoolId id, bool small) {
     for (Block* block : std::vector<Block*>(pool->free.begin(), pool->free.end()))
       if (block->base != 0)
         expandable.push_back(block);
-      else if (!block->is_split())
+      else if (is_whole_segment(block))
         release_block(block);
   for (Block* block : expandable) unmap_block(block);
 }
@@ -712,7 +726,7 @@ bool CachingAllocator::release_available_cached_blocks(const Request& request) {
   auto& free = request.pool->free;
   const int64_t size = std::max(request.size, settings.max_split);
   auto it = free.lower_bound(size);
-  if (it != free.end() && (*it)->base == 0) {
+  if (it != free.end() && is_whole_segment(*it)) {
     release_block(*it);
     return true;
   }
@@ -720,7 +734,7 @@ bool CachingAllocator::release_available_cached_blocks(const Request& request) {
   int64_t released = 0;
   while (released < size && it != free.begin() && (*std::prev(it))->bytes >= settings.max_split) {
     Block* block = *--it;
-    if (block->base != 0) continue;
+    if (!is_whole_segment(block)) continue;
     ++it;
     released += block->bytes;
     release_block(block);
@@ -734,8 +748,7 @@ void CachingAllocator::garbage_collect_cached_blocks() {
   if (target <= 0) return;
   std::vector<Block*> blocks;
   for (Pool* pool : pools_of({0, 0}, false))
-    std::copy_if(pool->free.begin(), pool->free.end(), std::back_inserter(blocks),
-                 [](const Block* block) { return block->base == 0 && !block->is_split(); });
+    std::copy_if(pool->free.begin(), pool->free.end(), std::back_inserter(blocks), is_whole_segment);
   while (target > 0 && !blocks.empty()) {
     int64_t ages = 0;
     for (const Block* block : blocks) ages += age_ - block->born;

@@ -216,6 +216,7 @@ class CachingAllocator {
   void set_use_on_oom(PoolId id, bool use);
   void set_no_split(PoolId id);
   std::vector<Block*> live_blocks(PoolId id) const;  // [checkPoolLiveAllocations]
+  int64_t cached_in_private_pools() const;           // Free bytes, which the words of an OutOfMemoryError count.
   Checkpoint checkpoint(PoolId id);                  // [getCheckpointState]
   Restored restore(const Checkpoint& state);         // [setCheckpointPoolState]
 
@@ -269,6 +270,7 @@ class CachingAllocator {
   bool map_block(Block* block, int64_t bytes);
   void unmap_block(Block* block);
 
+  bool collects_garbage() const { return allowed_bytes != INT64_MAX && settings.garbage_threshold > 0; }
   void release_block(Block* block);
   void release_blocks(PoolId id, bool small);
   bool release_available_cached_blocks(const Request& request);

@@ -18,6 +18,7 @@ void arrange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   static const std::unordered_set<std::string> arranging = {
       "aten::_sparse_coo_tensor_with_dims_and_tensors",
       "aten::_sparse_coo_tensor_with_dims",
+      "aten::empty",
       "aten::_indices",
       "aten::_values",
       "aten::_nnz",

@@ -122,7 +122,7 @@ def require_compiler() -> None:
 
 
 def fill(cached: Path, folder: Path) -> None:
-    """Compiles into the folder, unless another process has done so meanwhile. The folder is there when it is complete."""
+    """Compiles into a folder that is complete as soon as it exists, unless another process has done so meanwhile."""
     require_compiler()
     with lock_of(cached) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -165,31 +165,29 @@ def told(folder: Path) -> Iterator[None]:
 
 def compile_into(made: Path, folder: Path) -> None:
     """Compiles both files at once, the library as one unit, because torch's headers take longer than its own code."""
-    simulated = sources() / "simulated"
-    members = sorted(path.name for path in simulated.glob("*.cpp") if path.name != "rules.cpp")
-    unit = "".join(f'#include "simulated/{name}"\n' for name in members)
-    rules = f"-DTORCH_EXTENSION_NAME={NAMES[1].partition('.')[0]}"
-    python = [f"-I{sysconfig.get_path('include')}", rules]
+    members = sorted(path.name for path in (sources() / "simulated").glob("*.cpp"))
+    members.remove("rules.cpp")
+    python = [f"-I{sysconfig.get_path('include')}", f"-DTORCH_EXTENSION_NAME={NAMES[1].partition('.')[0]}"]
+    path, rules_path = in_folder(made)
     with ThreadPoolExecutor() as both:
         jobs = [
-            both.submit(compile_unit, unit, made / NAMES[0], folder, [], LIBRARIES),
-            both.submit(
-                compile_unit, '#include "simulated/rules.cpp"\n', made / NAMES[1], folder, python, RULES_LIBRARIES
-            ),
+            both.submit(compile_unit, members, path, folder, LIBRARIES, []),
+            both.submit(compile_unit, ["rules.cpp"], rules_path, folder, RULES_LIBRARIES, python),
         ]
         for job in jobs:
             job.result()
 
 
-def compile_unit(text: str, to: Path, folder: Path, flags: list[str], libraries: list[str]) -> None:
+def compile_unit(members: list[str], to: Path, folder: Path, libraries: list[str], flags: list[str]) -> None:
     """ExtensionError: the compiler fails. It has the compiler's first error."""
+    unit = "".join(f'#include "simulated/{name}"\n' for name in members)
     includes = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
     command = [*compiler(), *COMPILE_FLAGS, *flags, f"-I{sources()}", *(f"-isystem{path}" for path in includes)]
     command += ["-fPIC", "-shared", "-x", "c++", "-", "-o", str(to), f"-L{folder / 'lib'}"]
     command += [f"-l{name}" for name in libraries]
     if sys.platform == "darwin":
         command += ["-undefined", "dynamic_lookup"]  # Python's own symbols.
-    ended = subprocess.run(command, input=text, capture_output=True, text=True)
+    ended = subprocess.run(command, input=unit, capture_output=True, text=True)
     if ended.returncode != 0:
         lines = ended.stderr.splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "no output")

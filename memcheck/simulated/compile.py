@@ -106,17 +106,19 @@ def answer_compiler(compiler: Any) -> None:
         driver = sys.modules["triton.runtime.driver"].driver
         return Kernel(src, target or driver.active.get_current_target(), options)
 
-    compiler.compile = compile
+    for name in ("triton.compiler.compiler", "triton.compiler", "triton"):
+        if hasattr(sys.modules.get(name), "compile"):
+            sys.modules[name].compile = compile  # type: ignore[attr-defined]
 
 
 def metadata(kernel: Any, target: Any, options: Any) -> Any:
-    """What triton.compile says of a kernel that needs no scratch and no shared memory."""
+    """What triton.compile says of a kernel that needs no scratch."""
     known = {
         "hash": kernel.hash,
         "target": target,
         **options.__dict__,
         "name": kernel.name,
-        "shared": 0,
+        "shared": 1024,  # Programs divide by it.
         "tmem_size": None,
         "warp_size": 32,
         "global_scratch_size": 0,
@@ -129,8 +131,8 @@ def metadata(kernel: Any, target: Any, options: Any) -> Any:
 
 
 def written_pointers(source: Any) -> list[bool]:
-    """Of each pointer that the kernel is given: whether the kernel may write to it."""
-    pointers = [name for name, kind in source.signature.items() if str(kind).startswith("*")]
+    """Of each pointer and descriptor that the kernel is given: whether the kernel may write to it."""
+    pointers = [name for name, kind in source.signature.items() if str(kind).startswith(("*", "tensordesc"))]
     try:
         written = written_names(source.fn.src)
     except SyntaxError:

@@ -90,6 +90,14 @@ def dropout_state(_dropout: float, _train: bool, _seed: int, **_: Any) -> Any:
     return torch.empty(442368 * 4, dtype=torch.uint8, device="meta")
 
 
+@on_meta("_grouped_mm")
+def grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
+    """Of any dtype, as CUDA multiplies matrix by matrix where the kernel for meta tensors refuses."""
+    from memcheck.predict.meta_results import grouped_product
+
+    return grouped_product(left, right, offs)
+
+
 def register() -> None:
     """Registers the kernels with torch."""
     library = torch.library.Library("aten", "IMPL")

@@ -20,7 +20,25 @@ from memcheck.simulated.library import library
 # Numbers of at::SDPBackend.
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
 # Kernels of CUDA that the table of facts knows under another name.
-SAME = {"_index_put_impl_": "index_put", "cudnn_batch_norm": "native_batch_norm"}
+SAME = {
+    "_index_put_impl_": "index_put",
+    "cudnn_batch_norm": "native_batch_norm",
+    "_fused_rms_norm_backward": "native_layer_norm_backward",
+}
+
+# Other operators that were read: they allocate their results alone.
+NOTHING = {
+    "aten::index_select",  # index_select_out_cuda_impl of cuda/Indexing.cu
+    "aten::_fused_sgd_",  # cuda/FusedSgdKernel.cu
+    "aten::_fused_adagrad_",
+    "aten::_amp_foreach_non_finite_check_and_unscale_",  # cuda/AmpKernels.cu
+    "aten::_amp_update_scale_",
+    "aten::_thnn_fused_gru_cell",  # cuda/RNN.cu
+    "aten::_thnn_fused_gru_cell_backward",
+    "aten::_thnn_fused_lstm_cell",
+    "aten::roll",  # cuda/TensorTransformations.cu
+}
+TABLE_NAMES = {f"aten::{name}" for name in TABLE}
 
 Part = tuple[str, int, bool, bool, bool]  # As Scratch in csrc/simulated/kernels.h.
 
@@ -40,7 +58,8 @@ class Rules:
         known = f"aten::{SAME.get(name.removeprefix('aten::'), name.removeprefix('aten::'))}"
         call = OperatorCall(known, dict(zip(names, arguments, strict=True)), tensors, self._target, is_view(func))
         with torch._C.DisableTorchFunction():
-            return [self._part(part) for part in scratch_of(call) if not self._is_unknown(part)]
+            parts = scratch_of(call) if known in TABLE_NAMES or not takes_nothing(func) else []
+            return [self._part(part) for part in parts if not self._is_unknown(part)]
 
     def _is_unknown(self, part: Any) -> bool:
         if isinstance(part, Unknown):
@@ -61,6 +80,18 @@ class Rules:
             call = sdpa.Attention(q, k, v, mask, causal, dropout, scale, False, grouped)
             names = (name for name in sdpa.cuda_order(self._target) if sdpa.takes(name, call, self._target))
             return BACKENDS.get(next(names, ""), -1)
+
+
+@functools.cache
+def takes_nothing(func: Any) -> bool:
+    """Whether the operator is computed element by element into its results, or only fills its operand.
+
+    Sources: gpu_kernel of ATen/native/cuda/Loops.cuh, multi_tensor_apply of cuda/MultiTensorApply.cuh, and
+    cuda/DistributionTemplates.h.
+    """
+    name = func._schema.name
+    is_fill = func._schema.is_mutable and torch.Tag.nondeterministic_seeded in func.tags
+    return torch.Tag.pointwise in func.tags or is_fill or name.startswith("aten::_fused_adam") or name in NOTHING
 
 
 @functools.cache
