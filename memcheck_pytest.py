@@ -1,4 +1,4 @@
-"""The pytest plugin: a limit on a test's memory of tensors, and a fixture that counts it.
+"""The pytest plugin: a limit on a test's memory of tensors, a fixture that counts it, and a simulated GPU.
 
 The package is imported by the tests that use the plugin.
 """
@@ -20,6 +20,25 @@ MARKER = (
     "memcheck_limit(limit, device=None): fails the test if its peak of torch memory, on this device or on any, is "
     "above the limit, such as '24 MiB'"
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "simulates this GPU, such as A100-80GB, or a size such as 40GiB, for tests of memory without a GPU"
+    parser.getgroup("memcheck").addoption("--simulated-gpu", metavar="NAME", help=help)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Simulates the GPU before a conftest imports torch, in workers of xdist too."""
+    if (name := early_config.known_args_namespace.simulated_gpu) is None:
+        return
+    from memcheck.core.errors import MemcheckError
+    from memcheck.simulated.children import simulate_with_children
+
+    try:
+        simulate_with_children(name)
+    except MemcheckError as error:
+        raise pytest.UsageError(f"--simulated-gpu {name}: {error}") from None
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +95,7 @@ def parse_limit(positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> tup
 
     from memcheck.core.tensors import resolve_device
     from memcheck.core.units import parse_bytes
+    from memcheck.simulated import simulated_device
 
     given = {**dict(zip(("limit", "device"), positional, strict=False)), **keywords}
     if len(given) < len(positional) + len(keywords) or not given.keys() <= {"limit", "device"}:
@@ -86,5 +106,5 @@ def parse_limit(positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> tup
     limit, device = given["limit"], given.get("device")
     if not isinstance(limit, str):
         raise TypeError(f"limit must be a text such as '24 MiB', got {limit!r}")
-    name = device or ("cuda" if torch.cuda.is_initialized() else "cpu")
+    name = device or ("cuda" if torch.cuda.is_initialized() or simulated_device() else "cpu")
     return parse_bytes(limit), resolve_device(name, ()), device is not None

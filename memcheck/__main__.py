@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from memcheck.cli.flags import READER_LEFT, parse, patient_streams, split_help, whole_parser
 from memcheck.cli.requests import COMMANDS, TASKS
+from memcheck.core.converters import switch
 from memcheck.core.errors import MemcheckError, UsageError, unknown
 from memcheck.core.options import spoken_as_flags
 from memcheck.core.version import __version__
@@ -55,10 +56,11 @@ codecs.register_error("memcheck", spelled)
 
 
 def words_before_script(words: Sequence[str]) -> int:
-    """How many of the words come before SCRIPT or -m of `memcheck run`. Its flags but --help take a value."""
+    """How many of the words come before SCRIPT or -m of `memcheck run`."""
+    switches = {f"--{name}" for name, option in COMMANDS["run"].options.items() if option.convert is switch}
     place = 0
     while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
-        takes_next = words[place] not in ("-h", "--help") and "=" not in words[place]
+        takes_next = words[place] not in {"-h", "--help", *switches} and "=" not in words[place]
         place += 2 if takes_next else 1
     return place
 
@@ -114,6 +116,8 @@ def dispatch(argv: Sequence[str]) -> int:
         request = parse(command, COMMANDS[command], rest)
     except SystemExit:  # --help was printed.
         return 0
+    with spoken_as_flags():
+        request.before_torch()
     if command not in WITHOUT_TORCH:
         load_torch()
     with spoken_as_flags():

@@ -86,6 +86,9 @@ class Request:
     def check(self) -> None:
         """UsageError: the options do not fit together."""
 
+    def before_torch(self) -> None:
+        """Does what must be done before torch is imported."""
+
     def given(self, name: str) -> bool:
         """Whether the request has the option, with another value than its default."""
         return name in self.asked and getattr(self, name) != self.options[name].default

@@ -5,6 +5,7 @@ Nothing here imports torch, so that --help and usage errors answer at once.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,11 +25,13 @@ from memcheck.cli.options import (
 from memcheck.cli.run_requests import ProfileAttention, ProfileCombinator, ProfileModel, Sweep
 from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
+from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.options import flags_of, named, option
 from memcheck.core.step import Step
 from memcheck.core.units import Growth
 
+SIMULATED = "a simulated GPU: the script runs without one, and computes no numbers of large tensors"
 RESULTS = "a folder of results, with records.jsonl"
 
 
@@ -237,6 +240,7 @@ class Run(OnThisMachine):
     """Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time.
 
     memcheck run train.py --epochs 1
+    memcheck run --device RTX-4090 train.py --epochs 1
     memcheck run --memory-limit 8GiB --output results/train train.py
     memcheck run -m package.train
     """
@@ -245,6 +249,12 @@ class Run(OnThisMachine):
     first = ("script", "module", "device", "memory_limit", "output", "snapshot")
     of_strangers = "; the script's options stand after its name: memcheck run SCRIPT {} ..."
 
+    device: str | None = option(
+        None,
+        "cpu, cuda or cuda:1; or a GPU such as RTX-4090 or a size such as 40GiB, which is simulated; default: cuda if "
+        "there is a GPU",
+        converters.text,
+    )
     script: list[str] | None = option(None, "as for python", positional=True, nargs="...", metavar="SCRIPT ARGS")
     module: list[str] | None = option(
         None, "a module, as for python -m", letter="-m", nargs="...", metavar="MODULE ARGS"
@@ -256,6 +266,36 @@ class Run(OnThisMachine):
         "run-snapshot.pickle in the folder",
         converters.file,
     )
+    steps: int | None = option(
+        None,
+        "end after N optimizer steps; default: when three in a row, or rounds of up to four, have allocated the same",
+        count,
+        group=SIMULATED,
+        exclusive="end",
+    )
+    whole: bool = option(False, "run the script to its own end", switch, group=SIMULATED, exclusive="end")
+    doubts: bool = option(
+        False, "list the lines that read numbers which are not computed", switch, group=SIMULATED
+    )
+
+    def check(self) -> None:
+        if self.simulates:
+            device_named(self.device)
+            return
+        for name in ("steps", "whole", "doubts"):
+            if self.given(name):
+                raise UsageError(f"{named(name)} is for a simulated GPU, as of {named('device')} RTX-4090")
+
+    @property
+    def simulates(self) -> bool:
+        """Whether the device is none of this machine's."""
+        return self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device)
+
+    def before_torch(self) -> None:
+        if self.simulates:
+            from memcheck.simulated.children import simulate_with_children
+
+            simulate_with_children(self.device, self.memory_limit)
 
 
 class Snapshot(Tables):

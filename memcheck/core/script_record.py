@@ -36,13 +36,18 @@ class Line:
         return linecache.getline(self.file, self.number).strip() or None
 
     def __str__(self) -> str:
-        """ "train.py:12 (main)", with the path from the current folder, or the last three parts of any other."""
+        """ "train.py:12 (main)"."""
+        return f"{self.short} ({self.function})"
+
+    @property
+    def short(self) -> str:
+        """ "train.py:12", with the path from the current folder, or the last three parts of any other."""
         path = Path(self.file)
         if path.is_relative_to(os.getcwd()):
             name = str(path.relative_to(os.getcwd()))
         else:
             name = "/".join(path.parts[-3:]) if len(path.parts) > 4 else str(path)
-        return f"{name}:{self.number} ({self.function})"
+        return f"{name}:{self.number}"
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,14 @@ class Refusal:
     requested_bytes: int
     moment: Moment
     alive: list[Alive]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The allocations of one place that failed."""
+
+    place: Origin
+    count: int
 
 
 @dataclass(frozen=True)
@@ -174,6 +187,24 @@ class Process:
     growth_per_step: int = 0  # Beside the tensors on the CPU; 0 if it does not grow.
 
 
+@dataclass(frozen=True)
+class StandIn:
+    """Reads of a value that a simulated GPU does not compute, at a line of Python."""
+
+    what: str
+    file: str
+    line: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """A file that was not written, as its tensors have no values on a simulated GPU."""
+
+    path: str
+    bytes: int  # Of these tensors.
+
+
 @dataclass
 class ScriptRecord:
     command: list[str]  # SCRIPT ARGS or -m MODULE ARGS.
@@ -201,6 +232,14 @@ class ScriptRecord:
     step_name: str = "step"  # What growth is compared by: "step" of the optimizer, or "call of GPT".
     step_ends: list[StepEnd] = field(default_factory=list)  # Some of them, evenly spaced.
     course: Course = field(default_factory=lambda: Course([], []))
+    refused: list[Refused] = field(default_factory=list)  # On a GPU.
+    reserved_bytes: int | None = None  # The most that the allocator of a GPU reserved.
+    simulated: bool = False  # The GPU is not there.
+    device_name: str | None = None  # Of a simulated one, as are the fields below.
+    usable_bytes: int | None = None  # What torch's allocator could get.
+    ended: str | None = None  # Why memcheck ended the script.
+    unwritten: list[Unwritten] = field(default_factory=list)
+    stand_ins: list[StandIn] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> ScriptRecord:
@@ -210,6 +249,11 @@ class ScriptRecord:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"{path} is no report of memcheck run that this version reads: {why}") from None
+
+    @property
+    def device_words(self) -> str:
+        """ "cpu", "cuda:0", or "a simulated RTX-4090"."""
+        return f"a simulated {self.device_name}" if self.simulated else self.device
 
     @property
     def growth_per_step(self) -> int:

@@ -7,7 +7,7 @@ import re
 import tempfile
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -30,6 +30,8 @@ LEAST_BYTES = 4096
 PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE = range(1, len(KINDS))
 MEMCHECK, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 WATCHING = "watching the memory of a script"
+# Events that change what CUDA's allocator has reserved.
+SEGMENTS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 
 
 class Mark(NamedTuple):
@@ -46,6 +48,8 @@ class Recorder(Protocol):
 
     ledger: Any  # A _C.PeakLedger.
     snapshot: dict[str, Any] | None  # After close(): torch's memory snapshot, of CUDA.
+    reserved_bytes: int | None  # See CudaRecorder.
+    refused: Counter[tuple[int, ...]]
 
     def set_module(self, module: int) -> int: ...  # The number of the module whose forward runs; returns the last one.
     def begin_step(self) -> None: ...
@@ -64,8 +68,10 @@ class CpuRecorder:
     """Records the tracking allocator, which must be installed."""
 
     snapshot: dict[str, Any] | None = None
+    reserved_bytes: int | None = None
 
     def __init__(self) -> None:
+        self.refused: Counter[tuple[int, ...]] = Counter()
         skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", "<", *inductor_folders()]
         self._extension = extension(WATCHING)
         self._extension.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
@@ -155,6 +161,8 @@ class CudaRecorder:
 
     snapshot: after close(), what torch.cuda.memory._snapshot() returns. With keep_history it has every event; else
         those since the last fold, up to the last request that had no room if no step ended after it.
+    reserved_bytes: the most that the allocator had in segments. A script may reset torch's own peak.
+    refused: site -> requests that had no room.
     """
 
     # Modules that are entered before the history is folded, in a script without optimizer steps.
@@ -169,6 +177,10 @@ class CudaRecorder:
         self._paths, self._lines = Interner(()), Interner(None)
         self._own = threading.local()  # Like torch's metadata.
         self._entered = 0
+        self._reserved: int = torch.cuda.memory_reserved(device)
+        self.reserved_bytes: int | None = self._reserved
+        self.refused: Counter[tuple[int, ...]] = Counter()
+        self._allocations = self._highest = 0
         self._start: float | None = None
         self._history = ExitStack()
         self._history.enter_context(cuda_memory_history())
@@ -220,6 +232,13 @@ class CudaRecorder:
         sites: list[tuple[int, ...]] = self.ledger.sites()
         return sites
 
+    def allocated(self) -> tuple[int, int, int]:
+        """The number of allocations since the last call, the bytes alive, and the most that were in between."""
+        level = self.ledger.level
+        figures = self._allocations, level, max(self._highest, level)
+        self._allocations, self._highest = 0, level
+        return figures
+
     def close(self) -> None:
         cuda_refusal_listeners.remove(self._note_refusal)
         with self._history:  # torch discards the history when the recording ends.
@@ -264,6 +283,9 @@ class CudaRecorder:
         self.ledger.set_seconds((microseconds - self._start) / 1e6)
         if entry["action"] == "free_completed":
             self.ledger.release(entry["addr"], entry["size"])
+        elif entry["action"] in SEGMENTS:
+            self._reserved += SEGMENTS[entry["action"]] * entry["size"]
+            self.reserved_bytes = max(self.reserved_bytes or 0, self._reserved)
         elif entry["action"] in ("alloc", "oom"):
             frames = entry.get("frames", ())
             stack = stack_of(frames)
@@ -273,9 +295,12 @@ class CudaRecorder:
             phase = 2 if any(name.startswith(NODE) for name in stack) else 1 if module else 3 * in_step
             place = (self._paths.of(stack), self._lines.of(line_among(frames)), module, phase, kind)
             if entry["action"] == "oom":
+                self.refused[place] += 1
                 self.ledger.refuse(entry["size"], *place)
             else:
                 self.ledger.allocate(entry["addr"], entry["size"], *place)
+                self._allocations += 1
+                self._highest = max(self._highest, self.ledger.level)
 
 
 def line_among(frames: Iterable[dict[str, Any]]) -> Line | None:

@@ -34,6 +34,7 @@ from memcheck.core.script_record import (
     Origin,
     Process,
     Refusal,
+    Refused,
     ScriptRecord,
 )
 from memcheck.core.tensors import storages_in, tensors_in
@@ -67,7 +68,15 @@ class ModuleWatch:
     parameter; in a script that makes hardly any, it is a call of the outermost module with the most parameters.
     """
 
-    def __init__(self, recorder: Recorder, device: torch.device, cpu_bytes: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        device: torch.device,
+        cpu_bytes: Callable[[], int],
+        end_step: Callable[[int], None],
+    ) -> None:
+        """end_step: is called at the end of each step of the optimizer that steps most often, with its number."""
+        self._end_counted = end_step
         self.names = Interner(None)
         self._sampled = lambda warm_up: StepSamples(recorder, cpu_bytes, warm_up)
         self._steps, self._calls = self._sampled(1), self._sampled(2)
@@ -193,6 +202,7 @@ class ModuleWatch:
                 self._steps = self._sampled(1)
         self._stepped = self._stepping
         self._steps.end_step()
+        self._end_counted(self._steps.steps)
 
     def _begin_call(self, root: torch.nn.Module) -> None:
         """A call begins where the one before has ended, with what the script keeps of it."""
@@ -247,11 +257,22 @@ def inside(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class ScriptWatch:
-    """Tracks and records between `with` and its end. Call record() after the block."""
+    """Tracks and records between `with` and its end. Call record() after the block.
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None, *, keep_history: bool = False) -> None:
+    after_step: of a GPU, is called at the end of each step with its number and what CudaRecorder.allocated() returns.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        limit_bytes: int | None = None,
+        *,
+        keep_history: bool = False,
+        after_step: Callable[[int, tuple[int, ...]], None] | None = None,
+    ) -> None:
         self.device = device
         self._keep_history = keep_history
+        self._after_step = after_step
         self.tracker = MemoryTracker(device=device, memory_limit=limit_bytes, saved=False)
         self._limit_bytes = limit_bytes
         self._largest_line: LargestLine | None = None
@@ -265,7 +286,9 @@ class ScriptWatch:
             if self.device.type == "cuda"
             else CpuRecorder()
         )
-        self._modules = ModuleWatch(self._recorder, self.device, lambda: self.tracker.by_device["cpu"].current_bytes)
+        self._modules = ModuleWatch(
+            self._recorder, self.device, lambda: self.tracker.by_device["cpu"].current_bytes, self._end_step
+        )
         self._modules.open()
         self._process_bytes = resident_bytes()
         self._largest_line = LargestLine(self._recorder)
@@ -287,6 +310,10 @@ class ScriptWatch:
         peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
         self._other_peaks = {name: peak for name, peak in peaks.items() if peak and name != str(self.device)}
         self.tracker.__exit__(kind, error, traceback)
+
+    def _end_step(self, step: int) -> None:
+        if self._after_step is not None and isinstance(self._recorder, CudaRecorder):
+            self._after_step(step, self._recorder.allocated())
 
     def now(self) -> Now | None:
         """What is alive now, of any thread; None outside of the block."""
@@ -324,6 +351,8 @@ class ScriptWatch:
             course=naming.course(ledger),
             seconds=self._seconds,
             refusals=ledger.refusals,
+            refused=[Refused(naming.place(*site), count) for site, count in self._recorder.refused.items()],
+            reserved_bytes=self._recorder.reserved_bytes,
             refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,
             least_bytes=LEAST_BYTES if self.device.type == "cpu" else 0,
             exit_code=exit_code,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.core import units
-from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord
+from memcheck.core.options import named
+from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord, StandIn
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.memory import HELD, MODULES, NO_LINE, OUTSIDE, MemoryPicture, marks_of
 from memcheck.report.page import render_page
@@ -18,6 +19,8 @@ from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size
 
 # Rows of a table in text and on the page; the rest is combined in one row.
 MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
+MOST_FILES = 4  # Of those that were not written.
+STAND_INS = "stand_ins"
 FORMAT = ",.2f"
 # On a narrow screen the last of these columns are left out first.
 IMPORTANCE = (
@@ -26,11 +29,16 @@ IMPORTANCE = (
 )
 
 
-def script_report(record: ScriptRecord, screen: Screen | None = None) -> str:
-    """The report as text: how the script ended, then the tables."""
+def script_report(record: ScriptRecord, screen: Screen | None = None, *, doubts: bool = False) -> str:
+    """The report as text: how the script ended, then the tables. doubts: with each line that reads a stand-in."""
     screen = screen or Screen()
-    first = [screen.fill(line) if screen.width else line for line in paragraphs(record)]
-    return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in tables(record, MOST_ROWS))])
+    first = paragraphs(record)
+    if record.stand_ins and not doubts:
+        lines = counted(len(record.stand_ins), "line")
+        first.append(f"{lines} read numbers that are not computed: {named('doubts')} lists them.")
+    first = [screen.fill(line) if screen.width else line for line in first]
+    shown = [table for table in tables(record, MOST_ROWS) if doubts or table.name != STAND_INS]
+    return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in shown)])
 
 
 def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int]) -> str:
@@ -58,7 +66,7 @@ def script_page(record: ScriptRecord) -> str:
         paragraphs=paragraphs(record),
         pictures=[script_picture(record)] if record.course.points else [],
         tables=tables(record, MOST_ROWS_OF_PAGE),
-        facts={"device": record.device, **record.environment},
+        facts={"device": record.device_words, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
     )
 
@@ -69,7 +77,7 @@ def script_picture(record: ScriptRecord) -> MemoryPicture:
     limit = record.limit_bytes or 0
     lines = {f"limit {format_bytes(limit)}": [limit] * len(record.course.points)} if 0 < limit < 3 * peak.bytes else {}
     return MemoryPicture(
-        f"{script_title(record)} on {record.device}",
+        f"{script_title(record)} on {record.device_words}",
         "Each point is the highest sum of some allocations and frees in a row.",
         record.course,
         {**HELD, "line of Python": line_of, **MODULES},
@@ -85,8 +93,10 @@ def script_title(record: ScriptRecord) -> str:
 
 
 def paragraphs(record: ScriptRecord) -> list[str]:
-    """How the script ended, what grew, and its peak."""
-    lines = [ending(record), *out_of_memory(record), *growth_sentences(record), peak_sentence(record)]
+    """Whether it fits a simulated GPU, how the script ended, what grew, and its peak."""
+    lines = [simulated_verdict(record)] if record.simulated else []
+    lines += [ending(record), *filter(None, [record.ended]), *out_of_memory(record)]
+    lines += [*growth_sentences(record), peak_sentence(record), *unwritten_sentences(record)]
     if record.steps and not record.phase_peaks.get("backward"):
         lines.append(f"{counted(record.steps, 'optimizer step')} ran, and no backward did.")
     if record.snapshot is not None:
@@ -94,12 +104,43 @@ def paragraphs(record: ScriptRecord) -> list[str]:
     return [*lines, *(f"Doubt: {doubt}." for doubt in record.doubts)]
 
 
+def simulated_verdict(record: ScriptRecord) -> str:
+    """Whether what ran fits the GPU, the peak, and the line that allocated it.
+
+    "Simulated RTX-4090 (23.5 GiB for torch): it fits. Peak 12.3 GiB allocated, 13 GiB reserved, at train.py:41."
+    """
+    peak = record.peak
+    fits = "it does not fit" if record.ran_out else "it failed, and fitted until then" if record.error else "it fits"
+    return (
+        f"Simulated {record.device_name} ({format_bytes(record.usable_bytes or 0)} for torch): {fits}. Peak "
+        f"{format_bytes(peak.bytes)} allocated, {format_bytes(record.reserved_bytes or 0)} reserved, {at(peak.place)}."
+    )
+
+
+def at(place: Origin) -> str:
+    """ "at train.py:41", or without a line "in the backward, MulBackward0"."""
+    if place.line is not None:
+        return f"at {place.line.short}"
+    return f"in {place.operator}" if place.phase == "elsewhere" else f"in the {place.phase}, {place.operator}"
+
+
+def unwritten_sentences(record: ScriptRecord) -> Iterator[str]:
+    if record.unwritten:
+        files = ", ".join(f"{file.path} ({format_bytes(file.bytes)})" for file in record.unwritten[:MOST_FILES])
+        more = f" and {len(record.unwritten) - MOST_FILES} more" if len(record.unwritten) > MOST_FILES else ""
+        yield (
+            f"Not written, as their tensors are not computed: {files}{more}. A script that loads such a file gets a "
+            "FileNotFoundError."
+        )
+
+
 def ending(record: ScriptRecord) -> str:
     steps = f", {counted(record.steps, 'optimizer step')}" if record.steps else ""
-    how = "ended" if record.error is None else f"failed ({record.error})"
+    error = record.error and (record.error.partition(":")[0] if record.ran_out else record.error)
+    how = f"failed ({error})" if error else "ended"
     return (
         f"{shlex.join(record.command)} {how} after {record.seconds:.3g} s with exit code {record.exit_code}: "
-        f"{record.events:,} allocations and frees on {record.device}{steps}."
+        f"{record.events:,} allocations and frees on {record.device_words}{steps}."
     )
 
 
@@ -114,7 +155,12 @@ def out_of_memory(record: ScriptRecord) -> list[str]:
     )
     if record.ran_out:
         return [f"Memory ran out: {asked}."]
-    return [f"{counted(record.refusals, 'allocation')} failed, and the script went on. The last one: {asked}."]
+    counts = Counter[str]()
+    for each in record.refused:
+        counts[at(each.place)] += each.count
+    places = ", ".join(f"{count} {place}" for place, count in counts.items())
+    caught = f"and the script caught the error and went on: {places}" if places else "and the script went on"
+    return [f"{counted(record.refusals, 'allocation')} failed, {caught}. The last one: {asked}."]
 
 
 def growth_sentences(record: ScriptRecord) -> Iterator[str]:
@@ -135,7 +181,7 @@ def growth_sentences(record: ScriptRecord) -> Iterator[str]:
 def peak_sentence(record: ScriptRecord) -> str:
     peak = record.peak
     if not peak.bytes:
-        return f"It allocated no memory of tensors on {record.device}."
+        return f"It allocated no memory of tensors on {record.device_words}."
     return (
         f"The peak was {format_bytes(peak.bytes)} ({peak.bytes:,} bytes) after {peak.seconds:.3g} s, when "
         f"{peak.place.operator} allocated {where(peak, record)}."
@@ -158,6 +204,7 @@ def figures_of(record: ScriptRecord) -> dict[str, int]:
         "peak": record.peak.bytes,
         "growth per step": record.growth_per_step,
         **{f"highest, {phase}": size for phase, size in record.phase_peaks.items()},
+        "reserved, at most": record.reserved_bytes,
         "alive at the end": record.left_bytes,
         **{f"peak of {device}": size for device, size in record.other_peaks.items()},
         "process, at the beginning": process.begin_bytes,
@@ -180,7 +227,7 @@ def tables(record: ScriptRecord, most: int) -> list[Table]:
         found.append(module_table(alive, f"{by} module, {unit}", unit, most))
         found.append(group_table(alive, "operators", f"{by} operator", "operator", attrgetter("operator"), unit, most))
         found.append(lines)
-    return found
+    return found + ([stand_in_table(record.stand_ins)] if record.stand_ins else [])
 
 
 def figures_table(record: ScriptRecord) -> Table:
@@ -248,6 +295,15 @@ def growth_table(growing: Sequence[Growth], step_name: str = "step") -> Table:
     return Table.of("growing", title, columns, growing[:MOST_ROWS])
 
 
+def stand_in_table(stand_ins: Sequence[StandIn]) -> Table:
+    columns = [
+        Column("line", "line", read=lambda each: Line(each.file, each.line, "").short),
+        Column("reads", "reads", "", ",", read=attrgetter("count")),
+        Column("what", "what it read", read=attrgetter("what")),
+    ]
+    return Table.of(STAND_INS, "Reads of numbers that are not computed, by line of Python", columns, stand_ins)
+
+
 def size_of(alive: Iterable[Alive]) -> int:
     return sum(each.bytes for each in alive)
 
@@ -295,8 +351,8 @@ def sides(before: ScriptRecord, now: ScriptRecord) -> Iterable[tuple[str, Script
 
 def settings_of(record: ScriptRecord) -> dict[str, object]:
     limit = "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)
-    named = {"command": shlex.join(record.command), "device": record.device, "limit": limit}
-    return {**named, "optimizer steps": record.steps, **record.environment}
+    given = {"command": shlex.join(record.command), "device": record.device_words, "limit": limit}
+    return {**given, "optimizer steps": record.steps, **record.environment}
 
 
 def run_tables(before: ScriptRecord, now: ScriptRecord, most: int) -> list[Table]:
