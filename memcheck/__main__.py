@@ -118,9 +118,8 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     with spoken_as_flags():
         request.before_torch()
-    if command not in WITHOUT_TORCH:
-        load_torch()
-    with spoken_as_flags():
+        if command not in WITHOUT_TORCH:
+            load_torch()
         for name in getattr(request, "plugin", None) or ():
             from memcheck.bench.operators import load_plugin
 

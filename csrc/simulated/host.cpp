@@ -27,9 +27,13 @@ struct LazyAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override;
   c10::DeleterFnPtr raw_deleter() const override { return usual->raw_deleter(); }
   void copy_data(void* to, const void* from, std::size_t n) const override { usual->copy_data(to, from, n); }
+  // The tracker of the CPU keeps a header before the data, so the address may be inside of a block.
   bool has(const void* address) {
     std::shared_lock<std::shared_mutex> locked(lock);
-    return blocks.count(address) > 0;
+    auto next = blocks.upper_bound(address);
+    if (next == blocks.begin()) return false;
+    auto found = std::prev(next);
+    return static_cast<const char*>(address) < static_cast<const char*>(found->first) + found->second;
   }
 };
 LazyAllocator* lazy = nullptr;

@@ -28,7 +28,8 @@ at::Tensor make_empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype
                       std::optional<at::Device> device, std::optional<bool> pins,
                       std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pins.value_or(false), "Only dense CPU tensors can be pinned");
-  Running running(nullptr);
+  static const c10::OperatorName name("aten::empty", "memory_format");
+  Running running(&name);
   at::Tensor made = new_tensor(index_of(device), sizes, c10::dtype_or_default(dtype));
   if (format.has_value() && *format != at::MemoryFormat::Contiguous)
     made.unsafeGetTensorImpl()->empty_tensor_restride(*format);
@@ -37,6 +38,8 @@ at::Tensor make_empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype
 
 at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  static const c10::OperatorName name("aten::empty_strided", "");
+  Running running(&name);
   return new_tensor(index_of(device), sizes, strides, c10::dtype_or_default(dtype));
 }
 

@@ -188,8 +188,8 @@ class Process:
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """Reads of a value that a simulated GPU does not compute, at a line of Python."""
+class LineDoubt:
+    """What a simulated GPU answered a line of Python and does not know, such as a number, and how often."""
 
     what: str
     file: str
@@ -239,7 +239,7 @@ class ScriptRecord:
     usable_bytes: int | None = None  # What torch's allocator could get.
     ended: str | None = None  # Why memcheck ended the script.
     unwritten: list[Unwritten] = field(default_factory=list)
-    stand_ins: list[StandIn] = field(default_factory=list)
+    line_doubts: list[LineDoubt] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> ScriptRecord:

@@ -11,7 +11,7 @@ from typing import Any
 
 from memcheck.core import units
 from memcheck.core.options import named
-from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord, StandIn
+from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord, LineDoubt
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.memory import HELD, MODULES, NO_LINE, OUTSIDE, MemoryPicture, marks_of
 from memcheck.report.page import render_page
@@ -20,7 +20,7 @@ from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size
 # Rows of a table in text and on the page; the rest is combined in one row.
 MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
 MOST_FILES = 4  # Of those that were not written.
-STAND_INS = "stand_ins"
+LINE_DOUBTS = "line_doubts"
 FORMAT = ",.2f"
 # On a narrow screen the last of these columns are left out first.
 IMPORTANCE = (
@@ -30,14 +30,14 @@ IMPORTANCE = (
 
 
 def script_report(record: ScriptRecord, screen: Screen | None = None, *, doubts: bool = False) -> str:
-    """The report as text: how the script ended, then the tables. doubts: with each line that reads a stand-in."""
+    """The report as text: how the script ended, then the tables. doubts: with those of lines."""
     screen = screen or Screen()
     first = paragraphs(record)
-    if record.stand_ins and not doubts:
-        lines = counted(len(record.stand_ins), "line")
-        first.append(f"{lines} read numbers that are not computed: {named('doubts')} lists them.")
+    if record.line_doubts and not doubts:
+        lines = counted(len(record.line_doubts), "line")
+        first.append(f"The simulated GPU answered {lines} what it does not know: {named('doubts')} lists them.")
     first = [screen.fill(line) if screen.width else line for line in first]
-    shown = [table for table in tables(record, MOST_ROWS) if doubts or table.name != STAND_INS]
+    shown = [table for table in tables(record, MOST_ROWS) if doubts or table.name != LINE_DOUBTS]
     return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in shown)])
 
 
@@ -227,7 +227,7 @@ def tables(record: ScriptRecord, most: int) -> list[Table]:
         found.append(module_table(alive, f"{by} module, {unit}", unit, most))
         found.append(group_table(alive, "operators", f"{by} operator", "operator", attrgetter("operator"), unit, most))
         found.append(lines)
-    return found + ([stand_in_table(record.stand_ins)] if record.stand_ins else [])
+    return found + ([line_doubt_table(record.line_doubts)] if record.line_doubts else [])
 
 
 def figures_table(record: ScriptRecord) -> Table:
@@ -295,13 +295,13 @@ def growth_table(growing: Sequence[Growth], step_name: str = "step") -> Table:
     return Table.of("growing", title, columns, growing[:MOST_ROWS])
 
 
-def stand_in_table(stand_ins: Sequence[StandIn]) -> Table:
+def line_doubt_table(line_doubts: Sequence[LineDoubt]) -> Table:
     columns = [
         Column("line", "line", read=lambda each: Line(each.file, each.line, "").short),
-        Column("reads", "reads", "", ",", read=attrgetter("count")),
-        Column("what", "what it read", read=attrgetter("what")),
+        Column("times", "times", "", ",", read=attrgetter("count")),
+        Column("what", "not known", read=attrgetter("what")),
     ]
-    return Table.of(STAND_INS, "Reads of numbers that are not computed, by line of Python", columns, stand_ins)
+    return Table.of(LINE_DOUBTS, "What the simulated GPU does not know, by line of Python", columns, line_doubts)
 
 
 def size_of(alive: Iterable[Alive]) -> int:

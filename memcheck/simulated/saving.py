@@ -12,10 +12,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
+from memcheck.core.after_import import after_import
 from memcheck.core.script_record import Unwritten
 from memcheck.core.units import format_bytes
 
@@ -36,37 +35,16 @@ unwritten: dict[str, Unwritten] = {}  # By path.
 
 def leave_out_stand_ins() -> None:
     """Makes the functions of SAVERS write no file with so many bytes of stand-ins. Call it before torch is imported."""
-    hooks = {name: functools.partial(replace_savers, savers=savers) for name, savers in SAVERS.items()}
-    for name in hooks.keys() & sys.modules.keys():
-        hooks.pop(name)(sys.modules[name])
-    sys.meta_path.insert(0, AfterImport(hooks))
+    for name in SAVERS:
+        if name in sys.modules:
+            replace_savers(name)
+        else:
+            after_import(name, functools.partial(replace_savers, name))
 
 
-class AfterImport:
-    """A finder that calls a function with each of these modules as soon as it was executed."""
-
-    def __init__(self, hooks: dict[str, Callable[[ModuleType], object]]) -> None:
-        self._hooks = hooks
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if (hook := self._hooks.pop(name, None)) is None:
-            return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, specs), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                hook(module)
-
-            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
-
-
-def replace_savers(module: ModuleType, savers: Mapping[str, tuple[str, ...]]) -> None:
-    for name, (*saved, where) in savers.items():
-        setattr(module, name, left_out(getattr(module, name), saved, where))
+def replace_savers(module: str) -> None:
+    for name, (*saved, where) in SAVERS[module].items():
+        setattr(sys.modules[module], name, left_out(getattr(sys.modules[module], name), saved, where))
 
 
 def left_out(usual: Callable[..., Any], saved: Sequence[str], where: str) -> Callable[..., Any]:

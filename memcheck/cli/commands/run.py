@@ -23,14 +23,14 @@ from memcheck.core.errors import UsageError
 from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named
 from memcheck.core.python_command import prepare
-from memcheck.core.script_record import RUN, ScriptRecord, StandIn
+from memcheck.core.script_record import RUN, Line, ScriptRecord, LineDoubt
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import script_page, script_report, script_title
 from memcheck.report.tables import Screen
 from memcheck.simulated import simulated_device
-from memcheck.simulated.doubts import doubts
+from memcheck.simulated.doubts import Doubt, doubts, listen
 from memcheck.simulated.ending import Ending
 from memcheck.simulated.saving import unwritten
 
@@ -61,6 +61,8 @@ def run(request: Run) -> int:
         make_room("snapshot", there)
     interrupt = signal.getsignal(signal.SIGINT)
     ending = Ending(request.steps) if request.simulates and not request.whole else None
+    if request.simulates:
+        listen(Announcer())
     watch = ScriptWatch(
         device,
         None if request.simulates else request.memory_limit,
@@ -91,6 +93,18 @@ def run(request: Run) -> int:
     return record.exit_code or (0 if failure is None else 130 if isinstance(failure, KeyboardInterrupt) else 1)
 
 
+class Announcer:
+    """Says where the script first reads numbers that a simulated GPU does not compute."""
+
+    said = False
+
+    def __call__(self, doubt: Doubt) -> None:
+        if not self.said and "number" in doubt.what:  # And not what a kernel takes beside its results.
+            self.said = True
+            line = Line(doubt.file, doubt.line, "").short
+            print(f"memcheck: {line}: {doubt.what}; {named('doubts')} lists such lines", file=sys.stderr)
+
+
 def note_simulation(record: ScriptRecord, request: Run, ending: Ending | None) -> None:
     """Notes on which GPU the script ran, how far it ran, and what it did not compute."""
     device = simulated_device()
@@ -100,7 +114,7 @@ def note_simulation(record: ScriptRecord, request: Run, ending: Ending | None) -
     record.usable_bytes = min(device.usable_bytes, request.memory_limit or device.usable_bytes)
     record.ended = ending and ending.sentence(record.steps)
     record.unwritten = list(unwritten.values())
-    record.stand_ins = [StandIn(**dataclasses.asdict(doubt)) for doubt in doubts()]
+    record.line_doubts = [LineDoubt(**dataclasses.asdict(doubt)) for doubt in doubts()]
 
 
 def asks_for_gpu(record: ScriptRecord) -> bool:
