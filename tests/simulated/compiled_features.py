@@ -7,9 +7,13 @@ python compiled_features.py cs336    reads rows of the published table, and prin
 import functools
 import json
 import sys
+from importlib.machinery import PathFinder
 
 import memcheck
 
+if sys.argv[1] == "without_triton":
+    find = PathFinder.find_spec
+    PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "triton" else find(name, *rest)
 memcheck.simulate("A100-80GB")
 BEFORE = set(sys.modules)
 
@@ -252,6 +256,44 @@ def an_autotuned_kernel_takes_the_first_configuration_and_the_cache_that_it_clea
     assert copy.best_config.kwargs == {"BLOCK": 128}
 
 
+@group("triton")
+def a_kernel_with_descriptors():
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    @triton.jit
+    def copy(a, b, N: tl.constexpr):
+        b.store([0, 0], a.load([0, 0]))
+
+    a, b = torch.full((16, 16), 3, device="cuda"), torch.zeros(16, 16, device="cuda")
+    told = len(doubts())
+    copy[(1,)](*(TensorDescriptor.from_tensor(each, [16, 16]) for each in (a, b)), N=16)
+    assert a[0, 0].item() == 3
+    assert len(doubts()) == told
+    b[0, 0].item()
+    assert len(doubts()) == told + 1
+
+
+@group("triton")
+def a_kernel_compiled_before_its_launch():
+    _, add = kernels()
+    x = torch.randn(1000, device="cuda")
+    kernel = add.warmup(x, x, x, 1000, BLOCK=128, grid=(1,))
+    kernel._init_handles()
+    assert kernel.n_regs > 0
+    assert kernel.metadata.shared > 0
+    kernel[(8, 1, 1)](x, x, x, 1000, 128)
+
+
+@group("without_triton")
+def torch_says_that_triton_is_missing():
+    m = mlp()
+    words = raised(RuntimeError, lambda: torch.compile(m)(batch()))
+    assert "Cannot find a working triton installation" in words
+    step(torch.compile(m, backend="aot_eager"), batch())
+
+
 @group("attention")
 def flex_attention_with_a_block_mask():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -469,6 +511,16 @@ def compiled_graphs_are_replayed_without_memory():
     assert figures[2] == figures[3] == figures[4]
     assert figures[2][1] < figures[1][1]
     assert figures[2][2] == figures[1][2]
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@group("trees")
+def dropout_in_a_graph():
+    m = torch.compile(nn.Sequential(mlp(), nn.Dropout(0.1)), mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        step(m, batch())
+        m.zero_grad()
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 

@@ -21,7 +21,7 @@ COLUMNS = (
 FEATURES = re.findall(r'^@group\("(\w+)"\)\ndef (\w+)', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
 ci = (pytest.mark.slow, pytest.mark.ci)
 GROUPS = [
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("graphs", "triton", "trees")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("graphs", "triton", "trees", "without_triton")),
     *(pytest.param(name, marks=ci) for name in ("guards", "training", "attention", "modes", "exported")),
 ]
 
