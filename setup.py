@@ -1,6 +1,7 @@
 """Builds memcheck._C against the torch that is installed. Project metadata lives in pyproject.toml.
 
 MEMCHECK_EXTENSION=0 installs the Python package alone, which predicts and reports. No compiler is needed for that.
+Every install has the sources of the library that simulates GPUs, which is compiled where none fits the torch that runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
@@ -83,7 +85,18 @@ def find_cuda_home() -> str | None:
 
 
 class BuildPython(build_py):
-    """The Python package alone, with a note that the extension was left out."""
+    """The Python package with the sources of the library that simulates GPUs, which a source tree has beside it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            copied = Path(self.build_lib, "memcheck", "csrc", "simulated")
+            shutil.rmtree(copied, ignore_errors=True)
+            shutil.copytree(ROOT / "csrc" / "simulated", copied)
+
+
+class BuildPythonAlone(BuildPython):
+    """The same, with a note that the extension was left out."""
 
     def run(self) -> None:
         super().run()
@@ -108,7 +121,7 @@ def choice_of(variable: str, choices: tuple[str, ...]) -> str:
 
 if choice_of("MEMCHECK_EXTENSION", ("1", "0")) == "0":
     setuptools.setup(
-        cmdclass={"build_py": BuildPython}, options={"build": {"build_base": str(ROOT / "build" / "python")}}
+        cmdclass={"build_py": BuildPythonAlone}, options={"build": {"build_base": str(ROOT / "build" / "python")}}
     )
     sys.exit()
 # `python -m build` asks for these in an environment without torch. pip asks for egg_info, too, and then for more.
@@ -239,7 +252,7 @@ class Build(BuildExtension):
     def build_extensions(self) -> None:
         for built in self.extensions:
             built.depends += built.sources
-            if built.name == "memcheck._C":
+            if built.name in ("memcheck._C", "memcheck._simulated"):
                 built.sources = in_units(built.sources)
         super().build_extensions()
 
@@ -276,6 +289,8 @@ def unit_of(source: str) -> str | None:
     parallel.cpp decides what a header of torch says, so it is alone.
     """
     path = Path(source)
+    if path.parent.name == "simulated":
+        return "simulated"
     if path.stem == "parallel":
         return None
     if path.stem == "library" or path.parent.name == "memory":
@@ -321,15 +336,33 @@ def extension() -> Any:
 
 def pretended_cuda() -> Any:
     """The library by which a process without a GPU predicts compiled programs. It is loaded before torch is."""
+    flags = ["-O1", "-g0", "-fvisibility=hidden"]
+    return against_torch("_pretended_cuda", ["csrc/pretend/pretended_cuda.cpp"], flags, ["torch_cpu", "c10"])
+
+
+def simulated() -> list[Any]:
+    """The library that simulates GPUs, and its rules, a module for Python. See memcheck/simulated/build.py."""
+    found = runpy.run_path(str(ROOT / "memcheck" / "simulated" / "flags.py"))
+    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "simulated").glob("*.cpp"))
+    rules = [source for source in sources if Path(source).name == "rules.cpp"]
+    others = [source for source in sources if source not in rules]
+    return [
+        against_torch("_simulated", others, found["COMPILE_FLAGS"], found["LIBRARIES"]),
+        against_torch("_simulated_rules", rules, found["COMPILE_FLAGS"], found["RULES_LIBRARIES"]),
+    ]
+
+
+def against_torch(name: str, sources: list[str], flags: list[str], libraries: list[str]) -> Any:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     return setuptools.Extension(
-        "memcheck._pretended_cuda",
-        ["csrc/pretend/pretended_cuda.cpp"],
-        include_dirs=include_paths(),
+        f"memcheck.{name}",
+        sources,
+        depends=[str(path.relative_to(ROOT)) for path in (ROOT / sources[0]).parent.glob("*.h")],
+        include_dirs=[*include_paths(), str(ROOT / "csrc")],
         library_dirs=library_paths(),
-        libraries=["torch_cpu", "c10"],
-        extra_compile_args=["-O1", "-g0", "-fvisibility=hidden", "-Wall"],
+        libraries=libraries,
+        extra_compile_args=[*flags, "-Wall"],
         language="c++",
     )
 
@@ -344,7 +377,7 @@ def local_version() -> str:
 
 
 setuptools.setup(
-    ext_modules=[extension(), pretended_cuda()],
-    cmdclass={"build_ext": Build},
+    ext_modules=[extension(), pretended_cuda(), *simulated()],
+    cmdclass={"build_ext": Build, "build_py": BuildPython},
     options={"build": {"build_base": str(BUILD_FOLDER)}, "egg_info": {"tag_build": local_version()}},
 )

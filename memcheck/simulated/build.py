@@ -6,7 +6,6 @@ imported after torch. setup.py builds both with the extension. This module impor
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -123,6 +122,8 @@ def require_compiler() -> None:
 
 def fill(cached: Path, folder: Path) -> None:
     """Compiles into a folder that is complete as soon as it exists, unless another process has done so meanwhile."""
+    import fcntl  # Windows, for which memcheck does not compile, lacks it.
+
     require_compiler()
     with lock_of(cached) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -42,5 +42,6 @@ def test_the_build_has_cuda_kernels_or_says_why_not(capsys: pytest.CaptureFixtur
         launched = facts["cuda"]["launch"] == "ok"
         assert launched == torch.cuda.is_available()
     assert facts["build"]["extension"] == "loaded"
+    assert facts["build"]["simulated_gpu"] == "built with the extension"
     on_cuda = any("CUDA" in devices for devices in facts["kernels"].values())
     assert on_cuda == (torch.version.cuda is not None)

@@ -252,8 +252,11 @@ def small_project(folder: Path) -> Path:
     (folder / "memcheck" / "__init__.py").touch()
     (folder / "memcheck" / "core" / "__init__.py").touch()
     (folder / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
-    (folder / "csrc" / "pretend").mkdir(parents=True)
-    (folder / "csrc" / "pretend" / "pretended_cuda.cpp").touch()
+    (folder / "memcheck" / "simulated").mkdir()
+    shutil.copy(ROOT / "memcheck" / "simulated" / "flags.py", folder / "memcheck" / "simulated")
+    for name in ("pretend/pretended_cuda.cpp", "simulated/device.cpp", "simulated/rules.cpp"):
+        (folder / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "csrc" / name).touch()
     return folder / "csrc"
 
 
@@ -282,12 +285,14 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return {path.stem for path in tmp_path.rglob("*.o") if before.get(path) != path.stat().st_mtime_ns}
 
-    assert compiled() == {"one", "two", "pretended_cuda"}
+    assert compiled() == {"one", "two", "pretended_cuda", "simulated", "rules"}
     assert compiled() == set()
     (csrc / "two.cpp").touch()
     assert compiled() == {"two"}
     (csrc / "one.h").touch()
     assert compiled() == {"one"}
+    (csrc / "simulated" / "device.cpp").touch()
+    assert compiled() == {"simulated"}
 
 
 def test_make_builds_again_what_another_environment_has_built_since(tmp_path: Path, require_tool) -> None:

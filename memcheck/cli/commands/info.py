@@ -13,6 +13,7 @@ import torch
 from memcheck._extension import BUILD, MISSING, build_command, extension
 from memcheck.cli.requests import Info
 from memcheck.core.version import __version__
+from memcheck.simulated.build import state
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
 
@@ -36,7 +37,7 @@ def gather() -> dict[str, Any]:
 
 
 def build() -> dict[str, Any]:
-    """Whether the extension is loaded, and what setup.py noted."""
+    """Whether the extension and the library that simulates GPUs are there, and what setup.py noted."""
     facts = {
         "torch": "TORCH_VERSION",
         "compiler": "COMPILER",
@@ -45,8 +46,9 @@ def build() -> dict[str, Any]:
         "cuda_architectures": "CUDA_ARCH_LIST",
         "cuda_left_out": "CUDA_LEFT_OUT",
     }
-    state = "loaded" if MISSING is None else f"{MISSING}; build it: {build_command()}"
-    return {"extension": state, **{name: getattr(BUILD, fact, None) for name, fact in facts.items()}}
+    loaded = "loaded" if MISSING is None else f"{MISSING}; build it: {build_command()}"
+    noted = {name: getattr(BUILD, fact, None) for name, fact in facts.items()}
+    return {"extension": loaded, "simulated_gpu": state(), **noted}
 
 
 def cpu_choices() -> dict[str, Any]:
