@@ -2,12 +2,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
-#include <map>
-#include <mutex>
-#include <shared_mutex>
 #include <sstream>
 
 #include "simulated/exports.h"
@@ -17,53 +14,27 @@ namespace {
 
 using torch::jit::Stack;
 
-// Pages that nobody writes take no memory, as the operating system gives them at the first write.
-struct LazyAllocator final : c10::Allocator {
-  c10::Allocator* usual = c10::GetCPUAllocator();
-  int64_t least_bytes = 0;
-  std::shared_mutex lock;
-  std::map<const void*, size_t> blocks;
+// Large blocks are pages of their own, which the operating system gives at the first write.
+int64_t least_lazy_bytes = INT64_MAX;
 
-  c10::DataPtr allocate(size_t n) override;
-  c10::DeleterFnPtr raw_deleter() const override { return usual->raw_deleter(); }
-  void copy_data(void* to, const void* from, std::size_t n) const override { usual->copy_data(to, from, n); }
-  // The tracker of the CPU keeps a header before the data, so the address may be inside of a block.
-  bool has(const void* address) {
-    std::shared_lock<std::shared_mutex> locked(lock);
-    auto next = blocks.upper_bound(address);
-    if (next == blocks.begin()) return false;
-    auto found = std::prev(next);
-    return static_cast<const char*>(address) < static_cast<const char*>(found->first) + found->second;
+// Whether no page of the block was written or read, of some that lie evenly in it.
+bool is_untouched(const void* data, size_t bytes) {
+  static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  constexpr size_t kSamples = 16;
+  for (size_t i = 1; i <= kSamples; ++i) {
+    const uintptr_t address = (reinterpret_cast<uintptr_t>(data) + bytes / (kSamples + 1) * i) / page * page;
+    unsigned char state = 0;
+    if (mincore(reinterpret_cast<void*>(address), page, &state) != 0 || (state & 1) != 0) return false;
   }
-};
-LazyAllocator* lazy = nullptr;
-
-void unmap(void* address) {
-  size_t bytes;
-  {
-    std::unique_lock<std::shared_mutex> locked(lazy->lock);
-    auto found = lazy->blocks.find(address);
-    bytes = found->second;
-    lazy->blocks.erase(found);
-  }
-  munmap(address, bytes);
-}
-
-c10::DataPtr LazyAllocator::allocate(size_t n) {
-  if (static_cast<int64_t>(n) < least_bytes) return usual->allocate(n);
-  void* address = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (address == MAP_FAILED) return usual->allocate(n);
-  std::unique_lock<std::shared_mutex> locked(lock);
-  blocks[address] = n;
-  return {address, address, &unmap, c10::Device(c10::DeviceType::CPU)};
+  return true;
 }
 
 bool all_lazy(const c10::IValue* arguments, size_t count) {
-  bool found = true;
   for (size_t i = 0; i < count; ++i)
-    if (arguments[i].isTensor() && arguments[i].toTensor().defined() && arguments[i].toTensor().dim() > 0)
-      found = found && is_lazy(arguments[i].toTensor());
-  return found;
+    if (arguments[i].isTensor() && arguments[i].toTensor().defined() && arguments[i].toTensor().dim() > 0 &&
+        !is_lazy(arguments[i].toTensor()))
+      return false;
+  return true;
 }
 
 // The kernel of the CPU of an operator in place, left out where it would write to a lazy tensor what is not known.
@@ -72,7 +43,7 @@ struct FillUnlessLazy final : c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     const size_t count = op.schema().arguments().size();
     const c10::IValue* arguments = stack->data() + stack->size() - count;
-    if (!is_lazy(arguments[0].toTensor()) || !all_lazy(arguments, count)) return usual.callBoxed(op, keys, stack);
+    if (!all_lazy(arguments, count) || arguments[0].toTensor().dim() == 0) return usual.callBoxed(op, keys, stack);
     const at::Tensor self = arguments[0].toTensor();
     torch::jit::drop(*stack, count);
     stack->push_back(self);
@@ -80,23 +51,24 @@ struct FillUnlessLazy final : c10::OperatorKernel {
   c10::SafeKernelFunction usual;
 };
 
-auto& left_out = *new std::vector<c10::RegistrationHandleRAII>();
+auto& kernels_left_out = *new std::vector<c10::RegistrationHandleRAII>();
 
 void leave_out(const std::string& name, const std::string& overload) {
   auto& dispatcher = c10::Dispatcher::singleton();
   auto op = dispatcher.findSchema({name, overload});
   if (!op) return;
   auto kernel = std::make_unique<FillUnlessLazy>(op->getComputedKernelForDispatchKey(c10::DispatchKey::CPU));
-  left_out.push_back(dispatcher.registerImpl({name, overload}, c10::DispatchKey::CPU,
-                                                  c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
-                                                  std::nullopt, nullptr, "memcheck's simulated GPU"));
+  kernels_left_out.push_back(dispatcher.registerImpl({name, overload}, c10::DispatchKey::CPU,
+                                                     c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)),
+                                                     std::nullopt, nullptr, "memcheck's simulated GPU"));
 }
 
 }  // namespace
 
 bool is_lazy(const at::Tensor& tensor) {
-  return lazy != nullptr && tensor.defined() && tensor.is_cpu() && tensor.has_storage() &&
-         tensor.storage().nbytes() >= static_cast<size_t>(lazy->least_bytes) && lazy->has(tensor.storage().data());
+  return tensor.defined() && tensor.is_cpu() && tensor.has_storage() &&
+         static_cast<int64_t>(tensor.storage().nbytes()) >= least_lazy_bytes &&
+         is_untouched(tensor.storage().data(), tensor.storage().nbytes());
 }
 
 }  // namespace memcheck::simulated
@@ -105,9 +77,7 @@ using namespace memcheck::simulated;
 
 // After torch is imported. names: of operators that write to their first operand, a line each.
 MEMCHECK_EXPORT void memcheck_simulated_host(int64_t least_bytes, const char* names) {
-  lazy = new LazyAllocator();
-  lazy->least_bytes = least_bytes;
-  c10::SetCPUAllocator(lazy, 0);
+  least_lazy_bytes = least_bytes;
   std::istringstream lines(names);
   for (std::string line; std::getline(lines, line);) {
     const size_t dot = line.find('.');
