@@ -138,7 +138,7 @@ struct Stats {
   int64_t retries = 0, ooms = 0, oom_rejections = 0, syncs = 0, device_allocs = 0, device_frees = 0;
 };
 
-// Is told each action, as torch's history records it.
+// Receives each action, as torch's history records it.
 struct Observer {
   virtual ~Observer() = default;
   // block: null for oom, whose address is the memory that the driver could still give.

@@ -107,7 +107,7 @@ class Allocator:
         result = getattr(self._library, f"memcheck_replay_{name}")(self._self, *arguments)
         if PROTOTYPES[name][0] is c_char_p and result:
             raise ValueError(result.decode())
-        return result  # type: ignore[no-any-return]
+        return result
 
     def configure(self, settings: str) -> None:
         """Changes the settings. ValueError: they are not allowed."""
@@ -148,11 +148,11 @@ class Allocator:
         pointer = self._call("allocated_at", address)
         return self._block(pointer) if pointer else None
 
-    def events(self) -> list[tuple[str, int, int, int]]:
+    def events(self, begin: int = 0) -> list[tuple[str, int, int, int]]:
         """Action, bytes, address and stream of each event. The address of an oom is the free memory of the driver."""
         at = POINTER(c_int64)()
-        flat = at[: 4 * count] if (count := self._call("events", ctypes.byref(at))) else []
-        return [(ACTIONS[flat[i]], *flat[i + 1 : i + 4]) for i in range(0, 4 * count, 4)]
+        end = self._call("events", ctypes.byref(at))
+        return [(ACTIONS[at[i]], at[i + 1], at[i + 2], at[i + 3]) for i in range(4 * begin, 4 * end, 4)]
 
     def stat(self, kind: str, number: str = "current", pool: str = "all") -> int:
         return self._call("stat", KINDS.index(kind), POOLS.index(pool), NUMBERS.index(number))
@@ -219,8 +219,8 @@ SETTINGS = (
 class Program:
     """Random requests, and a digest of what the allocator did: its events, its blocks' addresses, its statistics.
 
-    kind: "streams": other streams use blocks, settings change. "captures": also of CUDA graphs, which have private pools.
-    "checkpoints": private pools return to checkpoints, and no other stream uses blocks.
+    kind: "streams": other streams use blocks, and settings change. "captures": other streams use blocks, and CUDA
+    graphs are captured, which have private pools. "checkpoints": these pools return to checkpoints.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -243,7 +243,7 @@ class Program:
         digest = hashlib.sha256()
         for _ in range(steps):
             self._step(allocator)
-            events = allocator.events()[self._seen :]
+            events = allocator.events(self._seen)
             self._seen += len(events)
             # torch takes private pools, and releases that wait for the end of a capture, in the order of a hash map.
             digest.update(repr(events if self._kind == "streams" else sorted(events)).encode())
