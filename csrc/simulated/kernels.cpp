@@ -136,7 +136,8 @@ bool is_view_by_schema(const c10::FunctionSchema& schema) {
 Operator::Operator(const c10::OperatorHandle& op, bool checks) : checks_devices(checks), values(op) {
   const std::string name = op.operator_name().name;
   is_view = is_view_by_schema(op.schema());
-  keeps_host_operands = is_one_of(name, {"aten::_pack_padded_sequence", "aten::_cudnn_rnn", "aten::_ctc_loss", "aten::_ctc_loss_backward"});
+  keeps_host_operands = is_one_of(
+      name, {"aten::_pack_padded_sequence", "aten::_cudnn_rnn", "aten::_ctc_loss", "aten::_ctc_loss_backward"});
   const bool overwrites_all =
       is_one_of(name, {"aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_", "aten::exponential_",
                        "aten::log_normal_", "aten::cauchy_", "aten::geometric_", "aten::fill_", "aten::zero_"});

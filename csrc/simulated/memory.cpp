@@ -155,27 +155,35 @@ int64_t free_bytes(int device) {
   return std::max<int64_t>(0, properties.usable_bytes - memory.gpus[device]->allocator.reserved());
 }
 
-// As malloc of c10/cuda/CUDACachingAllocator.cpp.
-[[noreturn]] void refuse(int device, int64_t bytes) {
-  std::string allowed, in_use, held, free;
+// Throws in the words of torch 2.13: malloc of c10/cuda/CUDACachingAllocator.cpp.
+[[noreturn]] void refuse(int device, const OutOfMemory& refused) {
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused.rejected,
+                   "CUDA out of memory. Allocation was preemptively rejected because it ",
+                   "would exceed per_process_memory_fraction limit. Requested size: ", size_text(refused.requested));
+  std::string allowed, held, in_private_pools;
+  int64_t free = 0;
   {
     Locked locked(memory.lock);
     const auto& a = memory.gpus[device]->allocator;
-    const int64_t allocated = a.stats().of[ALLOCATED_BYTES][0].current;
+    const int64_t in_pools = a.cached_in_private_pools();
+    const int64_t allocated = a.stats().of[ALLOCATED_BYTES][0].current + in_pools;
     if (a.allowed_bytes != INT64_MAX) allowed = size_text(a.allowed_bytes) + " allowed; ";
-    free = size_text(free_bytes(device));
-    in_use = size_text(properties.total_bytes - free_bytes(device));
-    held = "Of the allocated memory " + size_text(allocated) + " is allocated by PyTorch, and " +
+    if (in_pools > 0)
+      in_private_pools = "with " + size_text(in_pools) + " allocated in private pools (e.g., CUDA Graphs), ";
+    held = size_text(allocated) + " is allocated by PyTorch, " + in_private_pools + "and " +
            size_text(a.reserved() - allocated);
+    free = free_bytes(device);
   }
-  if (refusal_listener != nullptr) refusal_listener(device, bytes, properties.total_bytes, free_bytes(device));
+  if (refusal_listener != nullptr) refusal_listener(device, refused.segment, properties.total_bytes, free);
   TORCH_CHECK_WITH(
-      OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size_text(bytes), ". GPU ", device,
-      " has a total capacity of ", size_text(properties.total_bytes), " of which ", free,
-      " is free. Including non-PyTorch memory, this process has ", in_use, " memory in use. ", allowed, held,
+      OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size_text(refused.segment), ". GPU ", device,
+      " has a total capacity of ", size_text(properties.total_bytes), " of which ", size_text(free),
+      " is free. Including non-PyTorch memory, this process has ", size_text(properties.total_bytes - free),
+      " memory in use. ", allowed, "Of the allocated memory ", held,
       " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting ",
-      "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  ",
-      "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf)");
+      "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory ",
+      "Management  "
+      "(https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)");
   std::abort();
 }
 
@@ -192,7 +200,7 @@ c10::Device device_at(int index) {
 c10::DataPtr allocate(int device, int64_t bytes, at::ScalarType dtype) {
   if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, device_at(device)};
   Note note = gather(true);
-  int64_t segment = 0;
+  OutOfMemory found{};
   {
     Locked locked(memory.lock);
     memory.now = std::move(note);
@@ -206,11 +214,11 @@ c10::DataPtr allocate(int device, int64_t bytes, at::ScalarType dtype) {
       if (contents.is_small) contents.state = Contents::kKnown;
       return pointer;
     } catch (const OutOfMemory& refused) {
-      segment = refused.segment;
+      found = refused;
     }
     memory.now = {};
   }
-  refuse(device, segment);
+  refuse(device, found);
 }
 
 c10::Storage new_storage(int device, int64_t bytes, at::ScalarType dtype) {
@@ -490,13 +498,15 @@ std::string snapshot(bool with_events) {
 
 namespace {
 
-void configure(const std::string& settings) {
+// The settings of the environment, at the start; later those that torch.cuda.memory._set_allocator_settings changes.
+void configure(const std::string& settings, bool is_start) {
   Locked locked(memory.lock);
-  auto parsed = Settings::parse(settings);
   for (auto& gpu : memory.gpus) {
     auto& a = gpu->allocator;
-    a.settings = parsed;
-    if (parsed.fraction > 0) a.allowed_bytes = static_cast<int64_t>(parsed.fraction * properties.total_bytes);
+    a.settings = is_start ? Settings::parse(settings) : a.settings.changed_by(settings);
+    const double fraction = a.settings.fraction;
+    if (is_start && fraction > 0 && fraction < 1)
+      a.allowed_bytes = static_cast<int64_t>(fraction * static_cast<double>(properties.total_bytes));
   }
 }
 
@@ -521,8 +531,8 @@ void begin_memory(int order) {
 
 using namespace memcheck::simulated;
 
-MEMCHECK_EXPORT const char* memcheck_simulated_configure(const char* settings) {
-  return answer([&] { configure(settings); });
+MEMCHECK_EXPORT const char* memcheck_simulated_configure(const char* settings, int is_start) {
+  return answer([&] { configure(settings, is_start != 0); });
 }
 MEMCHECK_EXPORT void memcheck_simulated_set_allowed(int device, int64_t bytes) {
   Locked locked(memory.lock);

@@ -15,23 +15,22 @@ namespace memcheck::simulated {
 namespace {
 
 void arrange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  static const std::unordered_set<std::string> arranging = {
-      "aten::_sparse_coo_tensor_with_dims_and_tensors",
-      "aten::_sparse_coo_tensor_with_dims",
-      "aten::empty",
-      "aten::_indices",
-      "aten::_values",
-      "aten::_nnz",
-      "aten::sparse_dim",
-      "aten::_dimI",
-      "aten::dense_dim",
-      "aten::_dimV",
-      "aten::is_coalesced",
-      "aten::_coalesced_",
-      "aten::indices",
-      "aten::values",
-      "aten::zero_",
-      "aten::copy_sparse_to_sparse_"};
+  static const std::unordered_set<std::string> arranging = {"aten::_sparse_coo_tensor_with_dims_and_tensors",
+                                                            "aten::_sparse_coo_tensor_with_dims",
+                                                            "aten::empty",
+                                                            "aten::_indices",
+                                                            "aten::_values",
+                                                            "aten::_nnz",
+                                                            "aten::sparse_dim",
+                                                            "aten::_dimI",
+                                                            "aten::dense_dim",
+                                                            "aten::_dimV",
+                                                            "aten::is_coalesced",
+                                                            "aten::_coalesced_",
+                                                            "aten::indices",
+                                                            "aten::values",
+                                                            "aten::zero_",
+                                                            "aten::copy_sparse_to_sparse_"};
   TORCH_CHECK_NOT_IMPLEMENTED(arranging.count(op.operator_name().name) > 0, op.operator_name(),
                               " of sparse tensors has no kernel on the simulated GPU");
   Running running(&op.operator_name());

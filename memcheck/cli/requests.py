@@ -241,8 +241,7 @@ class Run(OnThisMachine):
 
     memcheck run train.py --epochs 1
     memcheck run --device RTX-4090 train.py --epochs 1
-    memcheck run --memory-limit 8GiB --output results/train train.py
-    memcheck run -m package.train
+    memcheck run --memory-limit 8GiB --output results/train -m package.train
     """
 
     forms = ("[options] SCRIPT [its own options]", "[options] -m MODULE [its own options]")

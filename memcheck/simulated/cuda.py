@@ -68,7 +68,7 @@ class Answers:
         self._settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         self._observers: list[Callable[..., object]] = []
         if self._settings:
-            refused(library().configure(self._settings.encode()))
+            refused(library().configure(self._settings.encode(), True))
         listener = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
         self._listener = listener(self._tell_observers)  # As long as the library calls it.
         library().listen_to_refusals(self._listener)
@@ -198,7 +198,7 @@ class Answers:
         )
 
     def _configure(self, text: str) -> None:
-        refused(library().configure(text.encode()))
+        refused(library().configure(text.encode(), False))
         self._settings = text
 
     def _set_fraction(self, fraction: float, device: int) -> None:

@@ -104,7 +104,7 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fact": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)),
     "rules": (ctypes.c_int64, ()),
     "host": (None, (ctypes.c_int64, ctypes.c_char_p)),
-    "configure": (ctypes.c_char_p, (ctypes.c_char_p,)),
+    "configure": (ctypes.c_char_p, (ctypes.c_char_p, ctypes.c_int)),
     "set_allowed": (None, (ctypes.c_int, ctypes.c_int64)),
     "allowed": (ctypes.c_int64, (ctypes.c_int,)),
     "free_bytes": (ctypes.c_int64, (ctypes.c_int,)),

@@ -308,7 +308,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         ([], "there is no SCRIPT and no -m MODULE"),
         (["missing.py"], "there is no script 'missing.py'"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
-        (["--device", "tpu", "a.py"], "--device must be cpu or cuda, got 'tpu'"),
+        (["--device", "tpu", "a.py"], "--device tpu is unknown; known: cpu"),
         (["--memory-limit", "lots", "a.py"], "--memory-limit must look like 40GiB"),
     ],
 )

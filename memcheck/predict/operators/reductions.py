@@ -246,7 +246,7 @@ def layer_norm(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         operand = call.arguments.get(name)
         if operand is not None and not operand.is_contiguous():
             yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
-    if call.name.endswith("_backward") and call.mean.numel() > MANY_ROWS:
+    if call.name.endswith("_backward") and call.rstd.numel() > MANY_ROWS:
         yield Unknown("the partial sums of layer_norm's backward")
 
 
