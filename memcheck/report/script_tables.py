@@ -107,14 +107,14 @@ def paragraphs(record: ScriptRecord) -> list[str]:
 def simulated_verdict(record: ScriptRecord) -> str:
     """Whether what ran fits the GPU, the peak, and the line that allocated it.
 
-    "Simulated RTX-4090 (23.5 GiB for torch): it fits. Peak 12.3 GiB allocated, 13 GiB reserved, at train.py:41."
+    "Simulated RTX-4090 (22.9 GiB for torch): it fits. Peak 12.3 GiB allocated, 13 GiB reserved, at train.py:41."
     """
-    peak = record.peak
     fits = "it does not fit" if record.ran_out else "it failed, and fitted until then" if record.error else "it fits"
-    return (
-        f"Simulated {record.device_name} ({format_bytes(record.usable_bytes or 0)} for torch): {fits}. Peak "
-        f"{format_bytes(peak.bytes)} allocated, {format_bytes(record.reserved_bytes or 0)} reserved, {at(peak.place)}."
-    )
+    verdict = f"Simulated {record.device_name} ({format_bytes(record.usable_bytes or 0)} for torch): {fits}."
+    if not record.peak.bytes:
+        return verdict
+    reserved = format_bytes(record.reserved_bytes or 0)
+    return f"{verdict} Peak {format_bytes(record.peak.bytes)} allocated, {reserved} reserved, {at(record.peak.place)}."
 
 
 def at(place: Origin) -> str:
@@ -297,7 +297,7 @@ def growth_table(growing: Sequence[Growth], step_name: str = "step") -> Table:
 
 def line_doubt_table(line_doubts: Sequence[LineDoubt]) -> Table:
     columns = [
-        Column("line", "line", read=lambda each: Line(each.file, each.line, "").short),
+        Column("line", "line", read=lambda each: Line(each.file, each.line, "").short if each.line else NO_LINE),
         Column("times", "times", "", ",", read=attrgetter("count")),
         Column("what", "not known", read=attrgetter("what")),
     ]

@@ -20,7 +20,8 @@ class BeforeTorch:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        simulate()
+        if "memcheck.simulated.library" not in sys.modules:  # Else this process simulates a GPU by itself.
+            simulate()
         return importlib.util.find_spec(name)
 
 
