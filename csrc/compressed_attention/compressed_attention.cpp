@@ -8,6 +8,7 @@
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
 #include "compressed_attention/compressed_attention_checks.h"
+#include "compressed_attention/compressed_attention_plan_cuda.h"
 
 namespace memcheck::compressed_attention_operators {
 namespace {

@@ -8,6 +8,7 @@
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
 #include "linear_attention/linear_attention_checks.h"
+#include "linear_attention/linear_attention_plan_cuda.h"
 
 namespace memcheck::linear_attention_operators {
 namespace {

@@ -31,6 +31,7 @@ constexpr int64_t kMostBytes = 64 << 10;
 constexpr int64_t kMostIntegerBytes = 1 << 20;  // of integers and bools: tokens and masks
 // An operator on constants and known numbers runs on the host up to so many elements.
 constexpr int64_t kMostElements = 1 << 20;
+constexpr int64_t kMostOfConstant = 1 << 25;  // of an operand that is one number, as one is read for all
 
 bool keeps_contents(int64_t bytes, at::ScalarType dtype);
 

@@ -221,6 +221,7 @@ using namespace memcheck::simulated;
 // first question. A CUDA build of torch registers hooks of its own, of a lower priority.
 MEMCHECK_EXPORT int memcheck_simulated_begin(const Properties* target, int order) {
   properties = *target;
+  silence_of_load.reset();
   begin_memory(order);
   at::CUDAHooksRegistry()->Register(
       "CUDAHooks", [](at::CUDAHooksArgs) { return std::unique_ptr<at::CUDAHooksInterface>(new Hooks()); },

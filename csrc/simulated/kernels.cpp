@@ -535,20 +535,18 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
 
 using namespace memcheck::simulated;
 
-// Names of operators with kernels of CUDA, a line each; a "!" before it: devices are not checked before the kernel.
+// Names of operators with kernels of CUDA, a line each, of aten if they say no other namespace; a "!" before it:
+// devices are not checked before the kernel.
 MEMCHECK_EXPORT void memcheck_simulated_register(const char* names) {
-  // A CUDA build has kernels of its own, which these replace.
-  struct Silent final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  } handler;
-  c10::WarningUtils::WarningHandlerGuard guard(&handler);
+  Silence silence;
   std::istringstream lines(names);
   for (std::string line; std::getline(lines, line);) {
     const bool checks_devices = line[0] != '!';
     const std::string full = line.substr(checks_devices ? 0 : 1);
     const size_t dot = full.find('.');
-    register_operator("aten::" + full.substr(0, dot), dot == std::string::npos ? "" : full.substr(dot + 1),
-                      checks_devices);
+    const std::string name = full.substr(0, dot);
+    register_operator(name.find("::") == std::string::npos ? "aten::" + name : name,
+                      dot == std::string::npos ? "" : full.substr(dot + 1), checks_devices);
   }
 }
 // Facts about an operator and all its overloads.

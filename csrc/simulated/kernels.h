@@ -4,7 +4,9 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/util/Exception.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,5 +53,16 @@ class BelowPython {
   c10::impl::ForceDispatchKeyGuard keys_;
   int functions_;
 };
+
+// Torch warns when a kernel replaces another, as ours replace those of a CUDA build. While this exists, it does not.
+class Silence {
+  struct Handler final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+  Handler handler_;
+  c10::WarningUtils::WarningHandlerGuard guard_{&handler_};
+};
+// From the load of the library, which registers kernels, until memcheck_simulated_begin.
+inline std::optional<Silence> silence_of_load{std::in_place};
 
 }  // namespace memcheck::simulated

@@ -331,9 +331,13 @@ int current_device() {
   return device_of_thread;
 }
 
-int exchange_device(int device) {
+void check_device(int device) {
   TORCH_CHECK(device < properties.gpus, "CUDA error: invalid device ordinal\nGPU device may be out of range, do you ",
               "have enough GPUs? This process simulates ", properties.gpus, ": memcheck.simulate(..., gpus=N).");
+}
+
+int exchange_device(int device) {
+  check_device(device);
   return device < 0 ? device_of_thread : std::exchange(device_of_thread, device);
 }
 

@@ -83,6 +83,7 @@ void empty_cache();
 // The device and the streams of the calling thread.
 int current_device();
 int exchange_device(int device);
+void check_device(int device);  // Throws CUDA's error where there is no such device.
 int64_t current_stream(int device);
 int64_t exchange_stream(int device, int64_t stream);
 int64_t new_stream();

@@ -21,7 +21,9 @@ namespace memcheck::simulated {
 namespace {
 
 int index_of(const std::optional<at::Device>& device) {
-  return device.has_value() && device->has_index() ? device->index() : current_device();
+  if (!device.has_value() || !device->has_index()) return current_device();
+  check_device(device->index());
+  return device->index();
 }
 
 at::Tensor make_empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,

@@ -184,6 +184,9 @@ MEMCHECK_EXPORT const char* memcheck_simulated_make_pool(int device, uint64_t fi
     if (no_split) allocator->set_no_split({first, second});
   });
 }
+MEMCHECK_EXPORT const char* memcheck_simulated_retain_pool(int device, uint64_t first, uint64_t second) {
+  return answer([&] { LockedAllocator(device)->create_or_incref_pool({first, second}); });
+}
 MEMCHECK_EXPORT const char* memcheck_simulated_release_pool(int device, uint64_t first, uint64_t second) {
   return answer([&] { LockedAllocator(device)->release_pool({first, second}); });
 }

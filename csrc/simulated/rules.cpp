@@ -1,6 +1,7 @@
 // Asks Python's rules about kernels. A module of Python, imported after torch.
 
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "simulated/kernels.h"
@@ -41,6 +42,8 @@ int64_t attention_of(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  // A forked process initialises CUDA again, which torch refuses there.
+  m.def("refuse_forks", [] { torch::utils::register_fork_handler_for_device_init(at::kCUDA); });
   // rules: the address that memcheck_simulated_rules() of the library returns.
   m.def("connect",
         [](int64_t rules, py::object scratch, py::object attention, int64_t cublas_workspace_bytes, bool keeps) {

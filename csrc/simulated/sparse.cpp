@@ -1,13 +1,15 @@
-// Sparse tensors of a simulated GPU: their indices and values are dense, and operators that only arrange them are those
-// of the CPU, which look at no number.
+// Tensors of a simulated GPU that are no dense ones. Indices and values of a sparse tensor are dense, and operators
+// that only arrange them are those of the CPU, which look at no number. Others are refused.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <sstream>
 #include <unordered_set>
 
 #include "simulated/contents.h"
+#include "simulated/exports.h"
 #include "simulated/kernels.h"
 #include "simulated/memory.h"
 
@@ -37,6 +39,12 @@ void arrange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::SparseCPU), stack);
 }
 
+void refuse(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.operator_name(), " of such tensors has no kernel on the simulated GPU");
+}
+
+auto& replaced = *new std::vector<c10::RegistrationHandleRAII>();
+
 // dense += sparse, as an optimizer does: add_out_dense_sparse_cuda of ATen/native/sparse/cuda/SparseCUDATensorMath.cu.
 at::Tensor& add_to_dense(at::Tensor& self, const at::Tensor& other, const at::Scalar&) {
   TORCH_CHECK_NOT_IMPLEMENTED(!self.is_sparse() && other.is_sparse(),
@@ -53,4 +61,23 @@ TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) {
 }
 TORCH_LIBRARY_IMPL(_, SparseCUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&memcheck::simulated::arrange>());
+}
+
+using namespace memcheck::simulated;
+
+// Replaces the kernels of a CUDA build. key: of kinds of tensors that are not dense. names: of operators, a line each.
+MEMCHECK_EXPORT void memcheck_simulated_replace(const char* key, const char* names) {
+  Silence silence;
+  const c10::DispatchKey its_key = c10::parseDispatchKey(key);
+  const bool is_sparse = its_key == c10::DispatchKey::SparseCUDA;
+  std::istringstream lines(names);
+  for (std::string line; std::getline(lines, line);) {
+    if (is_sparse && line == "aten::add_.Tensor") continue;
+    const size_t dot = line.find('.');
+    auto kernel = is_sparse ? c10::KernelFunction::makeFromBoxedFunction<&arrange>()
+                            : c10::KernelFunction::makeFromBoxedFunction<&refuse>();
+    replaced.push_back(c10::Dispatcher::singleton().registerImpl(
+        {line.substr(0, dot), dot == std::string::npos ? "" : line.substr(dot + 1)}, its_key, std::move(kernel),
+        std::nullopt, nullptr, "memcheck's simulated GPU"));
+  }
 }

@@ -55,7 +55,9 @@ bool can_run(const Finished& call) {
         can = can && (allocation == nullptr || allocation->contents.is_small);
         if (its.overwrites && covers_storage(t)) return;
       }
-      can = can && is_known(t) && t.numel() <= kMostElements;
+      const Allocation* its = allocation_of(t);
+      const bool is_constant = its != nullptr && its->contents.state == Contents::kConstant;
+      can = can && is_known(t) && t.numel() <= (is_constant ? kMostOfConstant : kMostElements);
     });
   for (const c10::IValue& result : call.results)
     each_tensor(result, [&](const at::Tensor& t) {
@@ -273,9 +275,10 @@ void expand_masks(c10::IValue& indices) {
 
 Values::Values(const c10::OperatorHandle& op) : name(op.operator_name().name) {
   name = name.substr(name.find("::") + 2);
-  mixes_devices = is_one_of(name, {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_",
-                                   "_unsafe_index_put", "_pack_padded_sequence", "_ctc_loss", "_ctc_loss_backward",
-                                   "_cudnn_rnn", "set_", "_foreach_copy_", "_foreach_copy"});
+  mixes_devices =
+      is_one_of(name, {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put",
+                       "_pack_padded_sequence", "_ctc_loss", "_ctc_loss_backward", "_use_cudnn_ctc_loss",
+                       "_use_miopen_ctc_loss", "_cudnn_rnn", "set_", "_foreach_copy_", "_foreach_copy"});
   has_sizes_by_contents = is_one_of(
       name, {"nonzero", "masked_select", "_unique", "_unique2", "unique_consecutive", "unique_dim", "bincount",
              "repeat_interleave", "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"});

@@ -11,6 +11,7 @@
 #include "common/torch/registration.h"
 #include "softplus_attention/softplus_attention_checks.h"
 #include "softplus_attention/softplus_attention_operators.h"
+#include "softplus_attention/softplus_attention_plan_cuda.h"
 
 namespace memcheck::softplus_attention_operators {
 namespace {

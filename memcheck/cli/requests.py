@@ -273,9 +273,7 @@ class Run(OnThisMachine):
         exclusive="end",
     )
     whole: bool = option(False, "run the script to its own end", switch, group=SIMULATED, exclusive="end")
-    doubts: bool = option(
-        False, "list the lines that read numbers which are not computed", switch, group=SIMULATED
-    )
+    doubts: bool = option(False, "list the lines that read numbers which are not computed", switch, group=SIMULATED)
 
     def check(self) -> None:
         if self.simulates:

@@ -117,7 +117,7 @@ class Answers:
             "_cuda_memoryStats": memory_stats,
             "_cuda_resetPeakMemoryStats": lib.reset_peaks,
             "_cuda_resetAccumulatedMemoryStats": lib.reset_accumulated,
-            "_cuda_hostMemoryStats": dict,
+            "_cuda_hostMemoryStats": lambda: {},
             "_cuda_resetPeakHostMemoryStats": nothing,
             "_cuda_resetAccumulatedHostMemoryStats": nothing,
             "_cuda_emptyCache": lambda pool=(0, 0): lib.empty_cache(*pool),
@@ -258,8 +258,9 @@ def refuse_others(c: ModuleType) -> None:
     """Functions of a CUDA build that have no answer raise NotImplementedError with their names."""
     stub = Path(c.__file__ or "").parent / "_C" / "__init__.pyi"
     text = stub.read_text(encoding="utf-8") if stub.is_file() else ""
-    for name in re.findall(r"^def (_cuda_\w+|_nccl_\w+|_gds_\w+)\(", text, re.MULTILINE):
-        if getattr(getattr(c, name, None), "__module__", None) != __name__ and not name.startswith("_gds"):
+    of_build = (name for name in dir(c) if name.startswith("_cuda_"))
+    for name in {*re.findall(r"^def (_cuda_\w+)\(", text, re.MULTILINE), *of_build}:
+        if not str(getattr(getattr(c, name, None), "__module__", None)).startswith("memcheck."):
             setattr(c, name, named_function(name, refusal(name)))
 
 
@@ -462,6 +463,7 @@ def finish(torch: Any) -> None:
     torch.cuda._get_nvml_device_index = lambda device: torch.cuda._utils._get_device_index(device, optional=True)
     for name in ("utilization", "temperature", "power_draw", "clock_rate"):
         setattr(torch.cuda, name, named_function(name, lambda device=None: 0))
+    torch.cuda.nccl.is_available = lambda _tensors: False  # Sums over GPUs are then copies and additions.
     storage = torch.UntypedStorage
     make, resize = storage.__new__, storage.resize_
 

@@ -37,9 +37,12 @@ class CudaGraph:
 
     _pool_id: Id = (0, 0)
     _is_captured = False
+    _has_graph_exec = False
 
     def __new__(cls, keep_graph: bool = False) -> CudaGraph:
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        made._retained_pools: list[Id] = []
+        return made
 
     def capture_begin(self, pool: Id | None = None, *_: Any, **__: Any) -> None:
         if self._is_captured:
@@ -52,15 +55,22 @@ class CudaGraph:
         _capturing.append(self)
 
     def capture_end(self) -> None:
+        CudaGraph.capture_end_pre(self)
+
+    # torch 2.15 ends a capture in two steps.
+    def capture_end_pre(self) -> None:
         if self not in _capturing:
             raise RuntimeError("capture_end() called before capture_begin().")
         refused(library().end_capture(self._device, *self._pool_id))
         _capturing.remove(self)
         self._is_captured = True
 
+    def capture_end_post(self) -> None: ...
+
     def instantiate(self) -> None:
         if not self._is_captured:
             raise RuntimeError("capture_end() must have been called before calling instantiate")
+        self._has_graph_exec = True
 
     def replay(self) -> None:
         if not self._is_captured:
@@ -68,8 +78,10 @@ class CudaGraph:
 
     def reset(self) -> None:
         if self._is_captured:
-            self._is_captured = False
-            refused(library().release_pool(self._device, *self._pool_id))
+            self._is_captured = self._has_graph_exec = False
+            for pool in (self._pool_id, *self._retained_pools):
+                refused(library().release_pool(self._device, *pool))
+            self._retained_pools.clear()
 
     def __del__(self) -> None:
         self.reset()
@@ -78,6 +90,14 @@ class CudaGraph:
         if not self._is_captured:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._pool_id
+
+    def pools(self) -> list[Id]:
+        return [self.pool(), *self._retained_pools]
+
+    def _retain_pool(self, pool: Id) -> None:
+        if pool not in (self._pool_id, *self._retained_pools):
+            refused(library().retain_pool(self._device, *pool))
+            self._retained_pools.append(pool)
 
     def register_generator_state(self, generator: Any) -> None: ...
     def enable_debug_mode(self) -> None: ...

@@ -60,6 +60,8 @@ OWN = frozenset(
         "_fused_sdp_choice",
     ]
 )
+# Kinds of tensors that are not dense, of which a CUDA build has kernels.
+NOT_DENSE = ("SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA", "QuantizedCUDA")
 # Composite operators of which CUDA's kernels and their facts are known as a whole.
 WHOLE = ("convolution", "isfinite", "isclose")
 
@@ -101,6 +103,7 @@ POOL = (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)  # The device and both n
 TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "begin": (ctypes.c_int, (ctypes.POINTER(Properties), ctypes.c_int)),
     "register": (None, (ctypes.c_char_p,)),
+    "replace": (None, (ctypes.c_char_p, ctypes.c_char_p)),
     "fact": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int64)),
     "rules": (ctypes.c_int64, ()),
     "host": (None, (ctypes.c_int64, ctypes.c_char_p)),
@@ -125,6 +128,7 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "begin_pool": (ctypes.c_char_p, (*POOL, ctypes.c_int)),
     "end_pool": (ctypes.c_char_p, POOL),
     "make_pool": (ctypes.c_char_p, (*POOL, ctypes.c_int, ctypes.c_int)),
+    "retain_pool": (ctypes.c_char_p, POOL),
     "release_pool": (ctypes.c_char_p, POOL),
     "keep_pool_from_others": (ctypes.c_char_p, POOL),
     "pool_uses": (ctypes.c_char_p, (*POOL, ctypes.c_void_p)),
@@ -222,13 +226,22 @@ def finish(torch: ModuleType, target: Target, rules_path: Path) -> None:
     loaded = library()
     loaded.listen_to_doubts(note_of_library)
     loaded.begin_again()
-    names = "\n".join([*operators_of_cuda(Path(torch.__file__ or "").parent), *WHOLE])
-    loaded.register(names.encode())
+    names = [*operators_of_cuda(Path(torch.__file__ or "").parent), *WHOLE, *others_of_build(torch)]
+    loaded.register("\n".join(names).encode())
+    for key in NOT_DENSE:
+        replaced = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+        loaded.replace(key.encode(), "\n".join(replaced).encode())
     loaded.host(LAZY_BYTES, FILLS.replace(" ", "\n").encode())
     cuda.finish(torch)
     compile.prepare(target)
     meta.register()
     rules.connect(target, rules_path)
+
+
+def others_of_build(torch: ModuleType) -> list[str]:
+    """Operators outside of aten that have a kernel in C++ in a CUDA build."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
+    return [name for name in registered if name.startswith(("quantization::", "quantized::", "symm_mem::"))]
 
 
 def operators_of_cuda(folder: Path) -> Iterator[str]:

@@ -58,8 +58,16 @@ def ctc_loss_backward(_grad: Any, log_probs: Any, *_: Any, **__: Any) -> Any:
 
 
 @on_meta("_fused_sgd_", "_fused_adagrad_", "_fused_sgd_.tensor_lr", "_fused_adagrad_.tensor_lr")
+@on_meta("_fused_adam_.tensor_lr", "_fused_adamw_.tensor_lr", "_cummax_helper", "_cummin_helper")
 def writes_only(*_: Any, **__: Any) -> None:
     """Writes to its operands alone."""
+
+
+# torch 2.11 lacks the first two.
+@on_meta("_transformer_encoder_layer_fwd", "_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet")
+@on_meta("_dirichlet_grad", "_logcumsumexp", "binomial")
+def like_first(x: Any, *_: Any, **__: Any) -> Any:
+    return torch.empty_like(x)
 
 
 @on_meta("cudnn_convolution")
@@ -109,4 +117,4 @@ def register() -> None:
             if torch._C._dispatch_has_kernel(f"aten::{name}") and hasattr(
                 getattr(torch.ops.aten, own), overload or "default"
             ):
-                library.impl(name, kernel, "Meta")
+                library.impl(name, kernel, "Meta", allow_override=True)

@@ -107,6 +107,7 @@ def connect(simulated: Simulated, path: Path) -> None:
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.refuse_forks()
     target = Target("cuda", 1, simulated.capability, running(), True, simulated.device.multiprocessors)
     for name, facts in TABLE.items():
         on_host = sum(1 << place for place in facts.on_host)

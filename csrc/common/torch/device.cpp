@@ -1,11 +1,34 @@
 #include "common/torch/device.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
+
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "common/finding.h"
 
 namespace memcheck {
+
+// What simulates GPUs is a library that is loaded before torch and exports these two functions.
+
+bool is_simulated() {
+  static const auto gpus = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "memcheck_is_simulated"));
+  return gpus != nullptr && gpus() > 0;
+}
+
+void launch_on_simulated_gpu() {
+  using Properties = void(int device, int* major, int* minor, int* multiprocessors, int64_t* shared_bytes);
+  static const auto ask = reinterpret_cast<Properties*>(dlsym(RTLD_DEFAULT, "memcheck_simulated_properties"));
+  int major = 0, minor = 0, multiprocessors = 0;
+  int64_t shared_bytes = 0;
+  ask(c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index(), &major, &minor, &multiprocessors, &shared_bytes);
+  if (major < 8)
+    throw std::runtime_error("memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got " +
+                             std::to_string(major) + "." + std::to_string(minor));
+}
 
 #if defined(MEMCHECK_WITH_CUDA) || defined(MEMCHECK_HOST_CUDA)
 

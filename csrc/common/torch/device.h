@@ -14,10 +14,15 @@
 
 namespace memcheck {
 
-// The stream on which kernels of a device are queued; null on the CPU.
+// Whether the GPUs of this process are simulated. Their memory has addresses and no bytes, and CUDA is not called.
+bool is_simulated();
+// Stands for the launch of a kernel on a simulated GPU, the current device. Throws if that is too old for kernels.
+void launch_on_simulated_gpu();
+
+// The stream on which kernels of a device are queued; null on the CPU and on a simulated GPU.
 inline cudaStream_t current_stream([[maybe_unused]] c10::Device device) {
 #if defined(MEMCHECK_WITH_CUDA) && !defined(MEMCHECK_HOST_CUDA)
-  if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+  if (device.is_cuda() && !is_simulated()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 #endif
   return nullptr;
 }
@@ -27,7 +32,7 @@ inline bool has_cuda_kernels([[maybe_unused]] c10::Device device) {
 #if defined(MEMCHECK_HOST_CUDA)
   return true;
 #elif defined(MEMCHECK_WITH_CUDA)
-  return device.is_cuda();
+  return device.is_cuda() && !is_simulated();
 #else
   return false;
 #endif

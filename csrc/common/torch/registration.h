@@ -3,13 +3,17 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
 
+#include "common/kernel.h"
+#include "common/sequences.h"
 #include "common/torch/arguments.h"
 #include "common/torch/autocast.h"
+#include "common/torch/device.h"
 
 // How operators are made known to torch: Registration registers the schema of each, its kernels of every device, Meta
 // and autocast. What autograd registers is in common/torch/autograd.h.
@@ -23,6 +27,33 @@ struct KernelTables {
   const Kernels* cuda;
 };
 
+// In place of a kernel, or of those for sequences, on a simulated GPU.
+struct SimulatedKernel {
+  template <typename Parameters>
+  constexpr operator Kernel<Parameters>() const {
+    return [](const Parameters&, Dtype, cudaStream_t) { launch_on_simulated_gpu(); };
+  }
+  constexpr operator const SequenceKernels*() const { return &sequences; }
+
+  static const SequenceKernels sequences;
+};
+inline constexpr SequenceKernels SimulatedKernel::sequences{SimulatedKernel(), SimulatedKernel()};
+
+// A table has pointers alone, of which the plan is the first.
+template <auto plan, typename Kernels, size_t... kOthers>
+const Kernels* simulated_table(std::index_sequence<kOthers...> /*others*/) {
+  static constexpr Kernels table{plan, (static_cast<void>(kOthers), SimulatedKernel())...};
+  return &table;
+}
+
+// Where GPUs are simulated, their table has the plan of real ones, so that the operator allocates the same, and kernels
+// that do nothing.
+template <auto plan, typename Kernels>
+KernelTables<Kernels> tables_of(const Kernels& cpu, const Kernels* cuda = nullptr) {
+  constexpr size_t others = sizeof(Kernels) / sizeof(void*) - 1;
+  return {&cpu, is_simulated() ? simulated_table<plan, Kernels>(std::make_index_sequence<others>()) : cuda};
+}
+
 // The tables op##_cpu and op##_cuda, as far as this build has them. In the build for tests/host_cuda the kernels of
 // CUDA run on tensors of the CPU.
 #if defined(MEMCHECK_HOST_CUDA)
@@ -31,15 +62,9 @@ struct KernelTables {
     &op##_cuda, nullptr                                    \
   }
 #elif defined(MEMCHECK_WITH_CUDA)
-#define MEMCHECK_KERNELS(op)                               \
-  KernelTables<std::remove_const_t<decltype(op##_cuda)>> { \
-    &op##_cpu, &op##_cuda                                  \
-  }
+#define MEMCHECK_KERNELS(op) tables_of<op##_plan_cuda>(op##_cpu, &op##_cuda)
 #else
-#define MEMCHECK_KERNELS(op)                              \
-  KernelTables<std::remove_const_t<decltype(op##_cpu)>> { \
-    &op##_cpu, nullptr                                    \
-  }
+#define MEMCHECK_KERNELS(op) tables_of<op##_plan_cuda>(op##_cpu)
 #endif
 
 // The tables of an operator without kernels of its own, which every build has.

@@ -23,7 +23,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named
 from memcheck.core.python_command import prepare
-from memcheck.core.script_record import RUN, Line, ScriptRecord, LineDoubt
+from memcheck.core.script_record import RUN, Line, LineDoubt, ScriptRecord
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
 from memcheck.report.plots.timeline import plot_timeline
