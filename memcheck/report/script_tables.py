@@ -11,7 +11,7 @@ from typing import Any
 
 from memcheck.core import units
 from memcheck.core.options import named
-from memcheck.core.script_record import LAYERS, Alive, Growth, Line, Moment, Origin, ScriptRecord, LineDoubt
+from memcheck.core.script_record import LAYERS, Alive, Growth, Line, LineDoubt, Moment, Origin, ScriptRecord
 from memcheck.core.units import counted, format_bytes
 from memcheck.report.memory import HELD, MODULES, NO_LINE, OUTSIDE, MemoryPicture, marks_of
 from memcheck.report.page import render_page
