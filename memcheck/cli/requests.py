@@ -276,23 +276,23 @@ class Run(OnThisMachine):
     doubts: bool = option(False, "list the lines that read numbers which are not computed", switch, group=SIMULATED)
 
     def check(self) -> None:
-        if self.simulates:
-            device_named(self.device)
+        if self.simulated:
+            device_named(self.simulated)
             return
         for name in ("steps", "whole", "doubts"):
             if self.given(name):
                 raise UsageError(f"{named(name)} is for a simulated GPU, as of {named('device')} RTX-4090")
 
     @property
-    def simulates(self) -> bool:
-        """Whether the device is none of this machine's."""
-        return self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device)
+    def simulated(self) -> str | None:
+        """The name of the GPU to simulate; None for a device of this machine."""
+        return None if re.fullmatch(r"cpu|cuda(:\d+)?", self.device or "cpu") else self.device
 
     def before_torch(self) -> None:
-        if self.simulates:
+        if self.simulated:
             from memcheck.simulated.children import simulate_with_children
 
-            simulate_with_children(self.device, self.memory_limit)
+            simulate_with_children(self.simulated, self.memory_limit)
 
 
 class Snapshot(Tables):

@@ -259,7 +259,8 @@ def inside(module: torch.nn.Module) -> torch.nn.Module:
 class ScriptWatch:
     """Tracks and records between `with` and its end. Call record() after the block.
 
-    after_step: of a GPU, is called at the end of each step with its number and what CudaRecorder.allocated() returns.
+    after_step: of a GPU, is called at the end of each step of the optimizer that steps most often, with its number, the
+        number of steps of all optimizers, and what CudaRecorder.allocated() returns.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class ScriptWatch:
         limit_bytes: int | None = None,
         *,
         keep_history: bool = False,
-        after_step: Callable[[int, tuple[int, ...]], None] | None = None,
+        after_step: Callable[[int, int, tuple[int, ...]], None] | None = None,
     ) -> None:
         self.device = device
         self._keep_history = keep_history
@@ -313,7 +314,7 @@ class ScriptWatch:
 
     def _end_step(self, step: int) -> None:
         if self._after_step is not None and isinstance(self._recorder, CudaRecorder):
-            self._after_step(step, self._recorder.allocated())
+            self._after_step(step, self._recorder.ledger.steps, self._recorder.allocated())
 
     def now(self) -> Now | None:
         """What is alive now, of any thread; None outside of the block."""

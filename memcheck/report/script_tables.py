@@ -34,8 +34,8 @@ def script_report(record: ScriptRecord, screen: Screen | None = None, *, doubts:
     screen = screen or Screen()
     first = paragraphs(record)
     if record.line_doubts and not doubts:
-        lines = counted(len(record.line_doubts), "line")
-        first.append(f"The simulated GPU answered {lines} what it does not know: {named('doubts')} lists them.")
+        lines = counted(len({(each.file, each.line) for each in record.line_doubts}), "line")
+        first.append(f"What the simulated GPU answered at {lines} is not known: {named('doubts')} lists it.")
     first = [screen.fill(line) if screen.width else line for line in first]
     shown = [table for table in tables(record, MOST_ROWS) if doubts or table.name != LINE_DOUBTS]
     return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in shown)])
@@ -301,7 +301,8 @@ def line_doubt_table(line_doubts: Sequence[LineDoubt]) -> Table:
         Column("times", "times", "", ",", read=attrgetter("count")),
         Column("what", "not known", read=attrgetter("what")),
     ]
-    return Table.of(LINE_DOUBTS, "What the simulated GPU does not know, by line of Python", columns, line_doubts)
+    title = "What the simulated GPU answered and does not know, by line of Python"
+    return Table.of(LINE_DOUBTS, title, columns, line_doubts)
 
 
 def size_of(alive: Iterable[Alive]) -> int:

@@ -1,4 +1,4 @@
-"""Leaves out files of tensors that a simulated GPU does not compute: a checkpoint would hold stand-ins alone."""
+"""Leaves out files of tensors that a simulated GPU does not compute: a large checkpoint would hold stand-ins alone."""
 
 from __future__ import annotations
 

@@ -190,6 +190,53 @@ def test_limits_hold_in_the_workers_of_xdist(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["The test needed 32 MiB of torch memory on cpu*"])
 
 
+GPU_TESTS = """
+import pytest
+import torch
+
+
+@pytest.mark.memcheck_limit("24 MiB")
+def test_below():
+    assert torch.ones(4 * 2**20, device="cuda").is_cuda
+
+
+@pytest.mark.memcheck_limit("24 MiB")
+def test_above():
+    x = torch.ones(4 * 2**20, device="cuda")
+    y = x + x
+
+
+def test_fixture(memcheck_memory):
+    x = torch.ones(4 * 2**20, device="cuda")
+    assert memcheck_memory.peak_bytes == 16 * 2**20
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
+def test_limits_hold_on_a_simulated_gpu(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
+    """conftest.py imports torch, as many do."""
+    pytester.makeconftest("import torch")
+    pytester.makepyfile(test_memory=GPU_TESTS)
+    result = pytester.runpytest_subprocess(*PLUGIN, "--simulated-gpu", "A100-80GB", *workers)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "The test needed 32 MiB of torch memory on cuda:0, and its limit is 24 MiB (33,554,432 and *",
+            "aten::add, test_memory.py:* (test_above) *16.00  50.0       1",
+        ]
+    )
+
+
+def test_a_gpu_that_cannot_be_simulated_is_one_error(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess(*PLUGIN, "--simulated-gpu", "A100")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --simulated-gpu A100: device A100 is one of several: A100-40GB, A100-80GB"])
+    result = run_pytest(pytester, "--simulated-gpu", "T4")  # In a process that has imported torch.
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --simulated-gpu T4: torch is imported already, and it looks for GPUs once: *"])
+
+
 def test_pytest_starts_without_torch(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

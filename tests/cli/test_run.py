@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from forked import run_python
 
 from memcheck.__main__ import main, words_before_script
@@ -72,6 +73,7 @@ def test_words_of_the_script_are_left_alone(run):
     assert not list(Path("out").iterdir())
     assert words_before_script(["--output", "out", "--memory-limit=1GiB", "a.py", "--b"]) == 3
     assert words_before_script(["--output", "out", "-m", "a.b", "--b"]) == 2
+    assert words_before_script(["--device", "T4", "--whole", "a.py", "--b"]) == 3
 
 
 def test_the_report_names_the_peak_and_its_line(run):
@@ -150,6 +152,26 @@ def test_a_script_that_ends_early_has_its_report_and_exit_code(run, ending, code
     assert record["error"] is error or record["error"].startswith(error)
     assert ("a word" in err) == ("a word" in ending)
     assert record["peak"]["bytes"] == 2_000_000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("import torch\ntorch.ones(3).cuda()", True),
+        ("import torch\ntorch.cuda.get_device_properties(0)", True),
+        ("raise RuntimeError('Found no NVIDIA driver on your system. Please check that')", True),
+        ("raise RuntimeError('No CUDA GPUs are available')", True),
+        ("assert False, 'needs CUDA'", True),
+        ("raise ValueError('there is no CUDA.txt')", False),
+    ],
+)
+def test_a_script_that_asks_for_a_gpu_is_told_of_a_simulated_one(run, text, asks):
+    code, _, err, _ = run(text, "--a b")
+    assert code == 1
+    said = "\nThis script asks for a GPU, and this machine has none that torch can use: "
+    said += "memcheck run --device RTX-4090 script.py '--a b' runs it on a simulated one.\n"
+    assert err.endswith(said) == asks
 
 
 def contents():
@@ -308,7 +330,15 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         ([], "there is no SCRIPT and no -m MODULE"),
         (["missing.py"], "there is no script 'missing.py'"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
-        (["--device", "tpu", "a.py"], "--device tpu is unknown; known: cpu"),
+        (["--device", "tpu", "a.py"], "--device tpu is unknown; known: cpu, a size such as 40GiB, and T4, "),
+        (["--device", "RTX-4091", "a.py"], "--device RTX-4091 is unknown; did you mean RTX-4090?"),
+        (["--device", "A100", "a.py"], "--device A100 is one of several: A100-40GB, A100-80GB"),
+        (["--device", "T4", "--steps", "0", "a.py"], "--steps must be at least 1, got 0"),
+        (["--device", "T4", "--steps", "3", "--whole", "a.py"], "--whole: not allowed with argument --steps"),
+        (["--steps", "3", "a.py"], "--steps is for a simulated GPU, as of --device RTX-4090"),
+        (["--device", "cpu", "--whole", "a.py"], "--whole is for a simulated GPU, as of --device RTX-4090"),
+        (["--doubts", "a.py"], "--doubts is for a simulated GPU, as of --device RTX-4090"),
+        (["--device", "T4", "a.py"], "torch is imported already, and it looks for GPUs once"),
         (["--memory-limit", "lots", "a.py"], "--memory-limit must look like 40GiB"),
     ],
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import re
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,38 +17,28 @@ from memcheck.cli.flags import patient_streams
 from memcheck.cli.live_line import live_line
 from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
+from memcheck.cli.simulated_runs import SimulatedRun, gpu_sentence, needs_gpu
 from memcheck.core.errors import UsageError
 from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named
 from memcheck.core.python_command import prepare
-from memcheck.core.script_record import RUN, Line, LineDoubt, ScriptRecord
+from memcheck.core.script_record import RUN, ScriptRecord
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import script_page, script_report, script_title
 from memcheck.report.tables import Screen
-from memcheck.simulated import simulated_device
-from memcheck.simulated.doubts import Doubt, doubts, listen
-from memcheck.simulated.ending import Ending
-from memcheck.simulated.saving import unwritten
 
 FILES = (RUN, "run.html", "run.png")
 SNAPSHOT = "run-snapshot.pickle"
-# Errors of torch, and of libraries on it, where there is no GPU.
-NO_GPU = re.compile(
-    "NVIDIA driver|not compiled with CUDA|No CUDA GPUs are available|is_available\\(\\) is False|CUDA is not available"
-    "|invalid device ordinal|_cuda_\\w+'|without ATen_cuda|CUDAAccelerator|supported gpu backend",
-    re.IGNORECASE,
-)
 
 
 def run(request: Run) -> int:
     command = (request.script or []) if request.module is None else ["-m", *request.module]
     if not (request.module or request.script):
         raise UsageError("there is no SCRIPT and no -m MODULE to run (see memcheck run --help)")
-    device = torch.device("cuda", 0) if request.simulates else chosen_device(request.device)
-    if request.snapshot is not None and device.type != "cuda":
-        raise UsageError(f"{named('snapshot')} records the allocator of a GPU, and this run is of {device}")
+    simulated = SimulatedRun(request) if request.simulated else None
+    watch = simulated.watch() if simulated else watch_here(request)
     output = request.output.absolute()  # The script may change the current folder.
     snapshot = request.snapshot or request.output / SNAPSHOT
     there = snapshot.absolute()
@@ -60,73 +48,30 @@ def run(request: Run) -> int:
     if request.snapshot is not None:
         make_room("snapshot", there)
     interrupt = signal.getsignal(signal.SIGINT)
-    ending = Ending(request.steps) if request.simulates and not request.whole else None
-    if request.simulates:
-        listen(Announcer())
-    watch = ScriptWatch(
-        device,
-        None if request.simulates else request.memory_limit,
-        keep_history=request.snapshot is not None,
-        after_step=ending and ending.after_step,
-    )
     with live_line(watch.now):
         record = run_script(call, command, watch)
-    if request.simulates:
-        note_simulation(record, request, ending)
+    if simulated:
+        simulated.note(record)
     written, failure = list[str](), None
     if record.peak.bytes or record.refusal or record.other_peaks:
         if watch.snapshot is not None and (request.snapshot is not None or record.ran_out):
-            try:
-                with whole_file(there) as file:
-                    # The viewer at pytorch.org/memory_viz reads protocols up to 4.
-                    pickle.dump(watch.snapshot, file, protocol=4)
-                record.snapshot = str(snapshot)
-            except OSError as error:
-                record.doubts.append(f"the memory snapshot {snapshot} could not be written: {error.strerror or error}")
+            write_snapshot(record, watch.snapshot, snapshot, there)
         written, failure = write_files(record, output, interrupt)
     set_interrupt(interrupt)
     with patient_streams():  # On stderr, because stdout is the script's.
         report = script_report(record, Screen.of(sys.stderr), doubts=request.doubts)
         print(f"\n{report}\n\n{files_sentence(request.output, written, failure)}", file=sys.stderr)
-        if asks_for_gpu(record):
+        if needs_gpu(record):
             print(f"\n{gpu_sentence(record)}", file=sys.stderr)
     return record.exit_code or (0 if failure is None else 130 if isinstance(failure, KeyboardInterrupt) else 1)
 
 
-class Announcer:
-    """Says where the script first reads numbers that a simulated GPU does not compute."""
-
-    said = False
-
-    def __call__(self, doubt: Doubt) -> None:
-        if not self.said and "number" in doubt.what:  # And not what a kernel takes beside its results.
-            self.said = True
-            line = Line(doubt.file, doubt.line, "").short
-            print(f"memcheck: {line}: {doubt.what}; {named('doubts')} lists such lines", file=sys.stderr)
-
-
-def note_simulation(record: ScriptRecord, request: Run, ending: Ending | None) -> None:
-    """Notes on which GPU the script ran, how far it ran, and what it did not compute."""
-    device = simulated_device()
-    assert device is not None
-    assert device.usable_bytes is not None
-    record.simulated, record.device_name, record.limit_bytes = True, device.name, request.memory_limit
-    record.usable_bytes = min(device.usable_bytes, request.memory_limit or device.usable_bytes)
-    record.ended = ending and ending.sentence(record.steps)
-    record.unwritten = list(unwritten.values())
-    record.line_doubts = [LineDoubt(**dataclasses.asdict(doubt)) for doubt in doubts()]
-
-
-def asks_for_gpu(record: ScriptRecord) -> bool:
-    """Whether the script failed because this machine has no GPU."""
-    return not record.simulated and NO_GPU.search(record.error or "") is not None and not torch.cuda.is_available()
-
-
-def gpu_sentence(record: ScriptRecord) -> str:
-    return (
-        "This script asks for a GPU, and this machine has none that torch can use: "
-        f"memcheck run --device RTX-4090 {shlex.join(record.command)} runs it on a simulated one."
-    )
+def watch_here(request: Run) -> ScriptWatch:
+    """A watch of a device of this machine."""
+    device = chosen_device(request.device)
+    if request.snapshot is not None and device.type != "cuda":
+        raise UsageError(f"{named('snapshot')} records the allocator of a GPU, and this run is of {device}")
+    return ScriptWatch(device, request.memory_limit, keep_history=request.snapshot is not None)
 
 
 def chosen_device(name: str | None) -> torch.device:
@@ -137,6 +82,17 @@ def chosen_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: there is no GPU here that torch can use")
     return device
+
+
+def write_snapshot(record: ScriptRecord, snapshot: dict[str, Any], path: Path, there: Path) -> None:
+    """Writes torch's memory snapshot. path: as the user gave it; there: the same from any folder."""
+    try:
+        with whole_file(there) as file:
+            # The viewer at pytorch.org/memory_viz reads protocols up to 4.
+            pickle.dump(snapshot, file, protocol=4)
+        record.snapshot = str(path)
+    except OSError as error:
+        record.doubts.append(f"the memory snapshot {path} could not be written: {error.strerror or error}")
 
 
 def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[list[str], BaseException | None]:
