@@ -38,10 +38,11 @@ class CudaGraph:
     _pool_id: Id = (0, 0)
     _is_captured = False
     _has_graph_exec = False
+    _retained_pools: list[Id]
 
     def __new__(cls, keep_graph: bool = False) -> CudaGraph:
         made = super().__new__(cls)
-        made._retained_pools: list[Id] = []
+        made._retained_pools = []
         return made
 
     def capture_begin(self, pool: Id | None = None, *_: Any, **__: Any) -> None:

@@ -83,10 +83,10 @@ def cudnn_rnn_backward(
     x: Any, weight: Any, _stride: int, _buffer: Any, hx: Any, cx: Any, *more: Any
 ) -> tuple[Any, ...]:
     """The gradients of all weights are parts of one buffer: _cudnn_rnn_backward_weight of cudnn/RNN.cpp."""
-    wants_weights = more[-1][3]
-    buffer = torch.empty(sum(w.numel() for w in weight), dtype=x.dtype, device="meta") if wants_weights else None
+    wanted = weight if more[-1][3] else ()
+    buffer = torch.empty(sum(w.numel() for w in wanted), dtype=x.dtype, device="meta")
     gradients, offset = [], 0
-    for w in weight if buffer is not None else ():
+    for w in wanted:
         gradients.append(torch.as_strided(buffer, w.shape, w.stride(), offset))
         offset += w.numel()
     return torch.empty_like(x), torch.empty_like(hx), None if cx is None else torch.empty_like(cx), gradients
