@@ -184,6 +184,7 @@ def load(target: Target) -> None:
     folder = torch_folder()
     path, rules_path = build.library()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # The profiler of a CUDA build would say that it finds no GPU.
     for name in ("libtorch_cpu.so", "libtorch_cuda.so"):  # A CUDA build registers its own kernels first.
         if (folder / "lib" / name).exists():
             ctypes.CDLL(str(folder / "lib" / name), mode=ctypes.RTLD_GLOBAL)
