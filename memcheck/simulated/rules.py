@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ from memcheck.simulated.library import library
 
 # Numbers of at::SDPBackend.
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
+# Functions of torch._C that say whether a backend takes a call.
+CAN_USE = {
+    "flash": "_can_use_flash_attention",
+    "efficient": "_can_use_mem_efficient_attention",
+    "cudnn": "_can_use_cudnn_attention",
+}
 # Kernels of CUDA that the table of facts knows under another name.
 SAME = {
     "_index_put_impl_": "index_put",
@@ -81,6 +88,17 @@ class Rules:
             names = (name for name in sdpa.cuda_order(self._target) if sdpa.takes(name, call, self._target))
             return BACKENDS.get(next(names, ""), -1)
 
+    def can_use(self, name: str) -> Callable[[Any, bool], bool]:
+        """As torch.backends.cuda.can_use_flash_attention and its like."""
+
+        def answer(asked: Any, _debug: bool = False) -> bool:
+            operands = asked.query, asked.key, asked.value, asked.attn_mask
+            with torch._C.DisableTorchFunction():
+                call = sdpa.Attention(*operands, asked.is_causal, asked.dropout, None, False, asked.enable_gqa)
+                return sdpa.takes(name, call, self._target)
+
+        return answer
+
 
 @functools.cache
 def takes_nothing(func: Any) -> bool:
@@ -115,5 +133,7 @@ def connect(simulated: Simulated, path: Path) -> None:
             library().fact((name if "::" in name else f"aten::{name}").encode(), facts.uses_cublas, on_host)
     rules = Rules(target)
     keeps = not target.has(WORKSPACE_OF_A_CALL)
+    for name, function in CAN_USE.items():
+        setattr(torch._C, function, rules.can_use(name))
     module.connect(library().rules(), rules.scratch, rules.attention, target.cublas_workspace_bytes, keeps)
     facts_of.cache_clear()
