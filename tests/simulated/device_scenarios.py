@@ -266,6 +266,37 @@ def real_numbers_of_the_host_stay():
     assert y.mul_(2)[-1].item() == 2 * (8 * MIB - 1)
 
 
+@group("errors")
+def a_device_that_is_not_there_is_refused():
+    assert "CUDA error: invalid device ordinal" in error_of(lambda: torch.ones(3, device="cuda:3"))
+    assert "CUDA error: invalid device ordinal" in error_of(lambda: torch.empty_strided((3,), (1,), device="cuda:1"))
+
+
+@group("errors")
+def tensors_that_are_not_dense_are_multiplied_by_no_kernel_of_a_cuda_build():
+    sparse = torch.eye(8).to_sparse_csr().cuda()
+    assert "SparseCsrCUDA" in (words := error_of(lambda: sparse @ sparse)) or "on the simulated GPU" in words
+
+
+@group("memory")
+def torchs_profiler_sees_the_device():
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
+    assert "aten::mm" in {event.key for event in profiler.key_averages()}
+
+
+@group("memory")
+def which_attention_takes_a_call_is_answered():
+    q = torch.randn(2, 8, 128, 64, device="cuda", dtype=torch.bfloat16)
+    asked = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    assert torch.backends.cuda.can_use_flash_attention(asked)
+    assert torch.backends.cuda.can_use_efficient_attention(asked)
+    q = q.float()
+    assert not torch.backends.cuda.can_use_flash_attention(
+        torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, True, False)
+    )
+
+
 @group("gpus")
 def two_gpus_have_their_own_memory():
     assert cuda.device_count() == 2
