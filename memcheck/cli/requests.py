@@ -273,7 +273,9 @@ class Run(OnThisMachine):
         exclusive="end",
     )
     whole: bool = option(False, "run the script to its own end", switch, group=SIMULATED, exclusive="end")
-    doubts: bool = option(False, "list the lines that read numbers which are not computed", switch, group=SIMULATED)
+    doubts: bool = option(
+        False, "list what the simulated GPU answered and does not know, by line of Python", switch, group=SIMULATED
+    )
 
     def check(self) -> None:
         if self.simulated:

@@ -8,11 +8,13 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from pinned import assert_pinned
 
 from memcheck.__main__ import main
@@ -76,6 +78,20 @@ def test_the_report_begins_with_the_verdict_and_says_how_far_it_ran(run: Callabl
     page = (tmp_path / "out" / "run.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
     assert all(sentence in page for sentence in done.report[:1])
     assert (tmp_path / "out" / "run.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions allocate otherwise")
+def test_the_page_shows_what_it_says() -> None:
+    def steady(text: str) -> str:
+        return re.sub(r"after [\d.]+ s\b", "after S s", text)
+
+    page = steady((ROOT / "docs" / "simulated-gpu.md").read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        for words in ((), ("--batch", "24")):
+            done = memcheck_run(ROOT, "--output", folder, "--device", "RTX-4090", "docs/examples/gpt.py", *words)
+            sentences = "\n".join(done.report[: 4 if words else None])
+            assert sentences in page
+    assert "memcheck: docs/examples/gpt.py:40: a number of Float that is not computed reads 1; --doubts" in done.err
 
 
 OUT_OF_MEMORY = """
