@@ -57,6 +57,10 @@ def record_of(**more: object) -> ScriptRecord:
             {"error": "KeyError: 'x'"},
             "it failed, and fitted until then. Peak 12.3 GiB allocated, 13 GiB reserved, at me/here/train.py:41.",
         ),
+        (
+            {"error": "KeyboardInterrupt"},
+            "it was stopped, and fitted until then. Peak 12.3 GiB allocated, 13 GiB reserved, at me/here/train.py:41.",
+        ),
         ({"peak": dataclasses.replace(PEAK, bytes=0), "alive": []}, "it fits."),
     ],
 )
