@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.util
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ LIMITS = {
     (10, 0): (227 * 1024, 2048),
     (12, 0): (99 * 1024, 1536),
 }
+SECONDS_TO_END = 0.05
 # Tensors of the host from this size on take no memory.
 LAZY_BYTES = 4 * 2**20
 # Operators that write to their first operand, left out where it takes no memory.
@@ -226,6 +229,8 @@ def finish(torch: ModuleType, target: Target, rules_path: Path) -> None:
 
     loaded = library()
     loaded.listen_to_doubts(note_of_library)
+    # After a backward autograd's threads drop Python objects. torch aborts if Python is gone by then.
+    atexit.register(time.sleep, SECONDS_TO_END)
     loaded.begin_again()
     names = [*operators_of_cuda(Path(torch.__file__ or "").parent), *WHOLE, *others_of_build(torch)]
     loaded.register("\n".join(names).encode())
