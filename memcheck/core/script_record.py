@@ -41,7 +41,7 @@ class Line:
 
     @property
     def short(self) -> str:
-        """ "train.py:12", with the path from the current folder, or the last three parts of any other."""
+        """The file and the number, with the path from the current folder, or the last three parts of any other."""
         path = Path(self.file)
         if path.is_relative_to(os.getcwd()):
             name = str(path.relative_to(os.getcwd()))
