@@ -88,7 +88,7 @@ Op::Results forward(const CombinatorKernels& kernels, const Op::Arguments& in) {
   const WideChunk wide = plan.weight_bytes > 0 ? empty_wide(plan, E, x.options()) : WideChunk();
   const bool keeps = in.keep_preactivations;
   const at::Tensor pairs = keeps ? preactivations.view({N, 2 * E}) : at::empty({plan.rows, 2 * E}, x.options());
-  char* y_data = static_cast<char*>(y.mutable_data_ptr());
+  char* y_data = static_cast<char*>(data_to_write(y));
   for (int64_t first = 0, rows = keeps ? plan.kept_rows : plan.rows; first < N; first += rows) {
     const int64_t count = std::min(rows, N - first);
     const at::Tensor pair = some_rows(pairs, keeps ? first : 0, count);
@@ -180,7 +180,7 @@ BackwardOp::Results backward(const CombinatorKernels& kernels, const BackwardOp:
                       .E = E,
                       .preactivations = pair.const_data_ptr(),
                       .grad_y = reads<2>(some_rows(grad_rows, first, count)),
-                      .grad_preactivations = grad_pair.mutable_data_ptr()},
+                      .grad_preactivations = data_to_write(grad_pair)},
                      dtype_of(grad_y), device.stream);
     const at::Tensor wide_grad = in_float ? converted(grad_pair, wide.pairs) : grad_pair;
     sum.add(wide_grad, wide_x, in_float ? at::Tensor() : wide.memory);

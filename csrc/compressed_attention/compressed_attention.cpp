@@ -571,7 +571,7 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
                                       .grad_q = writes<4>(grad_q),
                                       .grad_k = writes<4>(grad_k),
                                       .grad_v = writes<4>(grad_v),
-                                      .grad_sink = grad_sink.defined() ? grad_sink.mutable_data_ptr() : nullptr,
+                                      .grad_sink = data_to_write(grad_sink),
                                       .delta = {delta.data(), {shape.H * shape.S, shape.S, 1}},
                                       .scratch = scratch.data(),
                                       .threads = device.threads};

@@ -64,7 +64,7 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
                                    .k = reads<3>(in.k),
                                    .v = reads<3>(in.v),
                                    .y = writes<3>(y),
-                                   .carries = in.keep_carries ? carries.mutable_data_ptr() : nullptr,
+                                   .carries = in.keep_carries ? data_to_write(carries) : nullptr,
                                    .scratch = scratch.data(),
                                    .threads = device.threads,
                                    .state = {.before = reads<3>(in.state),

@@ -261,6 +261,7 @@ def test_large_checkpoints_are_not_written_and_small_ones_are(run: Callable[...,
     )
 
 
+@pytest.mark.ci
 def test_safetensors_of_large_tensors_are_not_written(
     run: Callable[..., Ran], require_package: Callable[[str], None]
 ) -> None:

@@ -12,6 +12,7 @@
 
 #include "common/dtype.h"
 #include "common/strided.h"
+#include "common/torch/device.h"
 
 // Checks of arguments, and what kernels get of tensors. Every message names the operator, the argument, the rule and
 // the value.
@@ -140,10 +141,17 @@ Strided<kRank> reads(const std::optional<at::Tensor>& x) {
   return reads<kRank>(tensor_or_none(x));
 }
 
+// The memory of x for a kernel that writes it, null if x is undefined. A lazily copied tensor gets memory of its own.
+inline void* data_to_write(const at::Tensor& x) {
+  if (!x.defined()) return nullptr;
+  forget_on_simulated_gpu(x);
+  return x.mutable_data_ptr();
+}
+
 // x as a kernel that writes it gets it.
 template <int kRank>
 Strided<kRank> writes(const at::Tensor& x) {
-  if (x.defined()) x.mutable_data_ptr();  // a lazily copied tensor gets memory of its own
+  data_to_write(x);
   return reads<kRank>(x);
 }
 

@@ -12,7 +12,7 @@
 
 namespace memcheck {
 
-// What simulates GPUs is a library that is loaded before torch and exports these two functions.
+// What simulates GPUs is a library that is loaded before torch and exports these functions.
 
 bool is_simulated() {
   static const auto gpus = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "memcheck_is_simulated"));
@@ -28,6 +28,13 @@ void launch_on_simulated_gpu() {
   if (major < 8)
     throw std::runtime_error("memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got " +
                              std::to_string(major) + "." + std::to_string(minor));
+}
+
+void forget_on_simulated_gpu(const at::Tensor& x) {
+  if (!is_simulated() || !x.is_cuda()) return;
+  static const auto written =
+      reinterpret_cast<void (*)(const c10::StorageImpl*)>(dlsym(RTLD_DEFAULT, "memcheck_simulated_written"));
+  written(x.storage().unsafeGetStorageImpl());
 }
 
 #if defined(MEMCHECK_WITH_CUDA) || defined(MEMCHECK_HOST_CUDA)

@@ -18,6 +18,8 @@ namespace memcheck {
 bool is_simulated();
 // Stands for the launch of a kernel on a simulated GPU, the current device. Throws if that is too old for kernels.
 void launch_on_simulated_gpu();
+// What is known of the tensor's numbers on a simulated GPU holds no longer, because a kernel writes them.
+void forget_on_simulated_gpu(const at::Tensor& x);
 
 // The stream on which kernels of a device are queued; null on the CPU and on a simulated GPU.
 inline cudaStream_t current_stream([[maybe_unused]] c10::Device device) {
