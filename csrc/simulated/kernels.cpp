@@ -7,11 +7,13 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 #include <unordered_map>
 
 #include "simulated/exports.h"
+#include "simulated/log.h"
 #include "simulated/memory.h"
 #include "simulated/operands.h"
 #include "simulated/values.h"
@@ -99,6 +101,8 @@ struct Resize {
 
 // What a call does to memory, which depends on the layouts of its operands and on its numbers.
 struct Plan {
+  bool is_doubtful = false;            // a rule does not know all that the kernel takes
+  mutable bool empties_cache = false;  // when it runs first
   std::vector<Resize> resizes;
   std::vector<Output> outputs;
   std::vector<Scratch> scratch;
@@ -127,6 +131,8 @@ struct Operator {
   std::unordered_map<Key, std::shared_ptr<const Plan>, HashOfKey> plans;
 };
 
+auto& all_operators = *new std::vector<Operator*>();
+
 bool is_view_by_schema(const c10::FunctionSchema& schema) {
   return !schema.returns().empty() &&
          std::all_of(schema.returns().begin(), schema.returns().end(),
@@ -146,6 +152,7 @@ Operator::Operator(const c10::OperatorHandle& op, bool checks) : checks_devices(
     writes.push_back(is_written);
     overwrites.push_back(is_written && (argument.is_out() || overwrites_all));
   }
+  all_operators.push_back(this);
 }
 
 // What decides a plan, as numbers. False: something in it has no number.
@@ -242,6 +249,8 @@ class Twins {
   }
   std::unordered_map<const void*, c10::Storage> storages_;
 };
+
+const std::string kCublas = "cuBLAS workspace";
 
 class Call {
  public:
@@ -352,6 +361,11 @@ std::shared_ptr<const Plan> Call::make_plan() {
   }
   auto plan = std::make_shared<Plan>();
   plan->scratch = scratch_of(arguments, meta);
+  auto unknown =
+      std::remove_if(plan->scratch.begin(), plan->scratch.end(), [](const Scratch& s) { return s.bytes < 0; });
+  plan->is_doubtful = unknown != plan->scratch.end();
+  plan->scratch.erase(unknown, plan->scratch.end());
+  for (const Scratch& part : plan->scratch) plan->empties_cache |= part.empties_cache;
   note_resizes(*plan, twins);
   std::vector<at::Tensor> fresh;
   for (size_t i = 0; i < meta.size(); ++i)
@@ -361,10 +375,7 @@ std::shared_ptr<const Plan> Call::make_plan() {
 
 std::vector<Scratch> Call::scratch_of(const Stack& arguments, const Stack& results) const {
   if (rules.scratch == nullptr || its_.is_view) return {};
-  auto scratch = rules.scratch(op_, arguments, results);
-  for (const Scratch& part : scratch)
-    if (part.empties_cache) empty_cache();
-  return scratch;
+  return rules.scratch(op_, arguments, results);
 }
 
 void Call::note_resizes(Plan& plan, const Twins& twins) const {
@@ -433,9 +444,12 @@ at::Tensor Call::make(const Result& result, std::vector<c10::Storage>& fresh) co
 void Call::execute(const Plan& plan) {
   std::vector<c10::DataPtr> scratch;
   auto take = [&](bool is_first) {
-    for (const Scratch& part : plan.scratch)
-      if (part.is_first == is_first && !part.is_kept && part.bytes > 0)
-        scratch.push_back(allocate(device_, part.bytes));
+    for (const Scratch& part : plan.scratch) {
+      if (part.is_first != is_first || part.is_kept) continue;
+      if (part.empties_cache && plan.empties_cache) empty_cache();
+      const Requesting requesting(Purpose::scratch, part.name);
+      if (part.bytes > 0) scratch.push_back(allocate(device_, part.bytes));
+    }
   };
   take(true);
   for (const Resize& resize : plan.resizes) {
@@ -457,12 +471,14 @@ void Call::execute(const Plan& plan) {
     }
   }
   take(false);
+  plan.empties_cache = false;
   for (const Scratch& part : plan.scratch)
     if (part.is_kept) keep_workspace(part.name, device_, part.bytes);
   if (its_.uses_cublas && rules.cublas_workspace_bytes > 0) {
     if (rules.keeps_cublas_workspace) {
-      keep_workspace("cuBLAS", device_, rules.cublas_workspace_bytes);
+      keep_workspace(kCublas, device_, rules.cublas_workspace_bytes);
     } else {
+      const Requesting requesting(Purpose::workspace, kCublas);
       scratch.push_back(allocate(device_, rules.cublas_workspace_bytes));
     }
   }
@@ -559,4 +575,12 @@ MEMCHECK_EXPORT void memcheck_simulated_fact(const char* name, int uses_cublas, 
 }
 MEMCHECK_EXPORT Rules* memcheck_simulated_rules() {
   return &rules;
+}
+// Rules are asked again: of all calls, or of those about which they did not know everything.
+MEMCHECK_EXPORT void memcheck_simulated_forget_plans(int all) {
+  for (Operator* each : all_operators) {
+    std::lock_guard<std::mutex> locked(each->lock);
+    for (auto plan = each->plans.begin(); plan != each->plans.end();)
+      plan = all != 0 || plan->second->is_doubtful ? each->plans.erase(plan) : std::next(plan);
+  }
 }

@@ -11,6 +11,7 @@
 #include <unordered_map>
 
 #include "simulated/exports.h"
+#include "simulated/log.h"
 
 namespace memcheck::simulated {
 
@@ -94,7 +95,12 @@ int64_t microseconds() {
 }
 
 void Gpu::note(Action action, const Block* block, int64_t bytes, uint64_t address, int64_t stream) {
-  if (action == Action::alloc) ++memory.requests;
+  if (action == Action::alloc) {
+    ++memory.requests;
+    log_allocated(*block, index);
+  } else if (action == Action::free_requested) {
+    log_freed(*block, index);
+  }
   if (!memory.recording.is_on) return;
   int64_t note = -1;
   if (memory.now.traceback) {
@@ -200,6 +206,7 @@ c10::Device device_at(int index) {
 c10::DataPtr allocate(int device, int64_t bytes, at::ScalarType dtype) {
   if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, device_at(device)};
   Note note = gather(true);
+  prepare_log();
   OutOfMemory found{};
   {
     Locked locked(memory.lock);
@@ -267,6 +274,7 @@ c10::DataPtr Allocator::allocate(size_t n) {
 
 void Allocator::emptyCache(c10::MempoolId_t pool) {
   Locked locked(memory.lock);
+  log_emptied_cache();
   for (auto& gpu : memory.gpus) gpu->allocator.empty_cache(pool);
 }
 
@@ -356,7 +364,9 @@ int64_t new_stream() {
   return 0x1000 * (1 + made++ % 32);
 }
 
-Running::Running(const c10::OperatorName* name) : before_(std::exchange(running, name)) {}
+Running::Running(const c10::OperatorName* name) : before_(std::exchange(running, name)) {
+  if (is_logging()) log_operator(name->name);
+}
 Running::~Running() {
   running = before_;
 }
@@ -370,6 +380,7 @@ void keep_workspace(const std::string& library, int device, int64_t bytes) {
   auto found = kept.find(key);
   if (found != kept.end() && found->second == memory.workspaces_dropped) return;
   kept[key] = memory.workspaces_dropped;
+  const Requesting requesting(Purpose::workspace, library);
   auto workspace = allocate(device, bytes);
   Locked locked(memory.lock);
   memory.workspaces.push_back(std::move(workspace));
@@ -541,6 +552,11 @@ MEMCHECK_EXPORT const char* memcheck_simulated_configure(const char* settings, i
 MEMCHECK_EXPORT void memcheck_simulated_set_allowed(int device, int64_t bytes) {
   Locked locked(memory.lock);
   allocator_of(device).allowed_bytes = bytes;
+}
+// Lets the allocator of each GPU reserve what it asks for, as for a prediction of what would not fit.
+MEMCHECK_EXPORT void memcheck_simulated_lift_limits() {
+  Locked locked(memory.lock);
+  for (auto& gpu : memory.gpus) gpu->allocator.driver_bytes = gpu->allocator.allowed_bytes = INT64_MAX;
 }
 MEMCHECK_EXPORT int64_t memcheck_simulated_allowed(int device) {
   return allocator_of(device).allowed_bytes;

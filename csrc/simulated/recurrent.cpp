@@ -28,10 +28,15 @@ struct Layer {
   bool trains, is_bidirectional, is_batch_first;
 };
 
-// The buffer in which cuDNN keeps all weights; undefined if they lie apart.
+// The buffer in which cuDNN keeps all weights. Those that lie apart are copied into a new one.
 at::Tensor buffer_of(at::TensorList weights) {
-  for (const at::Tensor& w : weights)
-    if (!w.storage().is_alias_of(weights[0].storage())) return {};
+  int64_t numbers = 0;
+  bool are_together = true;
+  for (const at::Tensor& w : weights) {
+    numbers += w.numel();
+    are_together = are_together && w.storage().is_alias_of(weights[0].storage());
+  }
+  if (!are_together) return at::empty({numbers}, weights[0].options().requires_grad(false));
   const at::Tensor& w = weights[0];
   at::Tensor buffer = new_tensor(w.get_device(), {0}, w.scalar_type());
   auto* impl = buffer.unsafeGetTensorImpl();
@@ -51,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run(const Layer& layer, const at:
   std::vector<int64_t> batches;
   if (sizes.defined()) batches.assign(sizes.const_data_ptr<int64_t>(), sizes.const_data_ptr<int64_t>() + sizes.numel());
   auto [y, hy, cy, reserve, weights] =
-      at::_cudnn_rnn(input, layer.weights, each, given(buffer_of(layer.weights)), hx, given(cx), layer.mode, hidden,
+      at::_cudnn_rnn(input, layer.weights, each, buffer_of(layer.weights), hx, given(cx), layer.mode, hidden,
                      projected, layer.layers, layer.is_batch_first, layer.dropout, layer.trains, layer.is_bidirectional,
                      batches, given(dropout_state));
   return {y, hy, cy};

@@ -98,7 +98,7 @@ def predict_case(
     if case.compiled and not process.IS_CHILD:
         if words := process.missing(place.for_device.kind):
             return unpredicted(case, place, record, words)
-        options = {"dense_grad": dense_grad, "target": target, "make": make}
+        options: dict[str, Any] = {"dense_grad": dense_grad, "target": target, "make": make}
         try:
             prediction: Prediction = process.predicted(place.for_device, predict_case, case, place, **options)
             return prediction

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck.core.arguments import argument, place_of, takes_step
 from memcheck.core.converters import count
-from memcheck.core.devices import Device
+from memcheck.core.devices import Device, running
 from memcheck.core.errors import UnsupportedError, UsageError, unknown_name
 from memcheck.core.optimizers import collector_at_rest
 from memcheck.core.options import named, options_of
@@ -32,6 +33,8 @@ from memcheck.predict import process
 from memcheck.predict.probed import Probe
 from memcheck.predict.replay import Replay
 
+# Whether a step on a GPU is predicted by running it on a simulated one. Else it is traced on meta tensors.
+SIMULATES = os.environ.get("MEMCHECK_PREDICTS_BY") == "simulation"
 # Factors beyond the answer at which larger sizes are tried.
 FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
 
@@ -244,8 +247,15 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
         if place.ranks is not None:
             raise UsageError(f"{named('compile')} is not predicted for a model that is split over processes")
         return predicted_elsewhere(step, place, probes)
+    if SIMULATES and is_simulated_at(place):
+        return predicted_elsewhere(step, place, probes, simulates=True)
     probe, place = probe_for(probes, place)
-    predict = functools.partial(predict_program if isinstance(step, Program) else predict_last, program, place, probe)
+    last = functools.partial(predict_last, place=place, probe=probe)
+    predict = (
+        functools.partial(predict_program, program, last)
+        if isinstance(step, Program)
+        else functools.partial(last, program)
+    )
     try:
         return predict()
     except CompiledCodeError:
@@ -261,9 +271,18 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
         process.STAYS.clear()
 
 
-def predicted_elsewhere(step: Step | Program, place: Place, probes: Any) -> Prediction:
-    """predict_memory in a process of its own."""
-    prediction: Prediction = process.predicted(place.for_device, predicted_to_send, step, place, probes)
+def is_simulated_at(place: Place) -> bool:
+    """Whether the GPU of the place can be simulated with the installed torch."""
+    device = place.for_device
+    is_known = device.kind == "cuda" and device.usable_bytes is not None
+    return is_known and place.ranks is None and place.torch_version in (None, running()) and not process.IS_CHILD
+
+
+def predicted_elsewhere(step: Step | Program, place: Place, probes: Any, simulates: bool = False) -> Prediction:
+    """predict_memory in a process of its own. simulates: which simulates the GPU."""
+    prediction: Prediction = process.predicted(
+        place.for_device, predicted_to_send, step, place, probes, simulates=simulates
+    )
     if not isinstance(step, Program):
         return dataclasses.replace(prediction, case=step)
     each = [dataclasses.replace(part, case=case) for part, case in zip(prediction.steps, step.steps, strict=False)]
@@ -272,7 +291,17 @@ def predicted_elsewhere(step: Step | Program, place: Place, probes: Any) -> Pred
 
 def predicted_to_send(step: Step | Program, place: Place, probes: Any) -> Prediction:
     """predict_memory, called in that process. The steps themselves are not sent back."""
-    prediction = predict_memory(step, place, probes=probes)
+    if process.HOME:
+        from memcheck.predict.model import predict_program
+        from memcheck.predict.simulated import predict_simulated
+
+        last = functools.partial(predict_simulated, place=place)
+        if isinstance(step, Program):
+            prediction = predict_program(step, last)
+        else:
+            prediction = last(Program([step], outputs_stay=False))
+    else:
+        prediction = predict_memory(step, place, probes=probes)
     steps = tuple(dataclasses.replace(part, case=None) for part in prediction.steps)
     return dataclasses.replace(prediction, case=None, steps=steps)
 

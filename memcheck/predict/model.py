@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,8 +46,11 @@ from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
 
 
-def predict_program(program: Program, place: Place, probe: Probe | None = None) -> Prediction:
-    """The prediction of the first step that does not fit, else of that with the highest peak; it has those of all."""
+def predict_program(program: Program, predict: Callable[[Program], Prediction]) -> Prediction:
+    """The prediction of the first step that does not fit, else of that with the highest peak; it has those of all.
+
+    predict: predicts a program's last step.
+    """
     steps: list[Prediction] = []
     listed = program.steps
     if len(listed) > 1:  # They are all that run. Only an optimizer's step has another one before it by default.
@@ -54,7 +58,7 @@ def predict_program(program: Program, place: Place, probe: Probe | None = None) 
             each if each.has_optimizer or each.steps else dataclasses.replace(each, steps=1) for each in listed
         )
     for number in range(1, len(listed) + 1):
-        steps.append(predict_last(dataclasses.replace(program, steps=listed[:number]), place, probe))
+        steps.append(predict(dataclasses.replace(program, steps=listed[:number])))
         if not steps[-1].fits:
             return dataclasses.replace(steps[-1], steps=tuple(steps))
     return dataclasses.replace(max(steps, key=highest_bytes), steps=tuple(steps))
@@ -136,11 +140,16 @@ def traced(program: Program, ranks: Ranks | None, target: Target, run: TraceRunn
         run.mode.release()
 
 
+def maker_of(program: Program) -> Step:
+    """The first step with an optimizer, else the last one: its model and optimizer are the program's."""
+    return next((step for step in program.steps if step.optimizer is not None), program.steps[-1])
+
+
 def workload_of(
     program: Program, ranks: Ranks | None, target: Target, mode: AllocationMode, mesh: Any = None
 ) -> Workload:
     """The last step on meta copies of everything that the program is given. mesh: the model is split over it."""
-    maker = next((step for step in program.steps if step.optimizer is not None), program.steps[-1])
+    maker = maker_of(program)
     # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
     one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
     makes = optimizer_factory(maker.optimizer, **one_by_one)
@@ -152,10 +161,21 @@ def workload_of(
     arrange(model, any(step.checkpointing for step in program.steps), None)
     if ranks is not None:
         model = split_on_meta(model, ranks, mesh, target, mode)
-    module, owner = module_called(model), owner_of(model)
+    module = module_called(model)
     if ranks is None:
         mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = optimizer_on_meta(makes, module, target, mode) if makes is not None else None
+    return workload_with(program, model, optimizer, given, mode.infers)
+
+
+def workload_with(program: Program, model: Any, optimizer: Any, given: Any, infers: bool) -> Workload:
+    """The last step, with the others before it.
+
+    model, optimizer: those that run. given: the inputs, keywords and loss of each step. infers: it runs in inference
+    mode.
+    """
+    maker = maker_of(program)
+    module, owner = module_called(model), owner_of(model)
     stepped = optimizers_in([optimizer, optimizers_in_hooks(module)])
 
     if any(step.compile for step in program.steps):
@@ -170,7 +190,7 @@ def workload_of(
             for part, training in modes.items():
                 part.training = training if step.training is None else step.training
             *positional, named = given
-            with torch.inference_mode() if mode.infers else nullcontext():
+            with torch.inference_mode() if infers else nullcontext():
                 return model(*positional, **named)
 
         stepping = optimizer is not None and step.optimizer is not None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import gc
 import importlib.util
 import io
 import os
@@ -31,15 +33,20 @@ from typing import TYPE_CHECKING, Any
 from memcheck.core.errors import MemcheckError, UnsupportedError
 
 if TYPE_CHECKING:
+    import torch
+
     from memcheck.core.devices import Device
 
 NEEDED = {"cpu": ("cloudpickle",), "cuda": ("cloudpickle", "triton")}
 # Contents of a storage decide sizes only if it is small.
 MOST_BYTES = 2**16
 IS_CHILD: list[bool] = []  # Filled in the process that predicts.
+HOME: list[str] = []  # Filled in the process that simulates a GPU: where tensors are unpacked.
 STAYS: list[bool] = []  # Filled while a model that asks for a GPU is predicted without a process of its own.
+INSTEAD = "run its script by `memcheck run --device`, or call memcheck.simulate before torch is imported"
 MOST_CHILDREN = 2  # Each takes about a GiB.
-CHILDREN: dict[tuple[int, Device], Child] = {}  # By the process that started it, and its device; the oldest first.
+# By the process that started it, its device, and whether it simulates that; the oldest first.
+CHILDREN: dict[tuple[int, Device, bool], Child] = {}
 LOCK = threading.Lock()
 
 
@@ -54,26 +61,35 @@ def missing(kind: str) -> str | None:
     return None
 
 
-def predicted(device: Device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def predicted(device: Device, function: Callable[..., Any], *args: Any, simulates: bool = False, **kwargs: Any) -> Any:
     """What the function returns in the device's process. Its errors are raised here.
+
+    simulates: the process simulates the GPU, and torch runs there.
 
     UnsupportedError: a package or the extension is missing, or the process ended without an answer.
     """
-    if words := missing(device.kind):
+    if words := missing("cpu" if simulates else device.kind):
         raise UnsupportedError(words)
-    key = os.getpid(), device
+    key = os.getpid(), device, simulates
     with LOCK:
         if key not in CHILDREN or CHILDREN[key].process.poll() is not None:
             end_all(but=MOST_CHILDREN - 1)
-            CHILDREN[key] = Child(device)
+            CHILDREN[key] = Child(device, simulates)
         return CHILDREN[key].call(f"{function.__module__}:{function.__qualname__}", args, kwargs)
+
+
+class TracebackError(Exception):
+    """The traceback of an error in a process that predicts."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 class Child:
     """The process of a device."""
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    def __init__(self, device: Device, simulates: bool) -> None:
+        self.device, self.simulates = device, simulates
         ours, theirs = os.pipe(), os.pipe()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         code = f"from memcheck.predict.process import serve; serve({theirs[0]}, {ours[1]})"
@@ -85,18 +101,19 @@ class Child:
             os.close(end)
         self.answers = Connection(ours[0], writable=False)
         self.requests = Connection(theirs[1], readable=False)
-        self.requests.send(device)
+        self.requests.send((device, simulates))
 
     def call(self, name: str, args: Any, kwargs: Any) -> Any:
         try:
             call = packed((name, args, kwargs, settings()))
         except Exception as refused:
             words = "the model cannot be sent to the process that predicts it"
-            raise UnsupportedError(f"{words}: {in_one_line(refused)}") from refused
+            instead = f"; {INSTEAD}" if self.simulates else ""
+            raise UnsupportedError(f"{words}: {in_one_line(refused)}{instead}") from refused
         try:
             self.requests.send_bytes(call)
             self._wait()
-            returned, error = unpacked(self.answers.recv_bytes())
+            returned, error, words = unpacked(self.answers.recv_bytes())
         except (EOFError, OSError):
             self.errors.seek(0)
             *_, last = [b"no message", *filter(None, self.errors.read().splitlines())]
@@ -104,7 +121,7 @@ class Child:
                 f"the process that predicts compiled code ended with exit code {self.process.wait()}: {last.decode()}"
             ) from None
         if error is not None:
-            raise error
+            raise error from (TracebackError(words) if self.simulates else None)
         return returned
 
     def _wait(self) -> None:
@@ -135,8 +152,59 @@ def end_all(but: int = 0) -> None:
 def serve(requests_from: int, answers_to: int) -> None:
     """The process's own work: answers calls until the other side closes. torch is not imported yet."""
     requests, answers = Connection(requests_from, writable=False), Connection(answers_to, readable=False)
-    device = requests.recv()
+    device, simulates = requests.recv()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(device))
+    begin, runs = simulated_runs(device) if simulates else pretended_runs(device)
+    with contextlib.suppress(EOFError):
+        while True:
+            returned = error = None
+            words = ""
+            try:
+                request = requests.recv_bytes()
+                begin()
+                name, args, kwargs, asked = unpacked(request)
+                apply(*asked)
+                with contextlib.redirect_stdout(sys.stderr):
+                    returned = runs(partial(pkgutil.resolve_name(name), *args, **kwargs))
+            except EOFError:
+                raise
+            except Exception as found:
+                words = traceback.format_exc()
+                print(words, file=sys.stderr)  # Into the file of errors.
+                is_own = simulates or isinstance(found, MemcheckError | TypeError)
+                error = found.with_traceback(None) if is_own else UnsupportedError(in_one_line(found))
+            try:
+                answer = packed((returned, error, words))
+            except Exception as refused:  # Of an error that holds what cannot be sent.
+                answer = packed((None, UnsupportedError(in_one_line(error or refused)), words))
+            args = kwargs = returned = error = None
+            answers.send_bytes(answer)
+
+
+Runs = Callable[[Callable[[], Any]], Any]
+
+
+def simulated_runs(device: Device) -> tuple[Callable[[], Any], Runs]:
+    """Simulates the GPU in this process. Returns what comes before a call, and what calls a function."""
+    import memcheck
+    from memcheck.simulated.library import library
+
+    memcheck.simulate(device)
+    HOME.append("cuda")
+    import torch
+
+    torch.cuda.init()
+    library().lift_limits()
+
+    def begin() -> None:
+        gc.collect()  # Models of earlier calls.
+        library().log(1)
+
+    return begin, lambda function: function()
+
+
+def pretended_runs(device: Device) -> tuple[Callable[[], Any], Runs]:
+    """Prepares this process for the prediction of compiled code. Returns the same."""
     from memcheck.predict import pretended_gpu
 
     if device.kind == "cuda":
@@ -147,20 +215,7 @@ def serve(requests_from: int, answers_to: int) -> None:
     if device.kind == "cuda":
         pretended_gpu.answer_as(device)
     compiled.prepare(device)
-    with contextlib.suppress(EOFError):
-        while True:
-            returned = error = None
-            try:
-                name, args, kwargs, asked = unpacked(requests.recv_bytes())
-                apply(*asked)
-                with contextlib.redirect_stdout(sys.stderr):
-                    returned = compiled.in_both_ways(partial(pkgutil.resolve_name(name), *args, **kwargs))
-            except EOFError:
-                raise
-            except Exception as found:
-                traceback.print_exc()  # Into the file of errors.
-                error = found if isinstance(found, MemcheckError | TypeError) else UnsupportedError(in_one_line(found))
-            answers.send_bytes(packed((returned, error)))
+    return bool, compiled.in_both_ways
 
 
 def settings() -> tuple[Any, ...]:
@@ -202,7 +257,7 @@ def packed(thing: Any) -> bytes:
             else:
                 return None
             has_data = storage.device.type == "cpu" and storage.nbytes() <= MOST_BYTES
-            data = bytes(storage.tolist()) if has_data else None
+            data = contents_of(storage) if has_data else None
             typed = part.dtype if isinstance(part, torch.storage.TypedStorage) else None
             return typed, storage._cdata, storage.nbytes(), data
 
@@ -221,6 +276,10 @@ def packed(thing: Any) -> bytes:
     return file.getvalue()
 
 
+def contents_of(storage: torch.UntypedStorage) -> bytes:
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+
+
 def unpacked(data: bytes) -> Any:
     """What `packed` was given."""
     import torch
@@ -231,13 +290,22 @@ def unpacked(data: bytes) -> Any:
         def persistent_load(self, named: Any) -> Any:
             dtype, identity, size, contents = named
             if identity not in storages:
-                device = "meta" if contents is None else "cpu"
-                storages[identity] = torch.UntypedStorage(size, device=device)
-                if contents:
-                    storages[identity].copy_(torch.frombuffer(bytearray(contents), dtype=torch.uint8).untyped_storage())
+                storages[identity] = unpacked_storage(size, contents)
             storage = storages[identity]
             if dtype is None:
                 return storage
             return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-    return Unpickler(io.BytesIO(data)).load()
+    try:
+        return Unpickler(io.BytesIO(data)).load()
+    finally:
+        storages.clear()  # The class refers to them, and itself lives until the collector finds it.
+
+
+def unpacked_storage(size: int, contents: bytes | None) -> torch.UntypedStorage:
+    import torch
+
+    device = HOME[0] if HOME else "meta" if contents is None else "cpu"
+    if contents:
+        return torch.frombuffer(bytearray(contents), dtype=torch.uint8).to(device).untyped_storage()
+    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

@@ -151,7 +151,7 @@ def evidence_of(operators: Iterable[str], architecture: tuple[int, int] | None) 
         statistics.median(errors) if errors else None,
         errors[math.ceil(0.95 * len(errors)) - 1] if errors else None,
         errors[-1] if errors else None,
-        tuple(sorted(wanted - known)),
+        tuple(sorted(name for name in wanted - known if name.removesuffix("_") not in known)),  # In place or not.
     )
 
 

@@ -39,6 +39,7 @@ class TraceRunner:
     checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
     is_split: the model is one rank's part of a split one.
     infers: the model runs in inference mode.
+    mode: what logs, in place of an AllocationMode.
     """
 
     def __init__(
@@ -52,9 +53,12 @@ class TraceRunner:
         checks: bool = False,
         is_split: bool = False,
         infers: bool = False,
+        mode: Any = None,
     ) -> None:
-        counts_of_the_last()  # Collected before a mode is active that would record the search.
-        self.mode = AllocationMode(AllocationLog(), target, contents, probe)
+        if mode is None:
+            counts_of_the_last()  # Collected before a mode is active that would record the search.
+            mode = AllocationMode(AllocationLog(), target, contents, probe)
+        self.mode = mode
         self.dense_grad = dense_grad
         self.mode.follows_calls = checks and target.kind == "cpu"  # On others, nothing is claimed to be exact.
         self.drop_workspaces = drop_workspaces

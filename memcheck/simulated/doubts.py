@@ -6,7 +6,8 @@ import ctypes
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +27,13 @@ class Doubt:
 
 _counts: Counter[tuple[str, str, int]] = Counter()
 _listeners: list[Callable[[Doubt], None]] = []
+_hearers: list[Callable[[str], None]] = []
 
 
 def note(what: str) -> None:
     """Counts an answer at the line of Python that runs."""
+    for hear in _hearers:
+        hear(what)
     key = what, *line_of_user()
     _counts[key] += 1
     if _counts[key] == 1:
@@ -51,6 +55,16 @@ def note_of_library(words: bytes) -> None:
 def listen(listener: Callable[[Doubt], None]) -> None:
     """Calls the function with each answer at its first time."""
     _listeners.append(listener)
+
+
+@contextmanager
+def heard_by(hear: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the function is called with the words of every answer."""
+    _hearers.append(hear)
+    try:
+        yield
+    finally:
+        _hearers.remove(hear)
 
 
 def line_of_user() -> tuple[str, int]:

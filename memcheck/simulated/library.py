@@ -146,6 +146,14 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refuse_tensor": (None, (ctypes.c_int64, ctypes.c_char_p)),
     "refuse_storage": (None, (ctypes.c_int64, ctypes.c_char_p)),
     "written": (None, (ctypes.c_int64,)),
+    "log": (None, (ctypes.c_int,)),
+    "mark": (None, (ctypes.c_int64,)),
+    "logged": (ctypes.c_int64, (ctypes.POINTER(ctypes.c_void_p),)),
+    "name": (ctypes.c_char_p, (ctypes.c_int64,)),
+    "calls": (ctypes.c_char_p, ()),
+    "forget_calls": (None, ()),
+    "lift_limits": (None, ()),
+    "forget_plans": (None, (ctypes.c_int,)),
 }
 
 

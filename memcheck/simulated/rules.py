@@ -30,6 +30,7 @@ CAN_USE = {
 SAME = {
     "_index_put_impl_": "index_put",
     "cudnn_batch_norm": "native_batch_norm",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
     "_fused_rms_norm_backward": "native_layer_norm_backward",
 }
 
@@ -43,11 +44,19 @@ NOTHING = {
     "aten::_thnn_fused_gru_cell",  # cuda/RNN.cu
     "aten::_thnn_fused_gru_cell_backward",
     "aten::_thnn_fused_lstm_cell",
+    "aten::_thnn_fused_lstm_cell_backward_impl",
     "aten::roll",  # cuda/TensorTransformations.cu
+    "aten::log_sigmoid_forward",  # launch_log_sigmoid_forward_kernel of cuda/ActivationLogSigmoidKernel.cu
+    "aten::mish_backward",  # cuda/ActivationMishKernel.cu
+    "aten::softshrink_backward",  # cuda/ActivationSoftshrinkKernel.cu
+    "aten::hardshrink_backward",
+    "aten::_fused_rms_norm",  # fused_rms_norm_cuda of cuda/layer_norm_kernel.cu
 }
 TABLE_NAMES = {f"aten::{name}" for name in TABLE}
 
-Part = tuple[str, int, bool, bool, bool]  # As Scratch in csrc/simulated/kernels.h.
+Part = tuple[str, int, bool, bool, bool]  # As Scratch in csrc/simulated/kernels.h. Below 0 bytes: unknown.
+SEARCHED: set[str] = set()  # Algorithms that cuDNN has searched for.
+UNKNOWN: dict[str, Unknown] = {}  # What rules said so of, by its words.
 
 
 class Rules:
@@ -55,28 +64,25 @@ class Rules:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._searched: set[str] = set()
 
     def scratch(self, name: str, overload: str, arguments: list[Any], results: list[Any]) -> list[Part]:
         func = operator(name, overload)
         outputs = [x for result in results for x in (result if isinstance(result, list) else [result])]
         tensors = tuple(x for x in outputs if isinstance(x, torch.Tensor))
         names = [argument.name for argument in func._schema.arguments]
-        known = f"aten::{SAME.get(name.removeprefix('aten::'), name.removeprefix('aten::'))}"
+        known = known_name(name)
         call = OperatorCall(known, dict(zip(names, arguments, strict=True)), tensors, self._target, is_view(func))
         with torch._C.DisableTorchFunction():
-            parts = scratch_of(call) if known in TABLE_NAMES or not takes_nothing(func) else []
-            return [self._part(part) for part in parts if not self._is_unknown(part)]
-
-    def _is_unknown(self, part: Any) -> bool:
-        if isinstance(part, Unknown):
-            note(str(part))
-        return isinstance(part, Unknown)
+            return list(map(self._part, scratch_of(call) if known in TABLE_NAMES or not takes_nothing(func) else []))
 
     def _part(self, part: Any) -> Part:
-        is_new = bool(part.search) and part.search not in self._searched
+        if isinstance(part, Unknown):
+            UNKNOWN[str(part)] = part
+            note(str(part))
+            return str(part), -1, False, False, False
+        is_new = bool(part.search) and part.search not in SEARCHED
         if part.search:
-            self._searched.add(part.search)
+            SEARCHED.add(part.search)
         return part.name, part.bytes, part.first, part.kept, is_new
 
     def attention(
@@ -98,6 +104,12 @@ class Rules:
                 return sdpa.takes(name, call, self._target)
 
         return answer
+
+
+def known_name(name: str) -> str:
+    """The operator's name in the table of facts."""
+    own = name.removeprefix("aten::")
+    return f"aten::{SAME[own]}" if own in SAME else name
 
 
 @functools.cache
