@@ -208,8 +208,8 @@ def test_the_workflow_of_the_documentation_compares_what_its_script_writes(tmp_p
 @pytest.mark.isolated
 def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
     # Tests that a page shows are run by tests/cli/test_pytest_plugin.py, models by tests/integrations, snapshots by
-    # tests/snapshot.
-    elsewhere = ("def test_", "import transformers", "snapshot.pickle")
+    # tests/snapshot, simulated GPUs by tests/simulated.
+    elsewhere = ("def test_", "import transformers", "snapshot.pickle", "memcheck.simulate(")
     sources = [source for source in python_of(documentation()) if not any(word in source for word in elsewhere)]
     small = {name: torch.randn(1, 2, 64, 16, requires_grad=True) for name in "qkv"}
     names = {
