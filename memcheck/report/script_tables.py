@@ -110,7 +110,8 @@ def simulated_verdict(record: ScriptRecord) -> str:
     "Simulated RTX-4090 (22.9 GiB for torch): it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, at train.py:41."
     """
     ended = "was stopped" if record.error == "KeyboardInterrupt" else "failed"
-    fits = "it does not fit" if record.ran_out else f"it {ended}, and fitted until then" if record.error else "it fits"
+    until = ", and fitted until then" if record.peak.bytes else " before it allocated memory"
+    fits = "it does not fit" if record.ran_out else f"it {ended}{until}" if record.error else "it fits"
     verdict = f"Simulated {record.device_name} ({format_bytes(record.usable_bytes or 0)} for torch): {fits}."
     if not record.peak.bytes:
         return verdict

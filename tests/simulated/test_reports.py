@@ -62,6 +62,14 @@ def record_of(**more: object) -> ScriptRecord:
             "it was stopped, and fitted until then. Peak 12.3 GiB of tensors, 13 GiB reserved, at me/here/train.py:41.",
         ),
         ({"peak": dataclasses.replace(PEAK, bytes=0), "alive": []}, "it fits."),
+        (
+            {"error": "ImportError: no", "peak": dataclasses.replace(PEAK, bytes=0), "alive": []},
+            "it failed before it allocated memory.",
+        ),
+        (
+            {"peak": dataclasses.replace(PEAK, place=dataclasses.replace(PEAK.place, phase="optimizer step"))},
+            "it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, in the optimizer step, at me/here/train.py:41.",
+        ),
     ],
 )
 def test_the_first_sentence_says_whether_it_fits(more: dict[str, object], verdict: str) -> None:
