@@ -281,7 +281,12 @@ void CachingAllocator::empty_cache(PoolId id) {
   }
 }
 
+int64_t CachingAllocator::most_allocated() const {
+  return std::max(most_allocated_, stats_.of[ALLOCATED_BYTES][0].peak);
+}
+
 void CachingAllocator::reset_peaks() {
+  most_allocated_ = most_allocated();
   for_each_stat(stats_, [](Stat& stat) { stat.peak = stat.current; });
 }
 
