@@ -191,7 +191,8 @@ BackwardOp::Results backward(const CombinatorKernels& kernels, const BackwardOp:
   return gradients;
 }
 
-const Registration registration(MEMCHECK_KERNELS(combinator), kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/2),
+const Registration registration(MEMCHECK_KERNELS(combinator, combinator_plan_cuda),
+                                kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/2),
                                 kernels_of<BackwardOp>(backward_meta, backward));
 
 }  // namespace

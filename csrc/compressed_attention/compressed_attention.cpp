@@ -626,7 +626,7 @@ PooledBackwardOp::Results pooled_backward(const CompressedAttentionKernels& kern
   return gradients;
 }
 
-const Registration registration(MEMCHECK_KERNELS(compressed_attention),
+const Registration registration(MEMCHECK_KERNELS(compressed_attention, compressed_attention_plan_cuda),
                                 kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/3),
                                 kernels_of<BackwardOp>(backward_meta, backward),
                                 kernels_of<Pooled>(pooled_meta, pooled, /*cast_inputs=*/3),

@@ -253,7 +253,7 @@ StepOp::Results step(const LinearAttentionKernels& kernels, const StepOp::Argume
   return result;
 }
 
-const Registration registration(MEMCHECK_KERNELS(linear_attention),
+const Registration registration(MEMCHECK_KERNELS(linear_attention, linear_attention_plan_cuda),
                                 kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/3),
                                 kernels_of<BackwardOp>(backward_meta, backward),
                                 kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3));

@@ -1,7 +1,6 @@
 #include "simulated/caching_allocator.h"
 
 #include <algorithm>
-#include <bit>
 #include <cctype>
 #include <cstdlib>
 #include <iterator>
@@ -24,11 +23,13 @@ int64_t rounded_up(int64_t size, int64_t unit) {
 }
 
 int log2_of(int64_t size) {
-  return static_cast<int>(std::bit_width(static_cast<uint64_t>(size))) - 1;
+  int bits = 0;
+  while (size >>= 1) ++bits;
+  return bits;
 }
 
 bool is_power_of_two(int64_t number) {
-  return std::has_single_bit(static_cast<uint64_t>(number));
+  return number > 0 && (number & (number - 1)) == 0;
 }
 
 [[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& rule) {
@@ -267,18 +268,25 @@ void CachingAllocator::empty_cache(PoolId id) {
     for (bool small : {false, true}) release_blocks(id, small);
   }
   for (auto it = private_pools_.begin(); it != private_pools_.end();) {
-    const auto [private_id, pool] = *it++;
+    const PoolId private_id = it->first;
+    const auto pool = (it++)->second;
     if (pool.use_count > 0 || (!is_default && private_id != id)) continue;
     if (!is_default) synchronize_and_free_events(id);
     for (bool small : {true, false}) release_blocks(private_id, small);
     const auto reserved = stats_.reserved_by_private_pool.find(private_id);
     if (reserved != stats_.reserved_by_private_pool.end() && reserved->second[0].current > 0) continue;
     private_pools_.erase(private_id);
-    std::erase_if(pools_, [&](const auto& each) { return each.second.id == private_id; });
+    for (auto each = pools_.begin(); each != pools_.end();)
+      each = each->second.id == private_id ? pools_.erase(each) : std::next(each);
   }
 }
 
+int64_t CachingAllocator::most_allocated() const {
+  return std::max(most_allocated_, stats_.of[ALLOCATED_BYTES][0].peak);
+}
+
 void CachingAllocator::reset_peaks() {
+  most_allocated_ = most_allocated();
   for_each_stat(stats_, [](Stat& stat) { stat.peak = stat.current; });
 }
 
@@ -753,12 +761,13 @@ void CachingAllocator::garbage_collect_cached_blocks() {
     int64_t ages = 0;
     for (const Block* block : blocks) ages += age_ - block->born;
     const double mean = static_cast<double>(ages) / static_cast<double>(blocks.size());
-    std::erase_if(blocks, [&](Block* block) {
+    auto old = [&](Block* block) {
       if (static_cast<double>(age_ - block->born) < mean) return false;
       target -= block->bytes;
       release_block(block);
       return true;
-    });
+    };
+    blocks.erase(std::remove_if(blocks.begin(), blocks.end(), old), blocks.end());
   }
 }
 
@@ -770,7 +779,8 @@ void CachingAllocator::process_events() {
 void CachingAllocator::insert_events_deferred_until_no_capture() {
   for (Block* block : std::exchange(deferred_, {})) {
     // Streams that were recorded during a capture have finished with it.
-    std::erase_if(block->uses, [](const auto& use) { return use.in_capture; });
+    for (auto use = block->uses.begin(); use != block->uses.end();)
+      use = use->in_capture ? block->uses.erase(use) : std::next(use);
     if (block->uses.empty())
       free_block(block);
     else

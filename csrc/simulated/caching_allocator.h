@@ -202,6 +202,7 @@ class CachingAllocator {
 
   const Stats& stats() const { return stats_; }
   void reset_peaks();
+  int64_t most_allocated() const;  // The peak of allocated bytes, whether it was reset or not.
   void reset_accumulated();
   int64_t reserved() const { return stats_.of[RESERVED_BYTES][0].current; }
   const std::map<uint64_t, Block*>& segments() const { return segments_; }  // The first block of each.
@@ -285,6 +286,7 @@ class CachingAllocator {
   void set_segment_state_to_checkpoint(const std::vector<Checkpoint::Part>& parts, Restored& restored);
 
   Stats stats_;
+  int64_t most_allocated_ = 0;  // Before peaks were reset.
   std::map<PoolKey, Pool> pools_;
   std::map<PoolId, PrivatePool> private_pools_;
   std::vector<std::pair<PoolId, Filter>> routes_;  // [captures_underway]

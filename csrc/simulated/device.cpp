@@ -189,7 +189,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const int device = stream.device_index();
     return stream_at(device, exchange_stream(device, stream.id()));
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const { return reinterpret_cast<void*>(stream.id()); }
+  void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(properties.gpus); }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}

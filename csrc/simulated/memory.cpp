@@ -571,6 +571,10 @@ MEMCHECK_EXPORT void memcheck_simulated_empty_cache(uint64_t first, uint64_t sec
 MEMCHECK_EXPORT void memcheck_simulated_reset_peaks(int device) {
   allocator().resetPeakStats(static_cast<c10::DeviceIndex>(device));
 }
+MEMCHECK_EXPORT int64_t memcheck_simulated_most_allocated(int device) {
+  Locked locked(memory.lock);
+  return allocator_of(device).most_allocated();
+}
 MEMCHECK_EXPORT void memcheck_simulated_reset_accumulated(int device) {
   allocator().resetAccumulatedStats(static_cast<c10::DeviceIndex>(device));
 }

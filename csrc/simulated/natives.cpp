@@ -45,6 +45,10 @@ at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::opt
   return new_tensor(index_of(device), sizes, strides, c10::dtype_or_default(dtype));
 }
 
+std::string name_of(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
 int64_t bytes_of(const at::Tensor& t) {
   return static_cast<int64_t>(
       at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.dtype().itemsize(), t.storage_offset()));
@@ -79,7 +83,7 @@ void copy_to_host(at::Tensor& self, const at::Tensor& source) {
     self.copy_(on_host(source));
     return;
   }
-  doubt("the numbers of a tensor of " + std::string(c10::toString(source.scalar_type())) + " were copied to the CPU");
+  doubt("the numbers of a tensor of " + name_of(source.scalar_type()) + " were copied to the CPU");
   self.fill_(is_known(source) ? c10::Scalar(on_host(source).flatten()[0].item()) : scalar_in_place_of(source));
 }
 
@@ -133,17 +137,20 @@ at::Tensor& zero_tensor(at::Tensor& self) {
 }
 
 at::Scalar read_number(const at::Tensor& self) {
-  const std::string what = std::string("a number of ") + c10::toString(self.scalar_type());
+  std::ostringstream words;
+  words << "a number (" << name_of(self.scalar_type()) << ") that a simulated GPU does not compute reads ";
   if (!is_known(self)) {
     const at::Scalar value = scalar_in_place_of(self);
-    std::ostringstream words;
-    words << what << " that is not computed reads " << value;
+    words << value;
     doubt(words.str());
     return value;
   }
   BelowPython below;
   const at::Scalar value = on_host(self).item();
-  if (is_doubtful(self)) doubt(what + " follows from a comparison of numbers that are not computed");
+  if (is_doubtful(self)) {
+    words << value;
+    doubt(words.str());
+  }
   return value;
 }
 

@@ -93,6 +93,8 @@ at::Tensor flatten_weights(at::TensorList weights, int64_t, c10::SymInt, int64_t
                            bool, bool) {
   int64_t total = 0, offset = 0;
   for (const at::Tensor& w : weights) total += w.numel();
+  static const c10::OperatorName name("aten::_cudnn_rnn_flatten_weight", "");
+  Running running(&name);
   at::Tensor buffer = new_tensor(weights[0].get_device(), {total}, weights[0].scalar_type());
   forget(buffer);
   for (const at::Tensor& w : weights) {

@@ -179,7 +179,7 @@ StepOp::Results step(const SoftplusAttentionKernels& kernels, const StepOp::Argu
   return result;
 }
 
-const Registration registration(MEMCHECK_KERNELS(softplus_attention),
+const Registration registration(MEMCHECK_KERNELS(softplus_attention, softplus_attention_plan_cuda),
                                 kernels_of<Op>(forward_meta, forward, /*cast_inputs=*/3),
                                 kernels_of<BackwardOp>(backward_meta, backward),
                                 kernels_of<StepOp>(step_meta, step, /*cast_inputs=*/3));

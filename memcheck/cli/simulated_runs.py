@@ -15,6 +15,7 @@ from memcheck.measure.script_watch import ScriptWatch
 from memcheck.simulated import simulated_device
 from memcheck.simulated.doubts import Doubt, doubts, listen
 from memcheck.simulated.ending import Ending
+from memcheck.simulated.library import library
 from memcheck.simulated.saving import unwritten
 
 # Errors of torch, and of libraries on it, where there is no GPU.
@@ -48,6 +49,7 @@ class SimulatedRun:
         assert device.usable_bytes is not None
         record.simulated, record.device_name, record.limit_bytes = True, device.name, limit
         record.usable_bytes = min(device.usable_bytes, limit or device.usable_bytes)
+        record.allocated_bytes = library().most_allocated(0)
         record.ended = self._ending.sentence if self._ending else None
         record.unwritten = list(unwritten.values())
         record.line_doubts = [LineDoubt(**dataclasses.asdict(doubt)) for doubt in doubts()]

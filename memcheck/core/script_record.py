@@ -238,6 +238,7 @@ class ScriptRecord:
     device_name: str | None = None  # Of a simulated one, as are the fields below.
     usable_bytes: int | None = None  # What torch's allocator could get.
     ended: str | None = None  # Why memcheck ended the script.
+    allocated_bytes: int | None = None  # The peak of blocks, as torch.cuda.max_memory_allocated() says.
     unwritten: list[Unwritten] = field(default_factory=list)
     line_doubts: list[LineDoubt] = field(default_factory=list)
 

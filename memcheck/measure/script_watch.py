@@ -137,7 +137,10 @@ class ModuleWatch:
             self._recorder.set_module(self._own.modules.pop())
 
     def _name_modules(self, root: torch.nn.Module) -> None:
-        """Names the modules of the outermost one, and its parameters and buffers; again if they have moved."""
+        """Names the modules of the outermost one, and its parameters and buffers; again if they have moved.
+
+        A module that had a name inside of another one keeps it: checkpoints run layers alone, in the backward.
+        """
         held = inside(root)
         parameters = [each for _, module in modules_in(held) for each in module._parameters.values()]
         first = next((address for each in parameters for address in self._addresses(each)), 0)
@@ -146,7 +149,8 @@ class ModuleWatch:
         self._named.set(root, first)
         self._weights.set(root, len(parameters))
         marks: list[Mark] = []
-        for path, module in modules_in(held, type(held).__name__):
+        own_name = self.names.things[self._numbers.get(held) or 0] or type(held).__name__
+        for path, module in modules_in(held, own_name):
             number = self.names.of(path)
             self._numbers.set(module, number)
             for kind, tensors in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):

@@ -107,21 +107,23 @@ def paragraphs(record: ScriptRecord) -> list[str]:
 def simulated_verdict(record: ScriptRecord) -> str:
     """Whether what ran fits the GPU, the peak, and the line that allocated it.
 
-    "Simulated RTX-4090 (22.9 GiB for torch): it fits. Peak 12.3 GiB allocated, 13 GiB reserved, at train.py:41."
+    "Simulated RTX-4090 (22.9 GiB for torch): it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, at train.py:41."
     """
     ended = "was stopped" if record.error == "KeyboardInterrupt" else "failed"
-    fits = "it does not fit" if record.ran_out else f"it {ended}, and fitted until then" if record.error else "it fits"
+    until = ", and fitted until then" if record.peak.bytes else " before it allocated memory"
+    fits = "it does not fit" if record.ran_out else f"it {ended}{until}" if record.error else "it fits"
     verdict = f"Simulated {record.device_name} ({format_bytes(record.usable_bytes or 0)} for torch): {fits}."
     if not record.peak.bytes:
         return verdict
     reserved = format_bytes(record.reserved_bytes or 0)
-    return f"{verdict} Peak {format_bytes(record.peak.bytes)} allocated, {reserved} reserved, {at(record.peak.place)}."
+    return f"{verdict} Peak {format_bytes(record.peak.bytes)} of tensors, {reserved} reserved, {at(record.peak.place)}."
 
 
 def at(place: Origin) -> str:
-    """ "at train.py:41", or without a line "in the backward, MulBackward0"."""
+    """ "at train.py:41", "in the optimizer step, at train.py:41", or without a line "in the backward, MulBackward0"."""
     if place.line is not None:
-        return f"at {place.line.short}"
+        phase = "in the optimizer step, " if place.phase == "optimizer step" else ""
+        return f"{phase}at {place.line.short}"
     return f"in {place.operator}" if place.phase == "elsewhere" else f"in the {place.phase}, {place.operator}"
 
 
@@ -130,8 +132,8 @@ def unwritten_sentences(record: ScriptRecord) -> Iterator[str]:
         files = ", ".join(f"{file.path} ({format_bytes(file.bytes)})" for file in record.unwritten[:MOST_FILES])
         more = f" and {len(record.unwritten) - MOST_FILES} more" if len(record.unwritten) > MOST_FILES else ""
         yield (
-            f"Not written, as their tensors are not computed: {files}{more}. A script that loads such a file gets a "
-            "FileNotFoundError."
+            f"Not written, as their tensors are not computed: {files}{more}. Such files are missing or empty, and "
+            "loading them fails."
         )
 
 
@@ -205,6 +207,7 @@ def figures_of(record: ScriptRecord) -> dict[str, int]:
         "peak": record.peak.bytes,
         "growth per step": record.growth_per_step,
         **{f"highest, {phase}": size for phase, size in record.phase_peaks.items()},
+        "allocated, at most": record.allocated_bytes,
         "reserved, at most": record.reserved_bytes,
         "alive at the end": record.left_bytes,
         **{f"peak of {device}": size for device, size in record.other_peaks.items()},
@@ -225,6 +228,8 @@ def tables(record: ScriptRecord, most: int) -> list[Table]:
         by = f"Alive {moment}, by"
         lines = group_table(alive, "lines", f"{by} line of Python", "line", line_of, unit, most)
         lines.notes += [f"Blocks below {format_bytes(record.least_bytes)} have no line."] if record.least_bytes else []
+        if record.device.startswith("cuda") and not all(each.place.line for each in alive):
+            lines.notes.append(f"{NO_LINE}: such as the backward, which autograd runs in a thread of its own.")
         found.append(module_table(alive, f"{by} module, {unit}", unit, most))
         found.append(group_table(alive, "operators", f"{by} operator", "operator", attrgetter("operator"), unit, most))
         found.append(lines)
@@ -238,6 +243,10 @@ def figures_table(record: ScriptRecord) -> Table:
         Column("bytes", "bytes", "", ",", read=lambda pair: pair[1]),
     ]
     notes = ["highest: after an allocation in the phase."]
+    if record.allocated_bytes:
+        notes.append(
+            "allocated: torch.cuda.max_memory_allocated(), the tensors and what the allocator rounds them up by."
+        )
     if record.process.peak_bytes:
         notes.append("process: its resident memory (RSS), with its tensors on the CPU and all else.")
     return Table.of("figures", "Figures", columns, figures_of(record).items(), notes)

@@ -26,11 +26,14 @@ _target: list[Target] = []
 def simulate(device: str | Device, *, memory_limit: int | str | None = None, gpus: int = 1) -> None:
     """Lets torch, imported afterwards, find this GPU. It stays until the process ends.
 
-    device: a GPU of the catalog, such as "A100-80GB", or a size, such as "40GiB". memory_limit: bytes, or a text such
-    as "40GiB", that torch's allocator may reserve of each GPU. gpus: how many of them there are.
+    Args:
+        device: a GPU of the catalog, such as "A100-80GB", or a size, such as "40GiB".
+        memory_limit: bytes, or a text such as "40GiB", that torch's allocator may reserve of each GPU.
+        gpus: how many of them there are.
 
-    UsageError: there is no such GPU, torch is imported already, or a different one is simulated.
-    ExtensionError: the library that simulates is missing and cannot be compiled.
+    Raises:
+        UsageError: there is no such GPU, torch is imported already, or a different one is simulated.
+        ExtensionError: the library that simulates is missing and cannot be compiled.
     """
     target = target_of(device, memory_limit, gpus)
     if _target:

@@ -119,6 +119,7 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "note": (ctypes.c_int64, (ctypes.c_char_p,)),
     "noted": (ctypes.c_char_p, ()),
     "record": (None, (*[ctypes.c_int] * 4, ctypes.c_int64, ctypes.c_int)),
+    "most_allocated": (ctypes.c_int64, (ctypes.c_int,)),
     "stats": (None, (ctypes.c_int, ctypes.POINTER(ctypes.c_int64))),
     "snapshot": (ctypes.c_char_p, (ctypes.c_int,)),
     "current_stream": (ctypes.c_int64, (ctypes.c_int,)),

@@ -208,8 +208,8 @@ def test_the_workflow_of_the_documentation_compares_what_its_script_writes(tmp_p
 @pytest.mark.isolated
 def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
     # Tests that a page shows are run by tests/cli/test_pytest_plugin.py, models by tests/integrations, snapshots by
-    # tests/snapshot.
-    elsewhere = ("def test_", "import transformers", "snapshot.pickle")
+    # tests/snapshot, simulated GPUs by tests/simulated.
+    elsewhere = ("def test_", "import transformers", "snapshot.pickle", "memcheck.simulate(")
     sources = [source for source in python_of(documentation()) if not any(word in source for word in elsewhere)]
     small = {name: torch.randn(1, 2, 64, 16, requires_grad=True) for name in "qkv"}
     names = {
@@ -398,10 +398,12 @@ def test_a_page_shows_what_a_terminal_prints(name, tmp_path):
             continue
         command, *shown = text.splitlines()
         program, *words = shlex.split(command.removeprefix("$ "))
-        if program == "memcheck":
+        simulates = words[:1] == ["run"] and "RTX-4090" in words
+        if program == "memcheck" and not simulates:
             done = run_python("-m", "memcheck", *words, cwd=tmp_path, env=environment, timeout=300)
-        else:  # pytest loads its plugins before torch.
-            program = sys.executable if program == "python" else program
+        else:  # pytest loads its plugins before torch, and a simulated GPU must be there before it.
+            words = ["-m", "memcheck", *words] if simulates else words
+            program = sys.executable if simulates or program == "python" else program
             done = subprocess.run(
                 [program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
             )

@@ -40,28 +40,36 @@ def record_of(**more: object) -> ScriptRecord:
 @pytest.mark.parametrize(
     ("more", "verdict"),
     [
-        ({}, "it fits. Peak 12.3 GiB allocated, 13 GiB reserved, at me/here/train.py:41."),
+        ({}, "it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, at me/here/train.py:41."),
         (
             {"peak": dataclasses.replace(PEAK, place=BACKWARD)},
-            "it fits. Peak 12.3 GiB allocated, 13 GiB reserved, in the backward, MmBackward0.",
+            "it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, in the backward, MmBackward0.",
         ),
         (
             {"peak": dataclasses.replace(PEAK, place=Origin("aten::empty", "elsewhere"))},
-            "it fits. Peak 12.3 GiB allocated, 13 GiB reserved, in aten::empty.",
+            "it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, in aten::empty.",
         ),
         (
             {"error": "OutOfMemoryError: CUDA out of memory. Tried", "ran_out": True},
-            "it does not fit. Peak 12.3 GiB allocated, 13 GiB reserved, at me/here/train.py:41.",
+            "it does not fit. Peak 12.3 GiB of tensors, 13 GiB reserved, at me/here/train.py:41.",
         ),
         (
             {"error": "KeyError: 'x'"},
-            "it failed, and fitted until then. Peak 12.3 GiB allocated, 13 GiB reserved, at me/here/train.py:41.",
+            "it failed, and fitted until then. Peak 12.3 GiB of tensors, 13 GiB reserved, at me/here/train.py:41.",
         ),
         (
             {"error": "KeyboardInterrupt"},
-            "it was stopped, and fitted until then. Peak 12.3 GiB allocated, 13 GiB reserved, at me/here/train.py:41.",
+            "it was stopped, and fitted until then. Peak 12.3 GiB of tensors, 13 GiB reserved, at me/here/train.py:41.",
         ),
         ({"peak": dataclasses.replace(PEAK, bytes=0), "alive": []}, "it fits."),
+        (
+            {"error": "ImportError: no", "peak": dataclasses.replace(PEAK, bytes=0), "alive": []},
+            "it failed before it allocated memory.",
+        ),
+        (
+            {"peak": dataclasses.replace(PEAK, place=dataclasses.replace(PEAK.place, phase="optimizer step"))},
+            "it fits. Peak 12.3 GiB of tensors, 13 GiB reserved, in the optimizer step, at me/here/train.py:41.",
+        ),
     ],
 )
 def test_the_first_sentence_says_whether_it_fits(more: dict[str, object], verdict: str) -> None:
@@ -87,7 +95,7 @@ def test_refusals_are_added_up_by_line_and_files_are_named() -> None:
     )
     assert sentences[-1] == (
         "Not written, as their tensors are not computed: 1.pt (1 MiB), 2.pt (2 MiB), 3.pt (3 MiB), 4.pt (4 MiB) and 2 "
-        "more. A script that loads such a file gets a FileNotFoundError."
+        "more. Such files are missing or empty, and loading them fails."
     )
 
 

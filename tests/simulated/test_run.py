@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from pinned import assert_pinned
+from simulated.commands import ROOT, STUBS, Ran, memcheck_run
 
 from memcheck.__main__ import main
 
 pytestmark = pytest.mark.extension
 
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
-
-
-class Ran(NamedTuple):
-    code: int
-    out: str
-    err: str
-    record: dict[str, Any]
-
-    @property
-    def report(self) -> list[str]:
-        """The sentences of the report, without its tables."""
-        lines = self.err[self.err.index("\nSimulated ") + 1 :].partition("\n\n")[0].splitlines()
-        return [re.sub(r"after [\d.e-]+ s", "after S s", line) for line in lines]
-
-
-def memcheck_run(folder: Path, *words: str) -> Ran:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONSAFEPATH", None)
-    command = [sys.executable, "-m", "memcheck", "run", "--output", "out", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    file = folder / "out" / "run.json"
-    return Ran(done.returncode, done.stdout, done.stderr, json.loads(file.read_text()) if file.exists() else {})
 
 
 @pytest.fixture
@@ -91,7 +65,10 @@ def test_the_page_shows_what_it_says() -> None:
             done = memcheck_run(ROOT, "--output", folder, "--device", "RTX-4090", "docs/examples/gpt.py", *words)
             sentences = "\n".join(done.report[: 4 if words else None])
             assert sentences in page
-    assert "memcheck: docs/examples/gpt.py:40: a number of Float that is not computed reads 1; --doubts" in done.err
+    assert (
+        "memcheck: docs/examples/gpt.py:40: a number (float32) that a simulated GPU does not compute reads 1; --doubts"
+        in done.err
+    )
 
 
 OUT_OF_MEMORY = """
@@ -117,7 +94,7 @@ def test_memory_runs_out_where_the_target_has_no_more(run: Callable[..., Ran], t
     )
     assert re.search(r'File ".*script.py", line 6, in fill', done.err)
     assert done.report[0] == (
-        "Simulated T4 (13.8 GiB for torch): it does not fit. Peak 13 GiB allocated, 13 GiB reserved, at script.py:6."
+        "Simulated T4 (13.8 GiB for torch): it does not fit. Peak 13 GiB of tensors, 13 GiB reserved, at script.py:6."
     )
     assert re.search(r"asked for 1 GiB with 13 GiB in use, outside of any phase, at script.py:6 \(fill\)", done.err)
     assert done.record["ran_out"]
@@ -129,7 +106,7 @@ def test_memory_that_runs_out_and_is_caught_is_counted(run: Callable[..., Ran]) 
     """Under a limit, which the verdict names in place of what the GPU has."""
     done = run(OUT_OF_MEMORY * 2, "--memory-limit", "4GiB", device="A100-80GB")
     assert (done.code, done.out) == (0, "4 GiB\n4 GiB\n")
-    assert done.report[0].startswith("Simulated A100-80GB (4 GiB for torch): it fits. Peak 4 GiB allocated, ")
+    assert done.report[0].startswith("Simulated A100-80GB (4 GiB for torch): it fits. Peak 4 GiB of tensors, ")
     failed = next(line for line in done.report if "failed" in line)
     assert failed.startswith(
         "2 allocations failed, and the script caught the error and went on: 1 at script.py:6, 1 at script.py:18. "
@@ -348,20 +325,11 @@ def test_a_module_runs_and_an_operator_without_an_answer_ends_in_its_name(tmp_pa
     done = memcheck_run(tmp_path, "--device", "rtx 4090", "-m", "package", "--steps", "3")
     assert (done.code, done.out) == (1, "['--steps', '3'] True\n")
     assert done.report[0].startswith(
-        "Simulated RTX-4090 (22.9 GiB for torch): it failed, and fitted until then. Peak 4 MiB allocated, "
+        "Simulated RTX-4090 (22.9 GiB for torch): it failed, and fitted until then. Peak 4 MiB of tensors, "
     )
     assert "failed (NotImplementedError: torch.cuda.one_day)" in done.report[1]
 
 
-STUBS = """
-import torch
-try:  # The wheel of torchvision on PyPI cannot load its operators with a CPU build of torch.
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-except RuntimeError:
-    pass
-"""
 LIGHTNING = """
 import lightning.pytorch as lightning
 from torch import nn

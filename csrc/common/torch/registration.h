@@ -39,32 +39,33 @@ struct SimulatedKernel {
 };
 inline constexpr SequenceKernels SimulatedKernel::sequences{SimulatedKernel(), SimulatedKernel()};
 
-// A table has pointers alone, of which the plan is the first.
-template <auto plan, typename Kernels, size_t... kOthers>
-const Kernels* simulated_table(std::index_sequence<kOthers...> /*others*/) {
-  static constexpr Kernels table{plan, (static_cast<void>(kOthers), SimulatedKernel())...};
+// A table has pointers alone, of which those of plans are the first.
+template <auto... plans, typename Kernels, size_t... kOthers>
+const Kernels* simulated_table(const Kernels& /*cpu*/, std::index_sequence<kOthers...> /*others*/) {
+  static constexpr Kernels table{plans..., (static_cast<void>(kOthers), SimulatedKernel())...};
   return &table;
 }
 
 // Where GPUs are simulated, their table has the plan of real ones, so that the operator allocates the same, and kernels
 // that do nothing.
-template <auto plan, typename Kernels>
+template <auto... plans, typename Kernels>
 KernelTables<Kernels> tables_of(const Kernels& cpu, const Kernels* cuda = nullptr) {
-  constexpr size_t others = sizeof(Kernels) / sizeof(void*) - 1;
-  return {&cpu, is_simulated() ? simulated_table<plan, Kernels>(std::make_index_sequence<others>()) : cuda};
+  constexpr size_t others = sizeof(Kernels) / sizeof(void*) - sizeof...(plans);
+  return {&cpu, is_simulated() ? simulated_table<plans...>(cpu, std::make_index_sequence<others>()) : cuda};
 }
 
-// The tables op##_cpu and op##_cuda, as far as this build has them. In the build for tests/host_cuda the kernels of
+// The tables op##_cpu and op##_cuda, as far as this build has them. After op: the function that plans scratch on a GPU,
+// if there is one. In the build for tests/host_cuda the kernels of
 // CUDA run on tensors of the CPU.
 #if defined(MEMCHECK_HOST_CUDA)
-#define MEMCHECK_KERNELS(op)                               \
+#define MEMCHECK_KERNELS(op, ...)                          \
   KernelTables<std::remove_const_t<decltype(op##_cuda)>> { \
     &op##_cuda, nullptr                                    \
   }
 #elif defined(MEMCHECK_WITH_CUDA)
-#define MEMCHECK_KERNELS(op) tables_of<op##_plan_cuda>(op##_cpu, &op##_cuda)
+#define MEMCHECK_KERNELS(op, ...) tables_of<__VA_ARGS__>(op##_cpu, &op##_cuda)
 #else
-#define MEMCHECK_KERNELS(op) tables_of<op##_plan_cuda>(op##_cpu)
+#define MEMCHECK_KERNELS(op, ...) tables_of<__VA_ARGS__>(op##_cpu)
 #endif
 
 // The tables of an operator without kernels of its own, which every build has.
