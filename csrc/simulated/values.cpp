@@ -26,6 +26,7 @@ Values::Kind kind_of(const std::string& name) {
     return Kind::kCount;
   if (is_one_of(name, {"argmax", "argmin", "topk", "sort", "argsort", "multinomial", "kthvalue", "mode", "nonzero"}))
     return Kind::kPlace;
+  if (is_one_of(name, {"any", "all"})) return Kind::kNonzero;
   return Kind::kComparison;
 }
 
@@ -193,13 +194,23 @@ std::optional<int64_t> inherited(const Finished& call) {
   return most;
 }
 
+// Numbers that are not known read 1, so none of them is zero. Answers to comparisons, and integers, may be.
+bool reads_nonzero(const Finished& call) {
+  bool found = call.values.kind == Values::Kind::kNonzero;
+  for (size_t i = 0; i < call.count; ++i)
+    each_tensor(call.arguments[i], [&](const at::Tensor& x) {
+      found = found && (at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()));
+    });
+  return found;
+}
+
 void stand_in_for(const Finished& call, const at::Tensor& t) {
   using Kind = Values::Kind;
   forget(t);
   const Kind kind = call.values.kind;
   if (kind == Kind::kFinite || kind == Kind::kNotFinite) return set_constant(t, kind == Kind::kFinite);
   if (t.scalar_type() == at::kBool && t.numel() <= kMostAnswers) {
-    set_constant(t, kind == Kind::kNegation);
+    set_constant(t, kind == Kind::kNegation || reads_nonzero(call));
     return set_doubtful(t);
   }
   if (!at::isIntegralType(t.scalar_type(), false)) return;

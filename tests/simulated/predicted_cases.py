@@ -43,7 +43,7 @@ class Program:
         with torch.device("cuda" if self.large else "cpu"):
             model, inputs, kwargs = self.make()
         model = model.cuda() if isinstance(model, nn.Module) else model
-        return model, moved(inputs), moved(kwargs)
+        return model, *moved((inputs, kwargs))
 
     def without_gpu(self) -> Made:
         with torch.device("meta" if self.large else "cpu"):
@@ -51,11 +51,15 @@ class Program:
 
 
 def moved(parts: Any) -> Any:
-    return tree_map(lambda x: on_cuda(x) if isinstance(x, Tensor) else x, parts)
+    """On the GPU. What is one tensor stays one."""
+    there: dict[int, Tensor] = {}
 
+    def on_cuda(x: Any) -> Any:
+        if isinstance(x, Tensor) and id(x) not in there:
+            there[id(x)] = x.detach().cuda().requires_grad_(x.requires_grad)
+        return there.get(id(x), x)
 
-def on_cuda(x: Tensor) -> Tensor:
-    return x.detach().cuda().requires_grad_(x.requires_grad)
+    return tree_map(on_cuda, parts)
 
 
 Group = Iterator[tuple[str, Program]]
