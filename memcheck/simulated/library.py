@@ -61,6 +61,9 @@ OWN = frozenset(
         "unfold",
         "_cudnn_rnn_flatten_weight",
         "_fused_sdp_choice",
+        "_transform_bias_rescale_qkv",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
     ]
 )
 # Kinds of tensors that are not dense, of which a CUDA build has kernels.
