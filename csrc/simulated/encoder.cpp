@@ -45,8 +45,8 @@ std::tuple<at::Tensor, at::Tensor> attend(const at::Tensor& query, const at::Ten
   const bool is_self = query.is_same(key) && key.is_same(value);
   if (is_self && width / heads % 8 == 0 && !needs_weights && !mask.has_value() && is_fused(query, heads)) {
     const auto parts = at::linear(query, qkv_weight, qkv_bias).chunk(3, -1);
-    const at::Tensor y = at::scaled_dot_product_attention(by_head(parts[0], heads), by_head(parts[1], heads),
-                                                          by_head(parts[2], heads));
+    const at::Tensor y =
+        at::scaled_dot_product_attention(by_head(parts[0], heads), by_head(parts[1], heads), by_head(parts[2], heads));
     return {at::linear(y.transpose(1, 2).reshape({query.size(0), -1, width}), weight, bias), at::Tensor()};
   }
   at::Tensor qkv = qkv_projection(query, key, value, width, qkv_weight);

@@ -282,6 +282,30 @@ void expand_masks(c10::IValue& indices) {
   if (has_mask) indices = expanded;
 }
 
+// Whether a number of the CPU is filled in where a mask is true, and then does so: canDispatchToMaskedFill of
+// ATen/native/TensorAdvancedIndexingUtils.h.
+bool fills_mask(const c10::IValue* arguments) {
+  const at::Tensor x = arguments[0].toTensor(), value = arguments[2].toTensor();
+  if (arguments[3].toBool() || !value.is_cpu() || value.numel() != 1) return false;
+  at::Tensor mask;
+  int64_t dims = 0;  // up to the mask's last
+  for (const c10::IValue& part : arguments[1].toListRef()) {
+    if (part.isNone() || !part.toTensor().defined()) {
+      dims += !mask.defined();
+      continue;
+    }
+    const at::Tensor& t = part.toTensor();
+    const bool is_mask = t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+    if (!is_mask || mask.defined() || t.device() != x.device()) return false;
+    mask = t;
+    dims += t.dim();
+  }
+  if (!mask.defined()) return false;
+  for (; dims < x.dim(); ++dims) mask = mask.unsqueeze(-1);
+  x.masked_fill_(mask, value.item());
+  return true;
+}
+
 }  // namespace
 
 Values::Values(const c10::OperatorHandle& op) : name(op.operator_name().name) {
@@ -311,6 +335,12 @@ bool run_sizes_by_contents(const c10::OperatorHandle& op, const Values& values, 
   const size_t count = op.schema().arguments().size();
   c10::IValue* arguments = stack->data() + stack->size() - count;
   if (values.name.find("index") != std::string::npos) {
+    if (values.name == "_index_put_impl_" && fills_mask(arguments)) {
+      const at::Tensor x = arguments[0].toTensor();
+      torch::jit::drop(*stack, count);
+      stack->emplace_back(x);
+      return true;
+    }
     expand_masks(arguments[1]);
     return false;
   }
