@@ -8,6 +8,7 @@ import importlib
 import inspect
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,14 +45,26 @@ class Program:
     of_catalog: Case | None = None
 
     def on_cuda(self) -> Made:
-        with torch.device("cuda" if self.large else "cpu"):
-            model, inputs, kwargs = self.make()
-        model = model.cuda() if isinstance(model, nn.Module) else model
+        model, inputs, kwargs = self.without_gpu()
+        if isinstance(model, nn.Module):
+            model = with_memory(model) if self.large else model.cuda()
         return model, *moved((inputs, kwargs))
 
     def without_gpu(self) -> Made:
         with torch.device("meta" if self.large else "cpu"):
             return self.make()
+
+
+def with_memory(model: nn.Module) -> nn.Module:
+    """A model of the meta device on the GPU, in the order in which .cuda() moves. What is one parameter stays one."""
+    there: dict[Tensor, Tensor] = {}
+    model._apply(lambda x: there.setdefault(x, torch.empty_like(x, device="cuda")) if x.is_meta else x)
+    one: dict[int, Tensor | None] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = one.setdefault(parameter.data_ptr(), parameter)
+    return model
 
 
 def moved(parts: Any) -> Any:
@@ -60,7 +73,8 @@ def moved(parts: Any) -> Any:
 
     def on_cuda(x: Any) -> Any:
         if isinstance(x, Tensor) and id(x) not in there:
-            there[id(x)] = x.detach().cuda().requires_grad_(x.requires_grad)
+            made = torch.zeros_like(x, device="cuda") if x.is_meta else x.detach().cuda()
+            there[id(x)] = made.detach().requires_grad_(x.requires_grad)
         return there.get(id(x), x)
 
     return tree_map(on_cuda, parts)
@@ -109,15 +123,20 @@ def of_catalog(case: Case) -> Made:
 
 
 class Function(nn.Module):
-    """f(parameters, *inputs), with parameters of these shapes."""
+    """f(parameters, *inputs), with parameters of these shapes.
 
-    def __init__(self, f: Callable[..., Any], *shapes: Sizes) -> None:
+    pause: seconds after it, in which autograd's thread lets go of what a backward within f has worked with.
+    """
+
+    def __init__(self, f: Callable[..., Any], *shapes: Sizes, pause: float = 0) -> None:
         super().__init__()
-        self.f = f
+        self.f, self.pause = f, pause
         self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
 
     def forward(self, *inputs: Any) -> Any:
-        return self.f(self.weights, *inputs)
+        y = self.f(self.weights, *inputs)
+        time.sleep(self.pause)
+        return y
 
 
 class WithTargets(nn.Module):
@@ -136,7 +155,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, wants: bool = True)
 
 
 def function(f: Callable[..., Any], inputs: Callable[[], Any], *weights: Sizes, **how: Any) -> Program:
-    return Program(lambda: (Function(f, *weights), inputs(), {}), how)
+    return Program(lambda: (Function(f, *weights, pause=0.02), inputs(), {}), how)
 
 
 # ---- attention
