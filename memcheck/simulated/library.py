@@ -248,8 +248,8 @@ def finish(torch: ModuleType, target: Target, rules_path: Path) -> None:
     compile.prepare(target)
     meta.register()
     rules.connect(target, rules_path)
-    # Kernels for meta tensors that are Python import it while a model runs. torch.fx.wrap leaves a frame in a cycle, and
-    # so all frames below it with their tensors.
+    # Meta kernels in Python import it while a model runs. torch.fx.wrap leaves its frame in a cycle, and so all frames
+    # below it with their tensors.
     after_import("torch._dynamo", drop_frames)
 
 

@@ -28,7 +28,7 @@ from memcheck.core.errors import UnsupportedError  # noqa: E402
 from memcheck.core.record import Record  # noqa: E402
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-# Of a record, each with "_bytes". Requested bytes, up to the workspaces of cuBLAS; then what the caching allocator holds.
+# Of a record, each with "_bytes". Requested bytes up to the workspaces of cuBLAS, then those of the allocator's blocks.
 FIGURES = (
     "forward_peak",
     "saved",

@@ -1,5 +1,7 @@
-"""Steps that tell a simulated GPU from today's predictions, in groups. Each is one that the zoo, the tests on an H200 or
-published tables have, or one way to attend, to step an optimizer or to transform a function."""
+"""Steps that tell a simulated GPU from what was predicted, in groups.
+
+They are of the zoo, the tests on an H200 and published tables, and ways to attend, to step and to transform.
+"""
 
 from __future__ import annotations
 
@@ -295,36 +297,63 @@ def transforms() -> Group:
         yield words, function(f, wide, *square * 2)
         yield f"{words}, autocast", function(f, wide, *square * 2, autocast="fp16", optimizer="adamw")
     yield "autocast inside", function(under_autocast, wide, *square * 2, optimizer="adamw")
-    yield "complex numbers", function(
-        lambda w, x: (torch.view_as_complex(x) * torch.view_as_complex(w[0])).abs().sum(),
-        lambda: (numbers(64, 2),),
-        (64, 2),
+    yield (
+        "complex numbers",
+        function(
+            lambda w, x: (torch.view_as_complex(x) * torch.view_as_complex(w[0])).abs().sum(),
+            lambda: (numbers(64, 2),),
+            (64, 2),
+        ),
     )
-    yield "irfft of rfft", function(
-        lambda w, x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w[0])).sum(), wide, (64,)
+    yield (
+        "irfft of rfft",
+        function(lambda w, x: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w[0])).sum(), wide, (64,)),
     )
     window = lambda x: torch.ones(64, device=x.device)  # noqa: E731
-    yield "stft", function(
-        lambda _, x: torch.stft(x, 64, return_complex=True, window=window(x)).abs().sum(), lambda: (numbers(4, 1023),)
+    yield (
+        "stft",
+        function(
+            lambda _, x: torch.stft(x, 64, return_complex=True, window=window(x)).abs().sum(),
+            lambda: (numbers(4, 1023),),
+        ),
     )
-    yield "index_add and scatter_add", function(scattered, lambda: (numbers(32, 16), torch.randint(32, (32,))), (32, 16))
-    yield "sort, topk, cumsum", function(
-        lambda _, x: x.sort(-1)[0].sum() + x.topk(4)[0].sum() + x.cumsum(-1).sum(), wide
+    yield (
+        "index_add and scatter_add",
+        function(scattered, lambda: (numbers(32, 16), torch.randint(32, (32,))), (32, 16)),
     )
-    yield "interpolations", function(
-        lambda _, x: sum(functional.interpolate(x, scale_factor=2, mode=mode).sum() for mode in ("bilinear", "nearest")),
-        lambda: (numbers(2, 3, 17, 17),),
+    yield (
+        "sort, topk, cumsum",
+        function(lambda _, x: x.sort(-1)[0].sum() + x.topk(4)[0].sum() + x.cumsum(-1).sum(), wide),
+    )
+    yield (
+        "interpolations",
+        function(
+            lambda _, x: sum(
+                functional.interpolate(x, scale_factor=2, mode=mode).sum() for mode in ("bilinear", "nearest")
+            ),
+            lambda: (numbers(2, 3, 17, 17),),
+        ),
     )
     yield "channels last", Program(in_channels_last)
-    yield "transposed and grouped convolutions", Program(
-        lambda: (
-            nn.Sequential(nn.ConvTranspose2d(8, 16, 4, 2), nn.Conv2d(16, 16, 3, groups=16)),
-            (numbers(4, 8, 17, 17),),
-            {},
-        )
+    yield (
+        "transposed and grouped convolutions",
+        Program(
+            lambda: (
+                nn.Sequential(nn.ConvTranspose2d(8, 16, 4, 2), nn.Conv2d(16, 16, 3, groups=16)),
+                (numbers(4, 8, 17, 17),),
+                {},
+            )
+        ),
     )
-    yield "group and instance norm", Program(
-        lambda: (nn.Sequential(nn.GroupNorm(4, 16), nn.InstanceNorm2d(16, affine=True)), (numbers(4, 16, 9, 9),), {})
+    yield (
+        "group and instance norm",
+        Program(
+            lambda: (
+                nn.Sequential(nn.GroupNorm(4, 16), nn.InstanceNorm2d(16, affine=True)),
+                (numbers(4, 16, 9, 9),),
+                {},
+            )
+        ),
     )
     parametrizations = nn.utils.parametrizations
     for norm in (parametrizations.spectral_norm, parametrizations.weight_norm):
@@ -506,18 +535,21 @@ def of_torchtitan(widens: bool) -> Made:
 
 
 def timm() -> Group:
-    """Every tenth of the models in the table, and its smallest batch."""
+    """Every 15th of the models in the table, with its smallest batch."""
     batches: dict[str, int] = {}
     for row in table("timm.csv"):
         batches.setdefault(row["model"], int(row["batch"]))
-    for name, batch in list(batches.items())[::10]:
+    for name, batch in list(batches.items())[::15]:
         how = {"optimizer": momentum, "loss": smoothed}
-        yield name, Program(functools.partial(of_timm, name, batch), how)
+        yield name, Program(functools.partial(of_timm, name, batch), how, large=True)
 
 
 def of_timm(name: str, batch: int) -> Made:
+    from benchmarks.published.timm import numbers_on_the_cpu
+
     loaded().with_stubs_of_torchvision()
-    model = importlib.import_module("timm").create_model(name).train()
+    with numbers_on_the_cpu():
+        model = importlib.import_module("timm").create_model(name).train()
     x = torch.empty(batch, *model.default_cfg["input_size"])
     return WithTargets(model), (x, torch.zeros(batch, dtype=torch.int64)), {}
 
