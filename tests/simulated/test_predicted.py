@@ -21,8 +21,8 @@ PACKAGED = {
     "timm": ("timm", "torchvision"),
     "transformers": ("transformers",),
 }
-# Of large models only requested bytes are compared, which are the first figures of a row. Gradients that a step releases
-# before the next are in another order, and so blocks are. Which order a real GPU has was not looked at.
+# Of large models only the first figures of a row are compared, requested bytes: a step releases gradients in another
+# order, and so blocks differ. Which order a real GPU has was not looked at.
 REQUESTED = {"timm": 8, "transformers": 8}
 
 
