@@ -287,12 +287,17 @@ def function(name: str, call: Callable[..., Any], *shapes: Any, **how: Any) -> N
 
 function("fft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), (8, 20, 48))
 function("fft2", lambda x: torch.fft.fft2(x).abs(), (4, 16, 16))
-function("linalg.inv", lambda x: torch.linalg.inv(x @ x.mT + torch.eye(12)), (4, 12, 12))
-function("linalg.cholesky", lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(12)), (4, 12, 12))
+function("linalg.inv", lambda x: torch.linalg.inv(x @ x.mT + torch.eye(12, device=x.device)), (4, 12, 12))
+function("linalg.cholesky", lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(12, device=x.device)), (4, 12, 12))
 function("linalg.qr", lambda x: torch.linalg.qr(x), (4, 12, 8))
 function("linalg.svd", lambda x: torch.linalg.svd(x, full_matrices=False), (4, 12, 8))
 function("linalg.eigh", lambda x: torch.linalg.eigh(x @ x.mT).eigenvalues, (4, 12, 12))
-function("linalg.solve", lambda x, y: torch.linalg.solve(x @ x.mT + torch.eye(12), y), (4, 12, 12), (4, 12, 3))
+function(
+    "linalg.solve",
+    lambda x, y: torch.linalg.solve(x @ x.mT + torch.eye(12, device=x.device), y),
+    (4, 12, 12),
+    (4, 12, 3),
+)
 function("linalg.det", lambda x: torch.linalg.det(x), (4, 12, 12))
 function("linalg.norm", lambda x: torch.linalg.norm(x, dim=-1), (8, 20, 48))
 function("einsum", lambda x, y: torch.einsum("bij,bjk->bik", x, y), (4, 10, 12), (4, 12, 14))
@@ -304,9 +309,9 @@ function(
     lambda q, k, v: nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
     *[(2, 4, 18, 16)] * 3,
 )
-function("gather", lambda x: x.gather(-1, torch.zeros(8, 20, 5, dtype=torch.int64)), (8, 20, 48))
+function("gather", lambda x: x.gather(-1, torch.zeros(8, 20, 5, dtype=torch.int64, device=x.device)), (8, 20, 48))
 function("index", lambda x: x[torch.tensor([0, 2, 1])], (8, 48))
-function("index_select", lambda x: x.index_select(0, torch.tensor([0, 2, 1])), (8, 48))
+function("index_select", lambda x: x.index_select(0, torch.tensor([0, 2, 1], device=x.device)), (8, 48))
 function("cumprod", lambda x: x.cumprod(-1), shares(8, 48))
 function("cumsum", lambda x: x.cumsum(-1), (8, 48))
 function("sort", lambda x: x.sort(-1).values, (8, 48))

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/ops/_embedding_bag_backward_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/unfold_native.h>
@@ -47,6 +49,14 @@ at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::opt
 
 std::string name_of(at::ScalarType dtype) {
   return std::string(c10::getDtypeNames(dtype).first);
+}
+
+// Zeros without memory, which transforms make in place of tangents and gradients: _efficientzerotensor_cuda.
+at::Tensor make_zeros(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                      std::optional<at::Device> device, std::optional<bool>) {
+  at::native::ZeroTensorAllocator none(device_at(index_of(device)));
+  const c10::DispatchKeySet keys({c10::DispatchKey::CUDA, c10::DispatchKey::ZeroTensor});
+  return at::detail::empty_generic(sizes, &none, keys, c10::dtype_or_default(dtype), std::nullopt);
 }
 
 int64_t bytes_of(const at::Tensor& t) {
@@ -198,6 +208,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   using namespace memcheck::simulated;
   m.impl("empty.memory_format", make_empty);
   m.impl("empty_strided", make_strided);
+  m.impl("_efficientzerotensor", make_zeros);
+  m.impl("_embedding_bag_backward", at::native::_embedding_bag_backward_symint);
   m.impl("resize_", resize_);
   m.impl("copy_", copy_);
   m.impl("fill_.Scalar", fill_tensor);

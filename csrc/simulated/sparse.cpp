@@ -31,6 +31,9 @@ void arrange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Sta
                                                             "aten::_coalesced_",
                                                             "aten::indices",
                                                             "aten::values",
+                                                            "aten::clone",
+                                                            "aten::copy_",
+                                                            "aten::empty_like",
                                                             "aten::zero_",
                                                             "aten::copy_sparse_to_sparse_"};
   TORCH_CHECK_NOT_IMPLEMENTED(arranging.count(op.operator_name().name) > 0, op.operator_name(),
@@ -58,6 +61,10 @@ at::Tensor& add_to_dense(at::Tensor& self, const at::Tensor& other, const at::Sc
 
 TORCH_LIBRARY_IMPL(aten, SparseCUDA, m) {
   m.impl("add_.Tensor", memcheck::simulated::add_to_dense);
+  // These have kernels for any kind of tensor, so that the fallback is not asked.
+  for (const char* name :
+       {"clone", "copy_", "empty_like", "sparse_dim", "dense_dim", "is_coalesced", "indices", "values"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&memcheck::simulated::arrange>());
 }
 TORCH_LIBRARY_IMPL(_, SparseCUDA, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&memcheck::simulated::arrange>());

@@ -26,6 +26,7 @@ Values::Kind kind_of(const std::string& name) {
     return Kind::kCount;
   if (is_one_of(name, {"argmax", "argmin", "topk", "sort", "argsort", "multinomial", "kthvalue", "mode", "nonzero"}))
     return Kind::kPlace;
+  if (is_one_of(name, {"any", "all"})) return Kind::kNonzero;
   return Kind::kComparison;
 }
 
@@ -193,13 +194,23 @@ std::optional<int64_t> inherited(const Finished& call) {
   return most;
 }
 
+// Numbers that are not known read 1, so none of them is zero. Answers to comparisons, and integers, may be.
+bool reads_nonzero(const Finished& call) {
+  bool found = call.values.kind == Values::Kind::kNonzero;
+  for (size_t i = 0; i < call.count; ++i)
+    each_tensor(call.arguments[i], [&](const at::Tensor& x) {
+      found = found && (at::isFloatingType(x.scalar_type()) || at::isComplexType(x.scalar_type()));
+    });
+  return found;
+}
+
 void stand_in_for(const Finished& call, const at::Tensor& t) {
   using Kind = Values::Kind;
   forget(t);
   const Kind kind = call.values.kind;
   if (kind == Kind::kFinite || kind == Kind::kNotFinite) return set_constant(t, kind == Kind::kFinite);
   if (t.scalar_type() == at::kBool && t.numel() <= kMostAnswers) {
-    set_constant(t, kind == Kind::kNegation);
+    set_constant(t, kind == Kind::kNegation || reads_nonzero(call));
     return set_doubtful(t);
   }
   if (!at::isIntegralType(t.scalar_type(), false)) return;
@@ -271,6 +282,30 @@ void expand_masks(c10::IValue& indices) {
   if (has_mask) indices = expanded;
 }
 
+// Whether a number of the CPU is filled in where a mask is true, and then does so: canDispatchToMaskedFill of
+// ATen/native/TensorAdvancedIndexingUtils.h.
+bool fills_mask(const c10::IValue* arguments) {
+  const at::Tensor x = arguments[0].toTensor(), value = arguments[2].toTensor();
+  if (arguments[3].toBool() || !value.is_cpu() || value.numel() != 1) return false;
+  at::Tensor mask;
+  int64_t dims = 0;  // up to the mask's last
+  for (const c10::IValue& part : arguments[1].toListRef()) {
+    if (part.isNone() || !part.toTensor().defined()) {
+      dims += !mask.defined();
+      continue;
+    }
+    const at::Tensor& t = part.toTensor();
+    const bool is_mask = t.scalar_type() == at::kBool || t.scalar_type() == at::kByte;
+    if (!is_mask || mask.defined() || t.device() != x.device()) return false;
+    mask = t;
+    dims += t.dim();
+  }
+  if (!mask.defined()) return false;
+  for (; dims < x.dim(); ++dims) mask = mask.unsqueeze(-1);
+  x.masked_fill_(mask, value.item());
+  return true;
+}
+
 }  // namespace
 
 Values::Values(const c10::OperatorHandle& op) : name(op.operator_name().name) {
@@ -300,6 +335,12 @@ bool run_sizes_by_contents(const c10::OperatorHandle& op, const Values& values, 
   const size_t count = op.schema().arguments().size();
   c10::IValue* arguments = stack->data() + stack->size() - count;
   if (values.name.find("index") != std::string::npos) {
+    if (values.name == "_index_put_impl_" && fills_mask(arguments)) {
+      const at::Tensor x = arguments[0].toTensor();
+      torch::jit::drop(*stack, count);
+      stack->emplace_back(x);
+      return true;
+    }
     expand_masks(arguments[1]);
     return false;
   }

@@ -25,7 +25,7 @@ struct Values {
   bool has_sizes_by_contents;
   bool is_random, has_cpu, is_pointwise;
   // Of results that are not known: bools that are answered, and integers that count or are places.
-  enum class Kind { kOther, kComparison, kNegation, kFinite, kNotFinite, kCount, kPlace } kind = Kind::kOther;
+  enum class Kind { kOther, kComparison, kNegation, kFinite, kNotFinite, kNonzero, kCount, kPlace } kind = Kind::kOther;
   std::vector<char> is_status;  // of results: the `info` of linalg, which reads 0
   std::vector<char> keeps;      // of arguments: written, but not where everything is finite
 };

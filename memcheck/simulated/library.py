@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib.util
 import os
 import re
@@ -45,6 +46,8 @@ OWN = frozenset(
     [
         "empty.memory_format",
         "empty_strided",
+        "_efficientzerotensor",
+        "_embedding_bag_backward",
         "resize_",
         "copy_",
         "fill_.Scalar",
@@ -61,6 +64,9 @@ OWN = frozenset(
         "unfold",
         "_cudnn_rnn_flatten_weight",
         "_fused_sdp_choice",
+        "_transform_bias_rescale_qkv",
+        "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
     ]
 )
 # Kinds of tensors that are not dense, of which a CUDA build has kernels.
@@ -251,6 +257,13 @@ def finish(torch: ModuleType, target: Target, rules_path: Path) -> None:
     compile.prepare(target)
     meta.register()
     rules.connect(target, rules_path)
+    # Meta kernels in Python import it while a model runs. torch.fx.wrap leaves its frame in a cycle, and so all frames
+    # below it with their tensors.
+    after_import("torch._dynamo", drop_frames)
+
+
+def drop_frames() -> None:
+    gc.collect()
 
 
 def others_of_build(torch: ModuleType) -> list[str]:

@@ -63,8 +63,8 @@ def writes_only(*_: Any, **__: Any) -> None:
     """Writes to its operands alone."""
 
 
-# torch 2.11 lacks the first two.
-@on_meta("_transformer_encoder_layer_fwd", "_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet")
+# torch 2.11 lacks the first.
+@on_meta("_standard_gamma", "_standard_gamma_grad", "_sample_dirichlet")
 @on_meta("_dirichlet_grad", "_logcumsumexp", "binomial")
 def like_first(x: Any, *_: Any, **__: Any) -> Any:
     return torch.empty_like(x)
