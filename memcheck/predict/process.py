@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from importlib.machinery import PathFinder
@@ -264,6 +265,9 @@ def packed(thing: Any) -> bytes:
         def reducer_override(self, part: Any) -> Any:
             from memcheck.predict.compiled import reduced
 
+            if type(part) is torch.Tensor and part.is_meta:  # With its storage, which others may share.
+                shape = part.storage_offset(), part.size(), part.stride(), part.requires_grad
+                return torch._utils._rebuild_tensor_v2, (part._typed_storage(), *shape, OrderedDict())
             made = reduced(part)
             return made if made is not NotImplemented else super().reducer_override(part)
 
