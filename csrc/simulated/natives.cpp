@@ -4,18 +4,16 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/equal.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
-#include <sstream>
-
 #include "simulated/exports.h"
 #include "simulated/host.h"
 #include "simulated/kernels.h"
 #include "simulated/memory.h"
+#include "simulated/values.h"
 
 namespace memcheck::simulated {
 namespace {
@@ -130,31 +128,6 @@ at::Tensor& fill_tensor(at::Tensor& self, const at::Scalar& value) {
 
 at::Tensor& zero_tensor(at::Tensor& self) {
   return fill_tensor(self, 0);
-}
-
-at::Scalar read_number(const at::Tensor& self) {
-  const std::string what = std::string("a number of ") + c10::toString(self.scalar_type());
-  if (!is_known(self)) {
-    const at::Scalar value = scalar_in_place_of(self);
-    std::ostringstream words;
-    words << what << " that is not computed reads " << value;
-    doubt(words.str());
-    return value;
-  }
-  BelowPython below;
-  const at::Scalar value = on_host(self).item();
-  if (is_doubtful(self)) doubt(what + " follows from a comparison of numbers that are not computed");
-  return value;
-}
-
-bool are_equal(const at::Tensor& self, const at::Tensor& other) {
-  if (self.sizes() != other.sizes()) return false;
-  if (!is_known(self) || !is_known(other)) {
-    doubt("tensors whose numbers are not computed were compared: they are equal");
-    return true;
-  }
-  BelowPython below;
-  return at::equal(on_host(self), on_host(other));
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
