@@ -25,7 +25,7 @@ bool reads_nothing(const std::string& name) {
 
 // Operators whose kernel serves all devices, and reads numbers itself.
 bool reads_on_any_device(const std::string& name) {
-  return is_one_of(name, {"copy_", "mkldnn_convolution", "convolution_backward", "_mkldnn_transpose",
+  return is_one_of(name, {"copy_", "_convolution", "mkldnn_convolution", "convolution_backward", "_mkldnn_transpose",
                           "_linalg_check_errors"});
 }
 

@@ -145,8 +145,12 @@ def _scratch(name: str, overload: str, arguments: list[Any], results: list[Any])
 
 
 def _takes_nothing(func: Any, call: OperatorCall) -> bool:
-    """Whether the kernel goes from element to element, without a change of dtype: cpu_kernel of cpu/Loops.h."""
+    """Whether the kernel goes from element to element, without a change of dtype: cpu_kernel of cpu/Loops.h.
+
+    oneDNN's kernels copy operands that are not contiguous.
+    """
     if torch.Tag.pointwise not in func.tags:
         return False
     tensors = [x for x in (*call.arguments.values(), *call.outputs) if isinstance(x, torch.Tensor)]
-    return are_plain(tensors) and len({x.dtype for x in tensors}) == 1
+    is_dense = all(x.is_contiguous() or x.numel() == 1 for x in tensors)
+    return is_dense and are_plain(tensors) and len({x.dtype for x in tensors}) == 1
