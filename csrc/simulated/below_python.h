@@ -8,8 +8,7 @@ namespace memcheck::simulated {
 
 class BelowPython {
  public:
-  BelowPython()
-      : keys_(keys()), functions_(static_cast<int>(at::impl::PythonTorchFunctionTLS::get_disabled_state())) {
+  BelowPython() : keys_(keys()), functions_(static_cast<int>(at::impl::PythonTorchFunctionTLS::get_disabled_state())) {
     at::impl::PythonTorchFunctionTLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
   }
   ~BelowPython() {

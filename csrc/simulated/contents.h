@@ -1,7 +1,7 @@
 // What is known of the numbers in a storage of a simulated device.
 //
-// Small storages keep their numbers, of a GPU on the host, and operators on them run, too. Of larger ones a single number
-// is known if all are equal, and else nothing.
+// Small storages keep their numbers, of a GPU on the host, and operators on them run, too. Of larger ones a single
+// number is known if all are equal, and else nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -45,14 +45,16 @@ struct Operator {
 Operator::Operator(const c10::OperatorHandle& op) : values(op) {
   const std::string& full = op.operator_name().name;
   const bool is_torchs = full.rfind("aten::", 0) == 0;
-  is_passed_on = is_view_by_schema(op.schema()) || (is_torchs && reads_nothing(values.name)) ||
-                 !(op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || (is_torchs && reads_on_any_device(values.name)));
+  is_passed_on =
+      is_view_by_schema(op.schema()) || (is_torchs && reads_nothing(values.name)) ||
+      !(op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || (is_torchs && reads_on_any_device(values.name)));
   if (is_torchs && is_one_of(values.name, {"empty", "empty_strided"}))
     dtype_argument = op.schema().argumentIndexWithName("dtype").value_or(-1);
   has_sizes_by_contents = values.has_sizes_by_contents || op.hasTag(at::Tag::dynamic_output_shape);
   depends_on_integers = !values.is_pointwise && cpu_facts.of_any_integers.count(values.name) == 0;
-  const bool overwrites_all = is_one_of(values.name, {"normal_", "uniform_", "random_", "bernoulli_", "exponential_",
-                                                      "log_normal_", "cauchy_", "geometric_", "fill_", "zero_", "copy_"});
+  const bool overwrites_all =
+      is_one_of(values.name, {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
+                              "geometric_", "fill_", "zero_", "copy_"});
   for (const auto& argument : op.schema().arguments()) {
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     writes.push_back(is_written);
@@ -121,7 +123,8 @@ bool Call::can_run_for_real() const {
   for (size_t i = 0; i < operands_.size(); ++i) {
     const at::Tensor& t = operands_[i];
     const bool is_read = !its_.overwrites[argument_[i]];
-    const int64_t most = its_.has_sizes_by_contents ? kMostElements : most_kept_bytes(t.scalar_type()) / t.element_size();
+    const int64_t most =
+        its_.has_sizes_by_contents ? kMostElements : most_kept_bytes(t.scalar_type()) / t.element_size();
     if (t.numel() > most) return false;
     const Contents* contents = contents_of(t);
     if (contents == nullptr) continue;
@@ -142,12 +145,17 @@ bool Call::run_for_real() {
     if (!prepare_write(operands_[i], is_written && its_.overwrites[argument_[i]])) return false;
   }
   const Stack before(stack_->begin() + static_cast<int64_t>(first_), stack_->end());
+  std::vector<std::pair<at::Tensor, TensorLayout>> layouts;
+  for (size_t i = 0; i < operands_.size(); ++i)
+    if (its_.writes[argument_[i]]) layouts.emplace_back(operands_[i], TensorLayout::of(operands_[i]));
   try {
     RunningForReal real;
     op_.redispatchBoxed(keys_, stack_);
   } catch (const TooLarge&) {
     stack_->resize(first_);
     stack_->insert(stack_->end(), before.begin(), before.end());
+    for (const auto& [t, layout] : layouts)  // A result that was to grow has its new sizes, and no memory.
+      t.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, layout.offset);
     return false;
   }
   return true;
@@ -173,6 +181,7 @@ bool Call::answer() {
 Key Call::key(bool& has_key) const {
   KeyBuilder builder(/*rounds_numbers=*/true);
   builder.push(global_switches());
+  builder.push(cpu_options.probed_first_bytes);
   builder.push(at::get_num_threads() << 1 | static_cast<int64_t>(at::GradMode::is_enabled()));
   has_key = true;
   for (size_t i = 0; i < count_ && has_key; ++i) has_key = builder.add(arguments()[i]);
@@ -260,9 +269,8 @@ std::optional<CpuPlan> Call::plan_on_meta(bool asks_rule) const {
 }
 
 bool Call::knows_integers() const {
-  return std::all_of(operands_.begin(), operands_.end(), [](const at::Tensor& t) {
-    return t.is_floating_point() || t.is_complex() || is_known(t);
-  });
+  return std::all_of(operands_.begin(), operands_.end(),
+                     [](const at::Tensor& t) { return t.is_floating_point() || t.is_complex() || is_known(t); });
 }
 
 // An error of the kernel is the program's, unless it may come from numbers that are made up.
@@ -283,8 +291,7 @@ CpuPlan Call::plan_by_probe_or_meta() const {
 std::vector<Written> Call::writes() const {
   std::vector<Written> found;
   for (size_t i = 0; i < operands_.size(); ++i)
-    if (its_.writes[argument_[i]])
-      found.push_back({operands_[i], its_.overwrites[argument_[i]] != 0, argument_[i]});
+    if (its_.writes[argument_[i]]) found.push_back({operands_[i], its_.overwrites[argument_[i]] != 0, argument_[i]});
   return found;
 }
 
@@ -327,9 +334,9 @@ void Call::execute(const CpuPlan& plan) {
       return result.layout.tensor_in(operands_[result.source].storage(), c10::DispatchKey::CPU);
     c10::Storage& storage = storages[result.source];
     if (!storage || result.source < 0)
-      storage = c10::Storage(c10::Storage::use_byte_size_t(), result.source < 0 ? 0 : result.bytes,
-                             result.source < 0 ? allocator->allocate(0) : std::move(blocks[result.source]), allocator,
-                             true);
+      storage =
+          c10::Storage(c10::Storage::use_byte_size_t(), result.source < 0 ? 0 : result.bytes,
+                       result.source < 0 ? allocator->allocate(0) : std::move(blocks[result.source]), allocator, true);
     return result.layout.tensor_in(storage, c10::DispatchKey::CPU);
   };
   Stack results;
@@ -362,6 +369,8 @@ void Call::run() {
     return pass_on();
   }
   if (!is_ours()) return pass_on();
+  for (size_t i = 0; i < operands_.size(); ++i)
+    if (its_.writes[argument_[i]]) keep_version(operands_[i]);
   if (run_for_real() || answer()) return;
   if (its_.values.has_sizes_by_contents) {
     const bool is_index = its_.values.name.find("index") != std::string::npos;
@@ -411,8 +420,7 @@ void note_outcome(CpuPlan& plan, const Stack& results, const Pairs& pairs, const
     if (ours.sizes() == theirs.sizes() && ours.strides() == theirs.strides()) continue;
     const auto bytes = static_cast<int64_t>(theirs.storage().nbytes());
     const bool has_grown = bytes > static_cast<int64_t>(ours.storage().nbytes());
-    plan.resizes.push_back(
-        {{place_of(ours), bytes, TensorLayout::of(theirs)}, has_grown ? step_of(theirs) : -1});
+    plan.resizes.push_back({{place_of(ours), bytes, TensorLayout::of(theirs)}, has_grown ? step_of(theirs) : -1});
   }
   auto result_of = [&](const at::Tensor& t) -> Result {
     if (!t.defined()) return {Result::kUndefined};

@@ -5,6 +5,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/strides.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -31,7 +32,7 @@ constexpr int64_t kMostRestored = 1 << 20;     // Of a storage from before the s
 struct Block {
   Contents contents;
   bool is_given = false;  // from before the simulation
-  bool is_saved = false;
+  bool is_saved = false, has_version = false;
   int64_t bytes = 0;
 };
 
@@ -41,10 +42,17 @@ struct Original {
   std::string bytes;
 };
 
+// How often autograd had seen a write to a tensor from before the simulation.
+struct Version {
+  c10::VariableVersion counter;
+  uint32_t number;
+};
+
 struct Memory {
   std::mutex lock;
   std::unordered_map<const void*, Block> blocks;  // by address
   std::vector<Original> originals;
+  std::vector<Version> versions;
   int switched_on = 0;  // threads
   char* base = nullptr;
   std::atomic<uint64_t> next{0};
@@ -152,6 +160,17 @@ bool release(void* data) {
   return true;
 }
 
+// A fork waits for the locks, so that a child finds them open.
+void lock_all() {
+  memory.lock.lock();
+  tape_lock.lock();
+}
+
+void unlock_all() {
+  tape_lock.unlock();
+  memory.lock.unlock();
+}
+
 const BlockSource source{kind_of, allocate, release};
 
 // Outside of the lock, as the last owner of a storage gives it back.
@@ -185,6 +204,7 @@ int64_t most_kept_bytes(at::ScalarType dtype) {
 
 void begin_cpu_memory(uintptr_t block_source) {
   if (memory.base == nullptr) {
+    pthread_atfork(&lock_all, &unlock_all, &unlock_all);
     void* base = mmap(nullptr, kSpan, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(base != MAP_FAILED, "the simulated CPU cannot reserve 32 TiB of addresses: ", std::strerror(errno),
                 " (a limit on virtual memory, or vm.overcommit_memory=2)");
@@ -205,6 +225,8 @@ void switch_cpu(bool on) {
     memory.switched_on += on ? 1 : -1;
     if (memory.switched_on > 0) return;
     originals.swap(memory.originals);
+    for (Version& version : memory.versions) version.counter.set_version(version.number);
+    memory.versions.clear();
     std::erase_if(memory.blocks, [](const auto& each) { return each.second.is_given; });
   }
   restore(originals);
@@ -293,8 +315,17 @@ void keep_original(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   Locked locked(memory.lock);
   block->is_saved = true;
-  memory.originals.push_back({storage.getWeakStorageImpl(),
-                              std::string(static_cast<const char*>(storage.data()), storage.nbytes())});
+  memory.originals.push_back(
+      {storage.getWeakStorageImpl(), std::string(static_cast<const char*>(storage.data()), storage.nbytes())});
+}
+
+void keep_version(const at::Tensor& tensor) {
+  Block* block = block_of(tensor);
+  if (block == nullptr || !block->is_given || block->has_version || tensor.is_inference()) return;
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  Locked locked(memory.lock);
+  block->has_version = true;
+  memory.versions.push_back({counter, counter.current_version()});
 }
 
 at::Tensor new_tensor(int, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
@@ -302,8 +333,8 @@ at::Tensor new_tensor(int, at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   const auto type = c10::scalarTypeToTypeMeta(dtype);
   const auto bytes = static_cast<int64_t>(at::detail::computeStorageNbytes(sizes, strides, type.itemsize()));
   Room its_room(most_kept_bytes(dtype));
-  auto made =
-      at::detail::make_tensor<c10::TensorImpl>(new_cpu_storage(bytes), c10::DispatchKeySet(c10::DispatchKey::CPU), type);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(new_cpu_storage(bytes),
+                                                       c10::DispatchKeySet(c10::DispatchKey::CPU), type);
   made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return made;
 }

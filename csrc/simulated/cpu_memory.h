@@ -17,7 +17,7 @@ namespace memcheck::simulated {
 constexpr c10::DispatchKey kSwitch = c10::DispatchKey::Fake;
 
 struct CpuOptions {
-  int64_t kept_bytes = 64 << 10;        // Storages up to this size are real; of integers, 16 times it.
+  int64_t kept_bytes = 64 << 10;         // Storages up to this size are real; of integers, 16 times it.
   int64_t probed_first_bytes = 1 << 20;  // Up to these bytes of operands, a probe is asked before a rule.
   int64_t most_probed_bytes = int64_t{1} << 30;
 };
@@ -35,7 +35,10 @@ bool is_on();
 // Bytes of blocks without memory that were touched all the same, in whole pages.
 int64_t touched_bytes();
 
-// A storage whose memory was allocated by nobody yet.
+// Before a tensor is written to, for real or not: its version is restored at the end if it is from before.
+void keep_version(const at::Tensor& tensor);
+
+// A storage with new memory.
 c10::Storage new_cpu_storage(int64_t bytes);
 
 // While it lives, operators of the thread run as they do outside of the simulation.

@@ -133,8 +133,8 @@ CpuPlan plan_by_probe(const Probe& probe) {
   MadeUp made_up(probe.has_sizes_by_contents);
   Stack stack;
   for (size_t i = 0; i < probe.count; ++i)
-    stack.push_back(map_tensors(probe.arguments[i], c10::DeviceType::CPU,
-                                [&](const at::Tensor& t) { return made_up.of(t); }));
+    stack.push_back(
+        map_tensors(probe.arguments[i], c10::DeviceType::CPU, [&](const at::Tensor& t) { return made_up.of(t); }));
   Tape tape;
   probe.op.redispatchBoxed(probe.keys, &stack);
   tape.stop();

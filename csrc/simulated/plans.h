@@ -3,8 +3,8 @@
 #pragma once
 
 #include <ATen/Context.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>

@@ -195,7 +195,8 @@ std::optional<int64_t> inherited(const Finished& call) {
 }
 
 bool reads_numbers(const Finished& call) {
-  return call.count > 0 && call.arguments[0].isTensor() && at::isFloatingType(call.arguments[0].toTensor().scalar_type());
+  return call.count > 0 && call.arguments[0].isTensor() &&
+         at::isFloatingType(call.arguments[0].toTensor().scalar_type());
 }
 
 void stand_in_for(const Finished& call, const at::Tensor& t) {
@@ -203,7 +204,8 @@ void stand_in_for(const Finished& call, const at::Tensor& t) {
   forget(t);
   const Kind kind = call.values.kind;
   if (kind == Kind::kFinite || kind == Kind::kNotFinite) return set_constant(t, kind == Kind::kFinite);
-  if (is_one_of(call.values.name, {"any", "all"}) && reads_numbers(call)) return set_constant(t, 1);  // They are no zeros.
+  if (is_one_of(call.values.name, {"any", "all"}) && reads_numbers(call))
+    return set_constant(t, 1);  // They are no zeros.
   if (t.scalar_type() == at::kBool && t.numel() <= kMostAnswers) {
     set_constant(t, kind == Kind::kNegation);
     return set_doubtful(t);

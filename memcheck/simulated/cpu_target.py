@@ -19,6 +19,7 @@ import torch
 from memcheck._extension import extension
 from memcheck.core.devices import running
 from memcheck.core.errors import ExtensionError, UsageError
+from memcheck.core.tensors import tensors_in
 from memcheck.predict.operators import scratch_of
 from memcheck.predict.probe import OF_ANY_INTEGERS
 from memcheck.predict.scratch import OperatorCall, Target, Unknown, are_plain, facts_of, is_view
@@ -31,6 +32,10 @@ KEPT_BYTES = 64 * 2**10
 PROBED_FIRST_BYTES = 2**20
 # The largest sum of operands that is probed.
 MOST_PROBED_BYTES = 2**30
+
+RANDOM_FILLS = {
+    f"aten::{name}_" for name in ("cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+}
 
 
 class SimulatedCpu:
@@ -56,7 +61,8 @@ class SimulatedCpu:
         return int(_module().probes() - self._probes)
 
     def note(self, what: str) -> None:
-        self._counts[what, *line_of_user()] += 1
+        key = what, *line_of_user()
+        self._counts[key] += 1
 
 
 @contextmanager
@@ -137,6 +143,8 @@ def _scratch(name: str, overload: str, arguments: list[Any], results: list[Any])
     with torch._C.DisableTorchFunction():
         if facts_of(name).cpu is None and _takes_nothing(func, call):
             return []
+        if facts_of(name).uses_cublas and len({x.dtype for x in tensors_in(arguments)}) > 1:
+            return None  # The kernel says what is wrong.
         parts = scratch_of(call)
     if any(isinstance(part, Unknown) for part in parts):
         return None
@@ -147,8 +155,11 @@ def _scratch(name: str, overload: str, arguments: list[Any], results: list[Any])
 def _takes_nothing(func: Any, call: OperatorCall) -> bool:
     """Whether the kernel goes from element to element, without a change of dtype: cpu_kernel of cpu/Loops.h.
 
-    oneDNN's kernels copy operands that are not contiguous.
+    Random numbers in place are such kernels, too: cpu/DistributionTemplates.h. oneDNN's kernels copy operands that are
+    not contiguous.
     """
+    if func._schema.name in RANDOM_FILLS:
+        return True
     if torch.Tag.pointwise not in func.tags:
         return False
     tensors = [x for x in (*call.arguments.values(), *call.outputs) if isinstance(x, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""How the libraries that simulate devices are compiled: by setup.py with the extension, and by build.py at first use."""
+"""How the libraries that simulate devices are compiled: by setup.py with the extension, or by build.py at first use."""
 
 from collections.abc import Iterable
 
