@@ -55,8 +55,11 @@ Operator::Operator(const c10::OperatorHandle& op) : values(op) {
   const bool overwrites_all =
       is_one_of(values.name, {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_",
                               "geometric_", "fill_", "zero_", "copy_"});
+  // The schema does not say that these are written.
+  const bool has_statistics = values.name == "native_batch_norm";
   for (const auto& argument : op.schema().arguments()) {
-    const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+    const bool is_written = (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ||
+                            (has_statistics && argument.name().rfind("running_", 0) == 0);
     writes.push_back(is_written);
     overwrites.push_back(is_written && (argument.is_out() || overwrites_all));
   }

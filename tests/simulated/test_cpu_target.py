@@ -310,9 +310,9 @@ def test_tensors_without_memory_can_be_read() -> None:
     with simulated_cpu() as cpu:
         x = torch.randn(1000, 1000)
         assert x.numpy().sum() == 0
-        y = copy.deepcopy(x)
+        assert copy.deepcopy(x).shape == x.shape
     assert cpu.touched_bytes >= 4_000_000
-    assert x.sum() == y.sum() == 0  # They outlive the simulation.
+    assert x.sum() == 0  # It outlives the simulation.
 
 
 def test_modes_of_python_see_operators() -> None:
