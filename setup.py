@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,8 @@ class Build(BuildExtension):
     def build_extensions(self) -> None:
         for built in self.extensions:
             built.depends += built.sources
-            if built.name in ("memcheck._C", "memcheck._simulated"):
-                built.sources = in_units(built.sources)
+            if built.name in ("memcheck._C", "memcheck._simulated", "memcheck._simulated_cpu"):
+                built.sources = in_units(built.sources, built.name)
         super().build_extensions()
 
     def run(self) -> None:
@@ -283,14 +284,14 @@ def files(*suffixes: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def unit_of(source: str) -> str | None:
+def unit_of(source: str, extension: str) -> str | None:
     """The unit that compiles the file, because torch's headers take longer than the file itself; None for kernels.
 
     parallel.cpp decides what a header of torch says, so it is alone.
     """
     path = Path(source)
     if path.parent.name == "simulated":
-        return "simulated"
+        return extension.rpartition("._")[2]
     if path.stem == "parallel":
         return None
     if path.stem == "library" or path.parent.name == "memory":
@@ -301,14 +302,14 @@ def unit_of(source: str) -> str | None:
     return "glue" if is_glue else None
 
 
-def in_units(sources: list[str]) -> list[str]:
+def in_units(sources: list[str], extension: str) -> list[str]:
     """The files to compile, in place of these: units, each of which includes its files, and the files that are in none.
 
     A unit is written again only if its list of files has changed.
     """
     units: dict[str, list[str]] = {}
     for source in sources:
-        if (name := unit_of(source)) is not None:
+        if (name := unit_of(source, extension)) is not None:
             units.setdefault(name, []).append(source)
     written = []
     for name, members in units.items():
@@ -318,7 +319,7 @@ def in_units(sources: list[str]) -> list[str]:
             unit.parent.mkdir(parents=True, exist_ok=True)
             unit.write_text(text)
         written.append(str(unit.relative_to(ROOT)))
-    return [*written, *(source for source in sources if unit_of(source) is None)]
+    return [*written, *(source for source in sources if unit_of(source, extension) is None)]
 
 
 def extension() -> Any:
@@ -341,14 +342,18 @@ def pretended_cuda() -> Any:
 
 
 def simulated() -> list[Any]:
-    """The library that simulates GPUs, and its rules, a module for Python. See memcheck/simulated/build.py."""
+    """The library that simulates GPUs, its rules, and the simulated CPU. See memcheck/simulated/flags.py."""
     found = runpy.run_path(str(ROOT / "memcheck" / "simulated" / "flags.py"))
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "simulated").glob("*.cpp"))
-    rules = [source for source in sources if Path(source).name == "rules.cpp"]
-    others = [source for source in sources if source not in rules]
+
+    def sources(members: Iterable[str]) -> list[str]:
+        return [f"csrc/simulated/{name}" for name in members]
+
+    gpu = found["gpu_files"](path.name for path in (ROOT / "csrc" / "simulated").glob("*.cpp"))
+    flags, libraries = found["COMPILE_FLAGS"], found["RULES_LIBRARIES"]
     return [
-        against_torch("_simulated", others, found["COMPILE_FLAGS"], found["LIBRARIES"]),
-        against_torch("_simulated_rules", rules, found["COMPILE_FLAGS"], found["RULES_LIBRARIES"]),
+        against_torch("_simulated", sources(gpu), flags, found["LIBRARIES"]),
+        against_torch("_simulated_rules", sources(["rules.cpp"]), flags, libraries),
+        against_torch("_simulated_cpu", sources(found["CPU_FILES"]), flags, libraries),
     ]
 
 

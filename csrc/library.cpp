@@ -186,6 +186,11 @@ static void bind_memory(py::module_& m) {
       .def("reset_peak", &AllocationTracker::reset_peak)
       .def("refusal", &refusal, "(requested bytes, bytes in use) of the last allocation refused, or None")
       .def("close", &AllocationTracker::close);
+  m.def(
+      "block_source", [] { return reinterpret_cast<uintptr_t>(&memcheck::block_source); },
+      "the address of the pointer by which a simulated CPU serves blocks");
+  m.def("keep_installed", &memcheck::keep_installed, "the tracking allocator serves blocks until let_go()");
+  m.def("let_go", &memcheck::let_go);
 }
 
 static memcheck::Dtype dtype_named(const std::string& name) {

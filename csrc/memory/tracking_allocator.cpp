@@ -20,6 +20,9 @@
 #include "memory/allocation_timeline.h"
 
 namespace memcheck {
+
+std::atomic<const BlockSource*> block_source{nullptr};
+
 namespace {
 
 constexpr int kSlots = 64;
@@ -140,9 +143,16 @@ int64_t reserve(int64_t bytes) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, why);
 }
 
-void* allocate_block(size_t bytes) {
+void free_block(void* data) {
+  const BlockSource* source = block_source.load(std::memory_order_acquire);
+  if (source == nullptr || !source->release(data)) c10::free_cpu(data);
+}
+
+// source: null if the block is the C library's.
+void* allocate_block(size_t bytes, const BlockSource* source) {
   try {
-    std::unique_ptr<void, decltype(&c10::free_cpu)> data(c10::alloc_cpu(bytes), &c10::free_cpu);
+    void* const block = source != nullptr ? source->allocate(bytes) : c10::alloc_cpu(bytes);
+    std::unique_ptr<void, decltype(&free_block)> data(block, &free_block);
     remember(data.get(), bytes);
     return data.release();
   } catch (const c10::Error& error) {
@@ -153,11 +163,11 @@ void* allocate_block(size_t bytes) {
 }
 
 // Counts and allocates a block. Returns the total that includes it, and its address.
-std::pair<int64_t, void*> take(size_t bytes) {
+std::pair<int64_t, void*> take(size_t bytes, const BlockSource* source) {
   TimelineGuard timeline(bytes);
   try {
     const int64_t level = reserve(bytes);
-    void* data = allocate_block(bytes);
+    void* data = allocate_block(bytes, source);
     timeline.note(data, bytes);
     return {level, data};
   } catch (const c10::OutOfMemoryError&) {
@@ -177,13 +187,15 @@ void release(void* data) {
   if (data == nullptr) return;
   const std::optional<int64_t> bytes = forget(data);
   if (!bytes) {
+    const BlockSource* source = block_source.load(std::memory_order_acquire);
+    if (source != nullptr && source->release(data)) return;
     // The block came from another allocator, perhaps not the one that is now installed; raw_deallocate asks that one.
     c10::GetDefaultCPUAllocator()->raw_deallocate(data);
     return;
   }
   const int64_t level = give_back(data, *bytes);
   c10::reportMemoryUsageToProfiler(data, -*bytes, level, 0, c10::Device(c10::DeviceType::CPU));
-  c10::free_cpu(data);
+  free_block(data);
 }
 
 class TrackingAllocator final : public c10::Allocator {
@@ -192,7 +204,14 @@ class TrackingAllocator final : public c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &release, cpu};
     TORCH_CHECK_WITH(OutOfMemoryError, bytes <= kLargestRequest, "memcheck: cannot allocate ", bytes, " bytes");
-    const auto [level, data] = take(bytes);
+    const BlockSource* source = block_source.load(std::memory_order_acquire);
+    const BlockSource::Kind kind = source != nullptr ? source->kind(bytes) : BlockSource::kUsual;
+    if (kind == BlockSource::kUsual) source = nullptr;
+    if (kind == BlockSource::kUncounted || open_slots == 0) {  // Without a tracker: installed by keep_installed.
+      void* data = source != nullptr ? source->allocate(bytes) : c10::alloc_cpu(bytes);
+      return {data, data, &release, cpu};
+    }
+    const auto [level, data] = take(bytes, source);
     for_each_open([peak = level](Slot& slot) { raise_to(slot.peak, peak); });
     c10::reportMemoryUsageToProfiler(data, bytes, level, 0, cpu);
     return {data, data, &release, cpu};
@@ -211,17 +230,24 @@ TrackingAllocator& tracking_allocator() {
 // locked.
 std::mutex trackers_mutex;
 c10::Allocator* previous_allocator = nullptr;
+int installed_by = 0;  // Trackers, and calls of keep_installed, of which the first installs and the last uninstalls.
 
 void install() {
+  if (installed_by > 0) {
+    ++installed_by;
+    return;
+  }
   static const int failure = pthread_atfork(&lock_shards, &unlock_shards, &unlock_shards);
   TORCH_CHECK(failure == 0, "memcheck cannot track CPU memory: pthread_atfork returned ", failure);
   previous_allocator = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&tracking_allocator());
   TORCH_CHECK(c10::GetCPUAllocator() == &tracking_allocator(),
               "memcheck cannot track CPU memory: another allocator was installed with a higher priority");
+  installed_by = 1;
 }
 
 void uninstall() {
+  if (--installed_by > 0) return;
   // An allocator that replaced this one meanwhile stays installed.
   if (c10::GetCPUAllocator() == &tracking_allocator()) c10::SetCPUAllocator(previous_allocator);
 }
@@ -238,7 +264,7 @@ AllocationTracker::AllocationTracker(int64_t held_bytes, std::optional<int64_t> 
   std::lock_guard<std::mutex> guard(trackers_mutex);
   const uint64_t open = open_slots.load();
   TORCH_CHECK(~open != 0, "at most ", kSlots, " memory trackers can be open at once");
-  if (open == 0) install();
+  install();
   slot_ = __builtin_ctzll(~open);
   Slot& slot = slots[slot_];
   const int64_t level = total.load();
@@ -261,7 +287,17 @@ void AllocationTracker::close() {
   open_slots &= ~(uint64_t{1} << slot_);
   slot_ = kClosed;
   update_ceiling();
-  if (open_slots == 0) uninstall();
+  uninstall();
+}
+
+void keep_installed() {
+  std::lock_guard<std::mutex> guard(trackers_mutex);
+  install();
+}
+
+void let_go() {
+  std::lock_guard<std::mutex> guard(trackers_mutex);
+  uninstall();
 }
 
 int AllocationTracker::slot() const {

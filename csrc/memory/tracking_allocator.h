@@ -1,6 +1,8 @@
 // Exact counting of CPU tensor memory, by an allocator that is installed in torch while a tracker is open.
 #pragma once
 
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -35,5 +37,19 @@ class AllocationTracker {
   static constexpr int kClosed = -1;
   int slot_ = kClosed;
 };
+
+// Serves blocks in place of the C library, in threads for which it wants to: the simulated CPU.
+struct BlockSource {
+  enum Kind { kUsual, kOwn, kUncounted };
+  Kind (*kind)(size_t bytes);       // Of the next block of the calling thread. May throw.
+  void* (*allocate)(size_t bytes);  // A block that is not kUsual.
+  bool (*release)(void* data);      // Asked for every block. False: it is to be freed by c10::free_cpu.
+};
+// Null until there is a simulated CPU, and then never null again, as its blocks may outlive it.
+extern std::atomic<const BlockSource*> block_source;
+
+// Between the two, the tracking allocator is installed even if no tracker is open.
+void keep_installed();
+void let_go();
 
 }  // namespace memcheck

@@ -3,20 +3,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/fill.h>
 
-#include <cstring>
-
 #include "simulated/exports.h"
-#include "simulated/memory.h"
 
 namespace memcheck::simulated {
 namespace {
 
 DoubtListener doubt_listener = nullptr;
-
-Contents* contents_of(const at::Tensor& tensor) {
-  Allocation* allocation = allocation_of(tensor);
-  return allocation == nullptr ? nullptr : &allocation->contents;
-}
 
 at::Tensor cpu_tensor(c10::Storage storage, const at::Tensor& like, at::IntArrayRef strides, int64_t offset) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
@@ -34,15 +26,6 @@ at::Tensor expanded(const at::Tensor& like, double value) {
   return cpu_tensor(one.storage(), like, std::vector<int64_t>(like.dim(), 0), 0);
 }
 
-// The memory on the host of a small storage. A constant is written out.
-char* host_of(Contents& contents, const at::Tensor& tensor) {
-  if (contents.host == nullptr) {
-    const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
-    contents.host.reset(new char[bytes]());
-  }
-  return contents.host.get();
-}
-
 }  // namespace
 
 bool keeps_contents(int64_t bytes, at::ScalarType dtype) {
@@ -52,7 +35,7 @@ bool keeps_contents(int64_t bytes, at::ScalarType dtype) {
 bool is_known(const at::Tensor& tensor) {
   if (const Contents* contents = contents_of(tensor)) return contents->state != Contents::kUnknown;
   // Outputs of replayed CUDA graphs have memory that others own.
-  return !tensor.defined() || !tensor.is_cuda() || !tensor.has_storage() ||
+  return !tensor.defined() || !is_simulated(tensor) || !tensor.has_storage() ||
          tensor.storage().data_ptr().get() == nullptr;
 }
 
@@ -68,11 +51,12 @@ bool covers_storage(const at::Tensor& tensor) {
 }
 
 at::Tensor on_host(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+  if (!tensor.defined() || !is_simulated(tensor)) return tensor;
   Contents* contents = contents_of(tensor);
   if (contents == nullptr) return expanded(tensor, 0);
   if (contents->state == Contents::kConstant) return expanded(tensor, contents->constant);
-  c10::DataPtr pointer(host_of(*contents, tensor), c10::Device(c10::DeviceType::CPU));
+  if (tensor.is_cpu()) return tensor;  // The simulated CPU's numbers lie where they are.
+  c10::DataPtr pointer(numbers_of(*contents, tensor), c10::Device(c10::DeviceType::CPU));
   c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(pointer), nullptr, false);
   return cpu_tensor(std::move(storage), tensor, tensor.strides(), tensor.storage_offset());
 }
@@ -85,13 +69,14 @@ bool prepare_write(const at::Tensor& tensor, bool overwrites) {
     forget(tensor);
     return false;
   }
+  keep_original(tensor);
   if (contents->state == Contents::kConstant && !is_whole) {
     const auto items = static_cast<int64_t>(tensor.storage().nbytes() / tensor.dtype().itemsize());
     const double constant = contents->constant;
     contents->state = Contents::kKnown;
     auto all = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
-                     c10::DataPtr(host_of(*contents, tensor), c10::Device(c10::DeviceType::CPU)), nullptr, false),
+                     c10::DataPtr(numbers_of(*contents, tensor), c10::Device(c10::DeviceType::CPU)), nullptr, false),
         c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
     all.unsafeGetTensorImpl()->set_sizes_contiguous({items});
     all.fill_(constant);

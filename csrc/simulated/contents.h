@@ -1,7 +1,7 @@
-// What is known of the numbers in a storage of a simulated GPU.
+// What is known of the numbers in a storage of a simulated device.
 //
-// Small storages keep their numbers on the host, and operators on them run there, too. Of larger ones a single number
-// is known if all are equal, and else nothing.
+// Small storages keep their numbers, of a GPU on the host, and operators on them run, too. Of larger ones a single
+// number is known if all are equal, and else nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,6 +32,14 @@ constexpr int64_t kMostIntegerBytes = 1 << 20;  // of integers and bools: tokens
 // An operator on constants and known numbers runs on the host up to so many elements.
 constexpr int64_t kMostElements = 1 << 20;
 constexpr int64_t kMostOfConstant = 1 << 25;  // of an operand that is one number, as one is read for all
+
+// What a simulated device says of its tensors: memory.cpp for GPUs, cpu_memory.cpp for the CPU.
+bool is_simulated(const at::Tensor& tensor);              // Whether it lies on the device.
+Contents* contents_of(const at::Tensor& tensor);          // Null: nothing is to be known of it.
+char* numbers_of(Contents& contents, const at::Tensor&);  // The memory of its storage, if it is small.
+void keep_original(const at::Tensor& tensor);             // Before a write to numbers that are known.
+at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::ScalarType dtype);
 
 bool keeps_contents(int64_t bytes, at::ScalarType dtype);
 

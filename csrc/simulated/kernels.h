@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "simulated/below_python.h"
+
 namespace memcheck::simulated {
 
 // What a kernel allocates besides its results.
@@ -40,19 +42,6 @@ void drop_workspaces();
 
 // Switches torch's choice of attention and its recurrent layers to the simulated GPU's.
 void register_stubs();
-
-// Runs below autograd, modes and functions of Python, as a kernel that is called by another one does.
-class BelowPython {
- public:
-  BelowPython();
-  ~BelowPython();
-  BelowPython(const BelowPython&) = delete;
-  BelowPython& operator=(const BelowPython&) = delete;
-
- private:
-  c10::impl::ForceDispatchKeyGuard keys_;
-  int functions_;
-};
 
 // Torch warns when a kernel replaces another, as ours replace those of a CUDA build. While this exists, it does not.
 class Silence {

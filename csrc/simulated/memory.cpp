@@ -254,6 +254,25 @@ Allocation* allocation_of(const at::Tensor& tensor) {
   return allocation_of(tensor.storage().data_ptr());
 }
 
+bool is_simulated(const at::Tensor& tensor) {
+  return tensor.is_cuda();
+}
+
+Contents* contents_of(const at::Tensor& tensor) {
+  Allocation* allocation = allocation_of(tensor);
+  return allocation == nullptr ? nullptr : &allocation->contents;
+}
+
+char* numbers_of(Contents& contents, const at::Tensor& tensor) {
+  if (contents.host == nullptr) {
+    const auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
+    contents.host.reset(new char[bytes]());
+  }
+  return contents.host.get();
+}
+
+void keep_original(const at::Tensor&) {}
+
 c10::DataPtr pointer_to(Block* block, int device) {
   auto* allocation = new Allocation{block, device, block->requested, {}};
   return {reinterpret_cast<void*>(block->address), allocation, &give_back, device_at(device)};

@@ -39,8 +39,6 @@ c10::Device device_at(int index);
 // May throw c10::OutOfMemoryError, in torch's words.
 c10::DataPtr allocate(int device, int64_t bytes, at::ScalarType dtype = at::kByte);
 c10::Storage new_storage(int device, int64_t bytes, at::ScalarType dtype);
-at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
-at::Tensor new_tensor(int device, at::IntArrayRef sizes, at::ScalarType dtype);
 
 // The allocation of a storage on a simulated GPU; null for others and for empty ones.
 Allocation* allocation_of(const c10::DataPtr& pointer);

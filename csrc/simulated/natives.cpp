@@ -6,18 +6,16 @@
 #include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_embedding_bag_backward_native.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/equal.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/util/strides.h>
 #include <torch/library.h>
 
-#include <sstream>
-
 #include "simulated/exports.h"
 #include "simulated/host.h"
 #include "simulated/kernels.h"
 #include "simulated/memory.h"
+#include "simulated/values.h"
 
 namespace memcheck::simulated {
 namespace {
@@ -45,10 +43,6 @@ at::Tensor make_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::opt
   static const c10::OperatorName name("aten::empty_strided", "");
   Running running(&name);
   return new_tensor(index_of(device), sizes, strides, c10::dtype_or_default(dtype));
-}
-
-std::string name_of(at::ScalarType dtype) {
-  return std::string(c10::getDtypeNames(dtype).first);
 }
 
 // Zeros without memory, which transforms make in place of tangents and gradients: _efficientzerotensor_cuda.
@@ -144,34 +138,6 @@ at::Tensor& fill_tensor(at::Tensor& self, const at::Scalar& value) {
 
 at::Tensor& zero_tensor(at::Tensor& self) {
   return fill_tensor(self, 0);
-}
-
-at::Scalar read_number(const at::Tensor& self) {
-  std::ostringstream words;
-  words << "a number (" << name_of(self.scalar_type()) << ") that a simulated GPU does not compute reads ";
-  if (!is_known(self)) {
-    const at::Scalar value = scalar_in_place_of(self);
-    words << value;
-    doubt(words.str());
-    return value;
-  }
-  BelowPython below;
-  const at::Scalar value = on_host(self).item();
-  if (is_doubtful(self)) {
-    words << value;
-    doubt(words.str());
-  }
-  return value;
-}
-
-bool are_equal(const at::Tensor& self, const at::Tensor& other) {
-  if (self.sizes() != other.sizes()) return false;
-  if (!is_known(self) || !is_known(other)) {
-    doubt("tensors whose numbers are not computed were compared: they are equal");
-    return true;
-  }
-  BelowPython below;
-  return at::equal(on_host(self), on_host(other));
 }
 
 void record_stream(at::Tensor& self, c10::Stream stream) {

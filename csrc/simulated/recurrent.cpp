@@ -55,10 +55,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> run(const Layer& layer, const at:
   if (layer.dropout > 0 && layer.trains) dropout_state = at::empty({0}, input.options().dtype(at::kByte));
   std::vector<int64_t> batches;
   if (sizes.defined()) batches.assign(sizes.const_data_ptr<int64_t>(), sizes.const_data_ptr<int64_t>() + sizes.numel());
-  auto [y, hy, cy, reserve, weights] =
-      at::_cudnn_rnn(input, layer.weights, each, buffer_of(layer.weights), hx, given(cx), layer.mode, hidden,
-                     projected, layer.layers, layer.is_batch_first, layer.dropout, layer.trains, layer.is_bidirectional,
-                     batches, given(dropout_state));
+  auto [y, hy, cy, reserve, weights] = at::_cudnn_rnn(
+      input, layer.weights, each, buffer_of(layer.weights), hx, given(cx), layer.mode, hidden, projected, layer.layers,
+      layer.is_batch_first, layer.dropout, layer.trains, layer.is_bidirectional, batches, given(dropout_state));
   return {y, hy, cy};
 }
 

@@ -3,13 +3,15 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/fill.h>
 #include <ATen/ops/nonzero.h>
 
 #include <algorithm>
+#include <sstream>
 
-#include "simulated/kernels.h"
-#include "simulated/memory.h"
+#include "simulated/below_python.h"
+#include "simulated/contents.h"
 #include "simulated/operands.h"
 
 namespace memcheck::simulated {
@@ -48,23 +50,22 @@ bool can_run(const Finished& call) {
   size_t written = 0;
   for (size_t i = 0; i < call.count && can; ++i)
     each_tensor(call.arguments[i], [&](const at::Tensor& t) {
-      if (!t.is_cuda()) return;
+      if (!is_simulated(t)) return;
       const bool is_written = written < call.written.size() && call.written[written].argument == i;
       if (is_written) {
         const Written& its = call.written[written++];
-        const Allocation* allocation = allocation_of(t);
-        can = can && (allocation == nullptr || allocation->contents.is_small);
+        const Contents* contents = contents_of(t);
+        can = can && (contents == nullptr || contents->is_small);
         if (its.overwrites && covers_storage(t)) return;
       }
-      const Allocation* its = allocation_of(t);
-      const bool is_constant = its != nullptr && its->contents.state == Contents::kConstant;
+      const Contents* its = contents_of(t);
+      const bool is_constant = its != nullptr && its->state == Contents::kConstant;
       can = can && is_known(t) && t.numel() <= (is_constant ? kMostOfConstant : kMostElements);
     });
   for (const c10::IValue& result : call.results)
     each_tensor(result, [&](const at::Tensor& t) {
-      const Allocation* allocation = allocation_of(t);
-      can = can && (allocation == nullptr || allocation->contents.is_small ||
-                    allocation->contents.state == Contents::kConstant);
+      const Contents* contents = contents_of(t);
+      can = can && (contents == nullptr || contents->is_small || contents->state == Contents::kConstant);
     });
   return can;
 }
@@ -111,7 +112,7 @@ void take_results(const Finished& call, const Stack& host, bool is_doubtful_resu
     each_tensor(host[i], [&](const at::Tensor& t) { theirs.push_back(t); });
     if (ours.empty() && !call.results[i].isTensor() && !call.results[i].isTensorList()) call.results[i] = host[i];
     for (size_t k = 0; k < ours.size(); ++k) {
-      if (!ours[k].is_cuda() || is_operand(call, ours[k])) continue;
+      if (!is_simulated(ours[k]) || is_operand(call, ours[k])) continue;
       if (k >= theirs.size() || theirs[k].sizes() != ours[k].sizes() ||
           theirs[k].scalar_type() != ours[k].scalar_type()) {
         forget(ours[k]);
@@ -143,11 +144,11 @@ bool run_for_real(const Finished& call) {
 // The only value of the tensor; none if it has several or an unknown one.
 std::optional<double> only_value(const at::Tensor& t) {
   if (t.is_complex() || !t.has_storage()) return std::nullopt;
-  if (!t.is_cuda()) return t.is_cpu() && t.numel() == 1 ? std::optional(t.item().toDouble()) : std::nullopt;
-  const Allocation* allocation = allocation_of(t);
-  if (allocation == nullptr) return std::nullopt;
-  if (allocation->contents.state == Contents::kConstant) return allocation->contents.constant;
-  if (allocation->contents.state == Contents::kKnown && t.numel() == 1) return on_host(t).item().toDouble();
+  if (!is_simulated(t)) return t.is_cpu() && t.numel() == 1 ? std::optional(t.item().toDouble()) : std::nullopt;
+  const Contents* contents = contents_of(t);
+  if (contents == nullptr) return std::nullopt;
+  if (contents->state == Contents::kConstant) return contents->constant;
+  if (contents->state == Contents::kKnown && t.numel() == 1) return on_host(t).item().toDouble();
   return std::nullopt;
 }
 
@@ -209,8 +210,9 @@ void stand_in_for(const Finished& call, const at::Tensor& t) {
   forget(t);
   const Kind kind = call.values.kind;
   if (kind == Kind::kFinite || kind == Kind::kNotFinite) return set_constant(t, kind == Kind::kFinite);
+  if (reads_nonzero(call)) return set_constant(t, 1);
   if (t.scalar_type() == at::kBool && t.numel() <= kMostAnswers) {
-    set_constant(t, kind == Kind::kNegation || reads_nonzero(call));
+    set_constant(t, kind == Kind::kNegation);
     return set_doubtful(t);
   }
   if (!at::isIntegralType(t.scalar_type(), false)) return;
@@ -222,7 +224,7 @@ void stand_in_for(const Finished& call, const at::Tensor& t) {
 void stand_in_for_all(const Finished& call) {
   for (size_t i = 0; i < call.results.size(); ++i)
     each_tensor(call.results[i], [&](const at::Tensor& t) {
-      if (!t.is_cuda() || t.numel() == 0 || is_operand(call, t)) return;
+      if (!is_simulated(t) || t.numel() == 0 || is_operand(call, t)) return;
       if (i < call.values.is_status.size() && call.values.is_status[i]) return set_constant(t, 0);
       stand_in_for(call, t);
     });
@@ -363,12 +365,45 @@ bool run_sizes_by_contents(const c10::OperatorHandle& op, const Values& values, 
     results = largest_results(values.name, arguments, device);
     TORCH_CHECK_NOT_IMPLEMENTED(!results.empty(), op.operator_name(),
                                 ": the numbers of its operands decide the sizes of its ",
-                                "results, and the simulated GPU does not compute them");
+                                "results, and they are not computed");
     doubt(values.name + " of numbers that are not known: its result is as large as it can be");
   }
   torch::jit::drop(*stack, count);
   for (c10::IValue& result : results) stack->push_back(std::move(result));
   return true;
+}
+
+std::string name_of(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
+at::Scalar read_number(const at::Tensor& self) {
+  std::ostringstream words;
+  words << "a number (" << name_of(self.scalar_type()) << ") that a simulated " << (self.is_cuda() ? "GPU" : "CPU")
+        << " does not compute reads ";
+  if (!is_known(self)) {
+    const at::Scalar value = scalar_in_place_of(self);
+    words << value;
+    doubt(words.str());
+    return value;
+  }
+  BelowPython below;
+  const at::Scalar value = on_host(self).item();
+  if (is_doubtful(self)) {
+    words << value;
+    doubt(words.str());
+  }
+  return value;
+}
+
+bool are_equal(const at::Tensor& self, const at::Tensor& other) {
+  if (self.sizes() != other.sizes()) return false;
+  if (!is_known(self) || !is_known(other)) {
+    doubt("tensors whose numbers are not computed were compared: they are equal");
+    return true;
+  }
+  BelowPython below;
+  return at::equal(on_host(self), on_host(other));
 }
 
 at::Tensor zeros_on_host(at::IntArrayRef sizes, at::ScalarType dtype) {

@@ -44,6 +44,12 @@ void update_values(const Finished& call);
 // Runs an operator whose results have sizes that numbers decide. False: they do not in this call.
 bool run_sizes_by_contents(const c10::OperatorHandle& op, const Values& values, torch::jit::Stack* stack, int device);
 
+std::string name_of(at::ScalarType dtype);
+
+// What aten::_local_scalar_dense and aten::equal answer.
+at::Scalar read_number(const at::Tensor& self);
+bool are_equal(const at::Tensor& self, const at::Tensor& other);
+
 at::Tensor zeros_on_host(at::IntArrayRef sizes, at::ScalarType dtype);
 
 }  // namespace memcheck::simulated

@@ -187,10 +187,10 @@ Runs = Callable[[Callable[[], Any]], Any]
 
 def simulated_runs(device: Device) -> tuple[Callable[[], Any], Runs]:
     """Simulates the GPU in this process. Returns what comes before a call, and what calls a function."""
-    import memcheck
+    from memcheck.simulated import simulate
     from memcheck.simulated.library import library
 
-    memcheck.simulate(device)
+    simulate(device)
     HOME.append("cuda")
     import torch
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from memcheck.core.errors import ExtensionError
-from memcheck.simulated.flags import COMPILE_FLAGS, LIBRARIES, RULES_LIBRARIES
+from memcheck.simulated.flags import COMPILE_FLAGS, LIBRARIES, RULES_LIBRARIES, gpu_files
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -166,8 +166,7 @@ def told(folder: Path) -> Iterator[None]:
 
 def compile_into(made: Path, folder: Path) -> None:
     """Compiles both files at once, the library as one unit, because torch's headers take longer than its own code."""
-    members = sorted(path.name for path in (sources() / "simulated").glob("*.cpp"))
-    members.remove("rules.cpp")
+    members = gpu_files(path.name for path in (sources() / "simulated").glob("*.cpp"))
     python = [f"-I{sysconfig.get_path('include')}", f"-DTORCH_EXTENSION_NAME={NAMES[1].partition('.')[0]}"]
     path, rules_path = in_folder(made)
     with ThreadPoolExecutor() as both:

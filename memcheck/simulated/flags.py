@@ -1,7 +1,16 @@
-"""How the library that simulates GPUs is compiled: by setup.py with the extension, and by build.py at first use."""
+"""How the libraries that simulate devices are compiled: by setup.py with the extension, or by build.py at first use."""
 
-# The library is compiled where it runs, so -O1: the kernels compute sizes, and -O3 compiles for twice as long.
+from collections.abc import Iterable
+
+# The libraries are compiled where they run, so -O1: the kernels compute sizes, and -O3 compiles for twice as long.
 COMPILE_FLAGS = ["-std=c++20", "-O1", "-g0", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS"]
 LIBRARIES = ["torch_cpu", "c10"]
-# Of the module for Python, csrc/simulated/rules.cpp.
+# Of the modules for Python: csrc/simulated/rules.cpp, and the simulated CPU.
 RULES_LIBRARIES = ["torch_python", *LIBRARIES]
+# The files of the simulated CPU, two of which are the simulated GPU's, too.
+CPU_FILES = ["contents.cpp", "cpu.cpp", "cpu_memory.cpp", "cpu_module.cpp", "cpu_probe.cpp", "values.cpp"]
+
+
+def gpu_files(names: Iterable[str]) -> list[str]:
+    """Those of the library that simulates GPUs, among the files of csrc/simulated."""
+    return sorted(name for name in names if name != "rules.cpp" and not name.startswith("cpu"))
