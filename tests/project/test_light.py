@@ -118,7 +118,7 @@ import memcheck
 failed = []
 for module in pkgutil.walk_packages(memcheck.__path__, "memcheck."):
     name = module.name
-    compiled = ("._C", "._pretended_cuda", "._simulated", "._simulated_rules")
+    compiled = ("._C", "._pretended_cuda", "._simulated", "._simulated_cpu", "._simulated_rules")
     if name.endswith(("__main__", *compiled)) or "search_path" in name or "integrations." in name:
         continue
     try:
