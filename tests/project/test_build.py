@@ -17,6 +17,7 @@ from torch.utils.cpp_extension import include_paths
 
 from memcheck._extension import _C
 from memcheck.core.version import __version__
+from memcheck.simulated.flags import CPU_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -254,7 +255,10 @@ def small_project(folder: Path) -> Path:
     (folder / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
     (folder / "memcheck" / "simulated").mkdir()
     shutil.copy(ROOT / "memcheck" / "simulated" / "flags.py", folder / "memcheck" / "simulated")
-    for name in ("pretend/pretended_cuda.cpp", "simulated/device.cpp", "simulated/rules.cpp"):
+    for name in (
+        "pretend/pretended_cuda.cpp",
+        *(f"simulated/{name}" for name in ("device.cpp", "rules.cpp", *CPU_FILES)),
+    ):
         (folder / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "csrc" / name).touch()
     return folder / "csrc"
@@ -285,7 +289,7 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return {path.stem for path in tmp_path.rglob("*.o") if before.get(path) != path.stat().st_mtime_ns}
 
-    assert compiled() == {"one", "two", "pretended_cuda", "simulated", "rules"}
+    assert compiled() == {"one", "two", "pretended_cuda", "simulated", "simulated_cpu", "rules"}
     assert compiled() == set()
     (csrc / "two.cpp").touch()
     assert compiled() == {"two"}

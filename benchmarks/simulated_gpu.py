@@ -1,6 +1,6 @@
 """Measures what a simulated GPU costs: processor seconds of programs that run on it, beside what else can run them.
 
-    python benchmarks/simulated.py [--nanogpt FOLDER] [--only NAME ..] [--output FILE]
+    python benchmarks/simulated_gpu.py [--nanogpt FOLDER] [--only NAME ..] [--output FILE]
 
 Each program runs in a process of its own, on a simulated A100-40GB. FOLDER has nanoGPT's train.py and model.py
 (github.com/karpathy/nanoGPT), which run with random tokens. generate needs transformers. Under FakeTensorMode,
@@ -50,7 +50,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     from harness import write_result
 
-    print(f"wrote {write_result('simulated', rows, args.output)}")
+    print(f"wrote {write_result('simulated_gpu', rows, args.output)}")
 
 
 def timed(command: list[Any], **options: Any) -> tuple[Row, str]:
