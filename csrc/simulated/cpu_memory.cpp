@@ -227,7 +227,8 @@ void switch_cpu(bool on) {
     originals.swap(memory.originals);
     for (Version& version : memory.versions) version.counter.set_version(version.number);
     memory.versions.clear();
-    std::erase_if(memory.blocks, [](const auto& each) { return each.second.is_given; });
+    for (auto each = memory.blocks.begin(); each != memory.blocks.end();)
+      each = each->second.is_given ? memory.blocks.erase(each) : std::next(each);
   }
   restore(originals);
 }
