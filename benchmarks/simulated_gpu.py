@@ -77,12 +77,11 @@ def inside(name: str) -> Row:
 def run(script: Path, *arguments: str, folder: Path | None = None) -> Row:
     """memcheck run of the script, with cold caches of compiled code."""
     with tempfile.TemporaryDirectory() as scratch:
-        record = Path(scratch, "record.json")
-        command = [sys.executable, "-m", "memcheck", "run", "--device", DEVICE, "--json", record, script, *arguments]
+        command = [sys.executable, "-m", "memcheck", "run", "--device", DEVICE, "--output", scratch, script, *arguments]
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(Path(scratch, "compiled"))}
         row, _ = timed(command, cwd=folder or scratch, env=environment)
-        found = json.loads(record.read_text(encoding="utf-8"))
-        return {**row, "peak_bytes": found["peak_bytes"]}
+        found = json.loads(Path(scratch, "run.json").read_text(encoding="utf-8"))
+        return {**row, "peak_bytes": found["peak"]["bytes"]}
 
 
 def nanogpt(folder: Path) -> dict[str, Callable[[], Row]]:
