@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -32,7 +33,7 @@ struct Log {
   std::mutex lock;
   bool is_on = false;
   std::vector<Entry> entries;
-  std::vector<std::string> names;
+  std::deque<std::string> names;  // Python reads one while others are added.
   std::unordered_map<std::string, int64_t> numbers;
   std::set<std::pair<std::string, std::string>> calls;  // An operator, and the one that calls it, if one does.
   std::set<std::string> ran;                            // Operators, on the GPU.
@@ -166,14 +167,18 @@ MEMCHECK_EXPORT void memcheck_simulated_forget_calls() {
 }
 // Entries that follow carry the number, which says what Python does.
 MEMCHECK_EXPORT void memcheck_simulated_mark(int64_t mark) {
+  std::lock_guard<std::mutex> locked(the_log.lock);
   the_log.mark = mark;
 }
-MEMCHECK_EXPORT int64_t memcheck_simulated_logged(const void** entries) {
+// Copies at most so many entries from a place on, as autograd's threads may add some meanwhile. Returns how many.
+MEMCHECK_EXPORT int64_t memcheck_simulated_logged(int64_t from, int64_t most, void* entries) {
   std::lock_guard<std::mutex> locked(the_log.lock);
-  *entries = the_log.entries.data();
-  return static_cast<int64_t>(the_log.entries.size());
+  const int64_t count = std::min(most, static_cast<int64_t>(the_log.entries.size()) - from);
+  if (count > 0) std::copy_n(the_log.entries.begin() + from, count, static_cast<Entry*>(entries));
+  return std::max<int64_t>(count, 0);
 }
 MEMCHECK_EXPORT const char* memcheck_simulated_name(int64_t number) {
+  std::lock_guard<std::mutex> locked(the_log.lock);
   return the_log.names.at(number).c_str();
 }
 // A line for each operator: its name and that of one that calls it, and a tab between them. A name alone: it ran on

@@ -273,9 +273,11 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
 
 def is_simulated_at(place: Place) -> bool:
     """Whether the GPU of the place can be simulated with the installed torch."""
+    if torch.is_inference_mode_enabled() or process.IS_CHILD:
+        return False
     device = place.for_device
     is_known = device.kind == "cuda" and device.usable_bytes is not None
-    return is_known and place.ranks is None and place.torch_version in (None, running()) and not process.IS_CHILD
+    return is_known and place.ranks is None and place.torch_version in (None, running())
 
 
 def predicted_elsewhere(step: Step | Program, place: Place, probes: Any, simulates: bool = False) -> Prediction:

@@ -83,7 +83,7 @@ class SimulatedGpu:
         return tree_map(new, thing)
 
 
-def predict_simulated(program: Program, place: Place, infers: bool = False) -> Prediction:
+def predict_simulated(program: Program, place: Place) -> Prediction:
     """The prediction of the program's last step, after the others. Its tensors are on the GPU that this process
     simulates."""
     for step in program.steps:
@@ -92,7 +92,6 @@ def predict_simulated(program: Program, place: Place, infers: bool = False) -> P
     record = blank_record(Record, place, target)
     record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
     gpu = SimulatedGpu(target)
-    gpu.infers = infers
     run = TraceRunner(target, dense_grad=step.dense_grad, drop_workspaces=bool(place.drop_workspaces), mode=gpu)
     library().drop_workspaces()
     library().forget_plans(1)
@@ -110,7 +109,7 @@ def predict_simulated(program: Program, place: Place, infers: bool = False) -> P
 
 def traced(program: Program, run: TraceRunner, gpu: SimulatedGpu) -> Trace:
     """The trace of the last step."""
-    workload = workload_on_gpu(program, gpu.infers)
+    workload = workload_on_gpu(program)
     library().drop_workspaces()
     gpu.log.start()
     if words := untried(gpu.target.torch_version):
@@ -131,7 +130,7 @@ def traced(program: Program, run: TraceRunner, gpu: SimulatedGpu) -> Trace:
     return trace
 
 
-def workload_on_gpu(program: Program, infers: bool) -> Workload:
+def workload_on_gpu(program: Program) -> Workload:
     """The last step, on what the program is given.
 
     NotImplementedError: the optimizer's step needs a closure.
@@ -149,7 +148,7 @@ def workload_on_gpu(program: Program, infers: bool) -> Workload:
     optimizer = optimizer_made(makes, module) if makes is not None else None
     if optimizer is not None and needs_closure(optimizer):
         raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
-    return workload_with(program, maker.model, optimizer, given, infers)
+    return workload_with(program, maker.model, optimizer, given, infers=False)
 
 
 def not_predicted(step: Any, place: Place, record: Record, error: Exception, gpu: SimulatedGpu) -> Prediction:

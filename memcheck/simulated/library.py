@@ -155,7 +155,7 @@ TYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "written": (None, (ctypes.c_int64,)),
     "log": (None, (ctypes.c_int,)),
     "mark": (None, (ctypes.c_int64,)),
-    "logged": (ctypes.c_int64, (ctypes.POINTER(ctypes.c_void_p),)),
+    "logged": (ctypes.c_int64, (ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)),
     "name": (ctypes.c_char_p, (ctypes.c_int64,)),
     "calls": (ctypes.c_char_p, ()),
     "forget_calls": (None, ()),

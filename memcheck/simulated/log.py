@@ -18,6 +18,7 @@ from memcheck.simulated.rules import known_name
 
 ALLOCATED, FREED, EMPTIED = range(3)  # Happened of csrc/simulated/log.cpp.
 TENSOR, SCRATCH, LIBRARY = range(3)  # Purpose of log.h.
+AT_ONCE = 1024  # Entries that are read.
 # Operators that only make, view, copy or fill memory.
 PLAIN = {"empty", "empty_strided", "copy_", "fill_", "zero_", "resize_", "_reshape_alias", "_to_copy", "clone"}
 
@@ -93,13 +94,11 @@ class SimulatedLog(AllocationLog):
             return
         self._is_reading = True
         try:
-            first = ctypes.c_void_p()
-            count = library().logged(ctypes.byref(first))
-            if count > self._read:
-                entries = (Entry * count).from_address(first.value or 0)
-                for position in range(self._read, count):
-                    self._add(entries[position])
-            self._read = count
+            entries = (Entry * AT_ONCE)()
+            while count := library().logged(self._read, AT_ONCE, entries):
+                for entry in entries[:count]:
+                    self._add(entry)
+                self._read += count
         finally:
             self._is_reading = False
 
