@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from memcheck.simulated import build
+from memcheck.simulated.flags import CPU_FILES, gpu_files
 
 SMALLEST = ("macosx_11_0_arm64", "macosx_14_0_arm64")
 
@@ -33,10 +34,10 @@ def headers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["library", "rules"])
+@pytest.mark.parametrize("part", ["library", "rules", "cpu"])
 def test_it_compiles(part: str, headers: Path, require_tool: Callable[[str], str]) -> None:
-    names = sorted(path.name for path in (build.sources() / "simulated").glob("*.cpp"))
-    members = [name for name in names if (name == "rules.cpp") == (part == "rules")]
+    library = gpu_files(path.name for path in (build.sources() / "simulated").glob("*.cpp"))
+    members = {"library": library, "rules": ["rules.cpp"], "cpu": CPU_FILES}[part]
     includes = [headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
     command = [require_tool("g++"), "-fsyntax-only", *build.COMPILE_FLAGS, "-DTORCH_EXTENSION_NAME=_simulated_rules"]
     command += [f"-I{build.sources()}", *(f"-isystem{folder}" for folder in includes), "-x", "c++", "-"]
