@@ -37,7 +37,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast durations light ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
+.PHONY: help profile test test-fast durations ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -49,7 +49,7 @@ test: lint $(BUILD)  ## Lint, build, run the tests, and the operators' tests wit
 	$(PYTEST) -m "not ci" --junitxml=$(DURATIONS)/test.xml $(PYTEST_FLAGS)
 	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/test-host-cuda.xml $(PYTEST_FLAGS)
 
-ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs light  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
+ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
 	$(BIN)/python tests/host_cuda/resources.py
 	$(BIN)/python tests/host_cuda/count.py --check
 	MEMCHECK_HOST_CUDA_COUNTS=1 $(PYTEST) --host-cuda tests/host_cuda -k "decoding or memory_is_kept_to and (dense or column)"
@@ -61,7 +61,7 @@ ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs light  ## Run what make test leaves out:
 
 # What matrix products take on the CPU depends on its instructions. These tests measure it, and run again as on a processor
 # without AVX-512.
-MEASURING = $(shell grep -l measure_memory tests/predict/*.py) tests/cli/test_models.py tests/measure/test_measurement.py
+MEASURING = $(filter-out tests/predict/test_compiled.py, $(shell grep -l measure_memory tests/predict/*.py)) tests/cli/test_models.py tests/measure/test_measurement.py
 # Inductor's cache takes kernels of other instructions for these, and they fail, so it has a folder of its own.
 WITHOUT_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MEMCHECK_CPU=avx2
 WITHOUT_AVX512 += TORCHINDUCTOR_CACHE_DIR=$(abspath build/inductor-avx2)
@@ -71,23 +71,6 @@ test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests, under three minutes
 
 durations:  ## Print what took the time in the last runs of the tests: by file and by function
 	$(BIN)/python tests/durations.py $(ARGS)
-
-# The commands of this environment, and bash for tests of completion, are the only ones on PATH. The source tree's own
-# package is not imported.
-LIGHT := $(abspath .venv-light)
-ALONE := PATH=$(LIGHT)/bin PYTHONSAFEPATH=1
-light:  ## Install without the extension, where no compiler is on PATH, and run the tests that apply
-	$(PYTHON) -m venv --clear $(LIGHT)
-	$(LIGHT)/bin/pip install -q $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
-	$(LIGHT)/bin/pip install -q $(PIP_FLAGS) hypothesis pytest pytest-timeout pytest-xdist
-	ln -s "$$(command -v bash)" $(LIGHT)/bin
-	rm -rf build/python
-	$(ALONE) MEMCHECK_EXTENSION=0 pip install $(PIP_FLAGS) .
-	$(ALONE) memcheck info
-	$(ALONE) memcheck predict --attention-type softmax --seq-len 4096 --device A100-40GB
-	$(ALONE) memcheck fit --attention-type naive,softmax --device T4
-	$(ALONE) $(LIGHT)/bin/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow and not ci" \
-	    tests/core tests/predict tests/report tests/cli tests/bench tests/published tests/project/test_light.py $(PYTEST_FLAGS)
 
 lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; changes nothing
 	$(BIN)/ruff format --check

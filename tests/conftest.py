@@ -223,9 +223,9 @@ def mark_combinations(items):
 
 
 def thin_out(items):
-    """Host CUDA is slow, and a sample is enough: two thirds of the other items of each test become ci, and then half of
-    those of ci become slow."""
-    for marker, belongs, share in (("ci", is_of_test, 3), ("slow", is_of_ci, 2)):
+    """Host CUDA is slow, and a sample is enough: two thirds of the other items of each test become ci, and then two
+    thirds of those of ci become slow."""
+    for marker, belongs, share in (("ci", is_of_test, 3), ("slow", is_of_ci, 3)):
         tests = defaultdict(list)
         for item in sorted(filter(belongs, items), key=lambda item: zlib.crc32(item.nodeid.encode())):
             tests[item.path, item.originalname].append(item)

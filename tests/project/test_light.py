@@ -16,7 +16,7 @@ import memcheck
 from memcheck._extension import MISSING
 from memcheck.core.errors import ExtensionError, MemcheckError
 
-# make light runs them where the extension is missing, and make ci where it has to be left out.
+# In make ci it is left out.
 pytestmark = [] if MISSING else [pytest.mark.ci]
 
 PACKAGE = Path(memcheck.__file__).parent
