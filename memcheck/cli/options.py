@@ -286,11 +286,6 @@ class ModelStep(Request):
         "attention of a model of --hf-config, with its memcheck_factor and memcheck_window; default: sdpa if it has it",
         choices=("sdpa", "eager", "memcheck_compressed", "memcheck_linear", "memcheck_softplus"),
     )
-    build_on: str | None = option(
-        None,
-        "cpu: build the model of --model with real tensors; default: meta, floating-point tensors without data",
-        choices=("meta", "cpu"),
-    )
     traceback: bool = option(False, "the whole traceback of an error in the model's code", switch)
 
     @property
