@@ -308,7 +308,7 @@ class ModelStep(Request):
             if not self.source and group == MODELS:
                 raise UsageError(f"{alone} needs {named('model')} or {named('hf_config')}")
         mode = getattr(self, "mode", "train")
-        if self.source and mode == "decode" and not (self.hf_config and "kv_heads" in self.options):
+        if self.source and mode == "decode":
             raise UsageError(f"{named('mode')} decode is for operators, not for {named(self.source)}")
         if "rank" in self.asked and self.ranks is None:
             splits = f"{named('fsdp')}, {named('tp')} or {named('ddp')}"
