@@ -22,7 +22,7 @@ from memcheck.core.arguments import documented
 from memcheck.core.options import options_of
 from memcheck.core.ranks import Ranks
 from memcheck.core.record import Record
-from memcheck.core.step import Place, Program, Step
+from memcheck.core.step import Place, Step
 from memcheck.core.version import __version__
 
 project = "memcheck"
@@ -180,7 +180,7 @@ def to_markup(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
 def is_result(kind: Any) -> bool:
     """Whether it is a class of fields which only memcheck makes."""
     fields = dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
-    return inspect.isclass(kind) and fields and kind not in (Step, Place, Ranks, Program)
+    return inspect.isclass(kind) and fields and kind not in (Step, Place, Ranks)
 
 
 def without_arguments(app: Any, what: str, name: str, obj: Any, *rest: Any) -> tuple[str, str] | None:

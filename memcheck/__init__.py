@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from memcheck import distributed, nn
     from memcheck.bench.sweep.store import write_record
     from memcheck.core.ranks import Ranks
-    from memcheck.core.step import Place, Program, Step
+    from memcheck.core.step import Place, Step
     from memcheck.measure.measurement import measure_memory
     from memcheck.measure.tracker import MemoryTracker, track
     from memcheck.notebook import Results, load, profile, sweep
@@ -39,7 +39,7 @@ MODULES = ("distributed", "nn", "ops")
 LATER = {
     "write_record": "memcheck.bench.sweep.store",
     "Ranks": "memcheck.core.ranks",
-    **dict.fromkeys(("Place", "Program", "Step"), "memcheck.core.step"),
+    **dict.fromkeys(("Place", "Step"), "memcheck.core.step"),
     "measure_memory": "memcheck.measure.measurement",
     **dict.fromkeys(("MemoryTracker", "track"), "memcheck.measure.tracker"),
     **dict.fromkeys(("Results", "load", "profile", "sweep"), "memcheck.notebook"),
@@ -71,7 +71,6 @@ __all__ = [
     "CompressedAttentionWindowState",
     "MemoryTracker",
     "Place",
-    "Program",
     "Ranks",
     "Results",
     "Snapshot",

@@ -5,6 +5,7 @@ Each report has its own attention, and its own order of steps around the figure.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from memcheck.core.devices import Device
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place, Program, Step
-from memcheck.predict.api import predict_memory
+from memcheck.predict import process
+from memcheck.predict.model import predict_last
 
 from . import cs336
 from .scripts import Script, at_its_end, backward
@@ -183,14 +185,24 @@ class Cell(Script):
             del self.y
 
 
+def predict_last_alone(program: Program, place: Place) -> Prediction:
+    """predict_last, without its step: in a process of its own, which sends the prediction back."""
+    return dataclasses.replace(predict_last(program, place), case=None)
+
+
 @functools.cache
 def predicted(source: str, gpu: str, version: str, shape: tuple[int, int, int], trains: bool, how: str) -> Prediction:
     report = REPORTS[source.partition("/")[0]]
+    is_compiled = how == "compiled" and shape[-1] <= report.widest
     with torch.device("meta"):
-        cell = Cell(report, shape, trains, how == "compiled" and shape[-1] <= report.widest)
+        cell = Cell(report, shape, trains, is_compiled)
     version = OLDEST if version in ("", "2.6.0") else version
     program = Program([Step(cell, backward=False)] * (3 if trains else 2), outputs_stay=False)
-    return predict_memory(program, Place(DEVICES[gpu], drop_workspaces=False, torch_version=version)).steps[-1]
+    place = Place(DEVICES[gpu], drop_workspaces=False, torch_version=version).resolved()
+    if not is_compiled:
+        return predict_last(program, place)
+    prediction: Prediction = process.predicted(place.for_device, predict_last_alone, program, place)
+    return prediction
 
 
 def predict(row: Published) -> Prediction:

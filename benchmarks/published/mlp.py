@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import memcheck
+from memcheck.core.step import Program
 from memcheck.predict.model import predict_last
 
 from .repeated import reserved_after
@@ -91,7 +92,8 @@ def predict(row: Published) -> memcheck.Prediction:
         sizes = [batch, batch, *last, batch]
         given = [(torch.empty(size, inputs), torch.empty(size, dtype=torch.int64)) for size in sizes]
         summary = memcheck.Step(model, torch.empty(2, 1, inputs), backward=False)
-    program = memcheck.Program(model, [summary, *given], loss=loss_of, optimizer="adam")
+    steps = [memcheck.Step(model, each, loss=loss_of, optimizer="adam") for each in given]
+    program = Program([summary, *steps], inputs_stay=False)
     place = memcheck.Place(row.gpu, torch_version=TORCH, drop_workspaces=False).resolved()
     prediction = predict_last(program, place)
     assert prediction.trace is not None

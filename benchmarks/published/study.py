@@ -49,11 +49,11 @@ class Published:
 
 
 def figure_of(prediction: Prediction, row: Published) -> float | None:
-    """The predicted bytes of what was measured, in all steps of a program. None: it does not fit, or is not known."""
-    steps = prediction.steps or (prediction,)
-    field_name = "max_allocated_bytes" if row.metric == ALLOCATED else "reserved_bytes"
-    sizes = [getattr(step.record, field_name) for step in steps if step.record.status == "ok"]
-    return max(sizes) if len(sizes) == len(steps) and None not in sizes else None
+    """The predicted bytes of what was measured. None: it does not fit, or is not known."""
+    record = prediction.record
+    if record.status != "ok":
+        return None
+    return record.max_allocated_bytes if row.metric == ALLOCATED else record.reserved_bytes
 
 
 @dataclass(frozen=True)

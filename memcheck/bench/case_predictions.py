@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,12 +73,11 @@ def predict_case(
     *,
     dense_grad: bool = False,
     target: Target | None = None,
-    make: Callable[[Case], Workload] = prepare,
 ) -> Prediction:
     """The record that measuring the case at the place would give. Nothing is run or allocated.
 
     dense_grad: the gradient of the output is a full tensor, instead of one element expanded.
-    target: replaces that of the place. make: makes the workload of a case on meta.
+    target: replaces that of the place.
 
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled operators
     are predicted in a process of their own. Allocations that shapes do not determine are named in `unknown` and in the
@@ -98,7 +97,7 @@ def predict_case(
     if case.compiled and not process.IS_CHILD:
         if words := process.missing(place.for_device.kind):
             return unpredicted(case, place, record, words)
-        options: dict[str, Any] = {"dense_grad": dense_grad, "target": target, "make": make}
+        options: dict[str, Any] = {"dense_grad": dense_grad, "target": target}
         try:
             prediction: Prediction = process.predicted(place.for_device, predict_case, case, place, **options)
             return prediction
@@ -108,7 +107,7 @@ def predict_case(
         on_meta = dataclasses.replace(case, device="meta")
         # Compiled code is traced again, as it may be other code.
         trace = (traced.__wrapped__ if case.compiled else traced)(
-            contender, on_meta, target, dense_grad, place.drop_workspaces is not False, make
+            contender, on_meta, target, dense_grad, place.drop_workspaces is not False
         )
     except UnsupportedError as error:
         record.status, record.reason = "unsupported", str(error)
@@ -160,12 +159,11 @@ def traced(
     target: Target,
     dense_grad: bool,
     drop_workspaces: bool,
-    make: Callable[[Case], Workload],
 ) -> Trace:
     """Traces the case. contender: passed explicitly because names can be registered again."""
     from memcheck.predict.trace_runner import TraceRunner  # Loaded with the first prediction.
 
-    return TraceRunner(target, dense_grad=dense_grad, drop_workspaces=drop_workspaces).trace(make(case))
+    return TraceRunner(target, dense_grad=dense_grad, drop_workspaces=drop_workspaces).trace(prepare(case))
 
 
 # The fields that a measured record's terms cover.

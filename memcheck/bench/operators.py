@@ -284,7 +284,6 @@ class Decoding:
     step: Callable[[Case], Operator]  # Called with q, k, v of one position, and the state.
     state: Callable[[Case], Any]
     terms: Callable[[Case], Terms | None] | None = None  # Closed byte terms; None: the predictor computes them.
-    attend: Operator | None = None  # Of contenders whose state is a cache: attends to all of its keys.
 
 
 def one_token(case: Case) -> Case:
@@ -326,31 +325,9 @@ def cached(attend: Operator) -> Callable[[Case], Operator]:
     return lambda case: step
 
 
-def in_place(attend: Operator) -> Callable[[Case], Operator]:
-    """Builds the step of an attention that writes into its cache: the new token is the last of the cache's T."""
-
-    def step(q: Tensor, k: Tensor, v: Tensor, state: Cache) -> tuple[Tensor, Cache]:
-        keys, values = state
-        keys[:, :, -1:], values[:, :, -1:] = k, v
-        return attend(q, keys, values), state
-
-    return lambda case: step
-
-
-def grouped(attend: Operator) -> Operator:
-    """The attention of one query per head, with fewer heads of keys: queries that share keys are rows of one head."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        B, H, _, D = q.shape
-        y: Tensor = attend(q.reshape(B, k.shape[1], H // k.shape[1], D), k, v)
-        return y.reshape(q.shape)
-
-    return call
-
-
 def with_cache(attend: Operator) -> Decoding:
     """The decoding of an attention without a mask, with a cache that concatenates."""
-    return Decoding(cached(attend), cache, attend=attend)
+    return Decoding(cached(attend), cache)
 
 
 def softplus_state(case: Case) -> tuple[Tensor, ...]:

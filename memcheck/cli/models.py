@@ -31,7 +31,6 @@ from memcheck.core.options import named, options_of
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place, Step
 from memcheck.predict.api import predict_memory
-from memcheck.predict.model import is_for_lack_of_data
 from memcheck.predict.pretended_gpu import answers_to_users
 from memcheck.predict.probe import probe_for
 from memcheck.predict.process import missing
@@ -151,16 +150,13 @@ class StaysHere(TorchFunctionMode):
 
 
 @contextmanager
-def finding(device: Device, on_meta: bool = False) -> Iterator[None]:
+def finding(device: Device) -> Iterator[None]:
     """Inside, code of the user's runs as on a machine with the device; what it prints is no part of the answer.
 
     On the way to a GPU torch.cuda says what the target has. Tensors on the device are tensors of this machine.
-    on_meta: floating-point tensors are made on meta.
     """
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))
-        if on_meta:
-            stack.enter_context(FloatsOnMeta())
         if device.kind == "cuda":
             stack.enter_context(answered(answers_to_users(device)))
         stack.enter_context(StaysHere(device.kind))
@@ -190,13 +186,12 @@ def makes_floats(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 class Factory:
     """A function that returns a model and its inputs. Its parameters "bsz" and "seq_len" get the flags' values.
 
-    device: for which it builds. on_meta: floating-point tensors are made on meta.
+    device: for which it builds.
     """
 
     name: str
     function: Callable[..., Any]
     device: Device
-    on_meta: bool = True
     attentions: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -222,12 +217,10 @@ class Factory:
     def build(self, setting: Setting) -> Built:
         sizes = {name: getattr(setting, name) for name in SIZES if name in self.parameters}
         try:
-            with finding(self.device, self.on_meta):
+            with FloatsOnMeta(), finding(self.device):
                 made = self.function(**sizes)
         except Exception as error:
-            lacking = self.on_meta and is_for_lack_of_data(error)
-            hint = "; --build-on cpu builds with real tensors" if lacking else ""
-            raise MemcheckError(f"--model {self.name} failed: {failure(error)}{hint}") from error
+            raise MemcheckError(f"--model {self.name} failed: {failure(error)}") from error
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             raise UsageError(f"--model {self.name} must return a pair, (model, inputs), got {type(made).__name__}")
         model, given = made
@@ -283,7 +276,7 @@ def source_of(request: ModelStep) -> Source:
     """The source that --model or --hf-config names."""
     if request.model is not None:
         device = request.place().for_device
-        return Factory(request.model, load_function("model", request.model, device), device, request.build_on != "cpu")
+        return Factory(request.model, load_function("model", request.model, device), device)
     from memcheck.cli.hugging_face import Configuration
 
     assert request.hf_config is not None

@@ -286,11 +286,6 @@ class ModelStep(Request):
         "attention of a model of --hf-config, with its memcheck_factor and memcheck_window; default: sdpa if it has it",
         choices=("sdpa", "eager", "memcheck_compressed", "memcheck_linear", "memcheck_softplus"),
     )
-    build_on: str | None = option(
-        None,
-        "cpu: build the model of --model with real tensors; default: meta, floating-point tensors without data",
-        choices=("meta", "cpu"),
-    )
     traceback: bool = option(False, "the whole traceback of an error in the model's code", switch)
 
     @property
@@ -313,7 +308,7 @@ class ModelStep(Request):
             if not self.source and group == MODELS:
                 raise UsageError(f"{alone} needs {named('model')} or {named('hf_config')}")
         mode = getattr(self, "mode", "train")
-        if self.source and mode == "decode" and not (self.hf_config and "kv_heads" in self.options):
+        if self.source and mode == "decode":
             raise UsageError(f"{named('mode')} decode is for operators, not for {named(self.source)}")
         if "rank" in self.asked and self.ranks is None:
             splits = f"{named('fsdp')}, {named('tp')} or {named('ddp')}"

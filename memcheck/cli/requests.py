@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, ClassVar
 
 from memcheck.cli.options import (
     MODELS,
@@ -124,11 +123,6 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
-def tree_or_count(value: Any) -> Any:
-    """True for the flag alone, else a number."""
-    return value if value is True else count(value)
-
-
 class Predict(PredictedModel, OfTwoLengths):
     """Predicts the memory of any model or operator on any device; runs nothing.
 
@@ -140,7 +134,6 @@ class Predict(PredictedModel, OfTwoLengths):
     first = (*PredictedModel.first, "layers", "explain")
     ones = ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window")
     include = flags_of(Step, "dense_grad")
-    DECODING: ClassVar = "decoding: a model that decodes, in --mode decode"
 
     html: Path | None = option(
         None, "write one self-contained page with the picture", converters.file, group=MODELS, metavar="FILE"
@@ -150,34 +143,15 @@ class Predict(PredictedModel, OfTwoLengths):
         "each figure of the case as the sum of its terms; of a model what is alive at the peak by operator",
         switch,
     )
-    layers: Any = option(
-        None,
-        "of a model: the tree of its modules, with shapes, parameters, bytes kept for backward and at the peak; with "
-        "--mode decode and a number: attention layers, each with a cache; default: 1",
-        tree_or_count,
-        const=True,
-        metavar="N",
-    )
-    kv_heads: int | None = option(None, "heads of keys and values; default: --heads", count, group=DECODING)
-    block_size: int | None = option(None, "tokens per block of a paged cache; default: 1", count, group=DECODING)
-    weights: int | None = option(
-        None, "what the model's weights take beside the caches; default: 0B", converters.size_in_bytes, group=DECODING
-    )
-    concatenate: bool = option(
-        False, "a step makes a longer cache beside the old one, as torch.cat does", switch, group=DECODING
+    layers: bool = option(
+        False,
+        "the tree of the model's modules, with shapes, parameters, bytes kept for backward and at the peak",
+        switch,
+        group=MODELS,
     )
 
     def check(self) -> None:
         super().check()
-        if self.layers is True and not (self.source and self.mode != "decode"):
-            rule = "needs a number" if self.mode == "decode" else f"needs {named('model')} or {named('hf_config')}"
-            raise UsageError(f"{named('layers')} {rule}")
-        numbers = [] if self.layers is True else ["layers"]
-        for name in ("kv_heads", *numbers, "block_size", "weights", "concatenate"):
-            if self.mode != "decode" and self.given(name):
-                raise UsageError(f"{named(name)} is for {named('mode')} decode, got {named('mode')} {self.mode}")
-        if self.mode == "decode" and self.html is not None:
-            raise UsageError(f"{named('html')} is for a model in {named('mode')} train or inference")
         for name in ("attention_type", "lengths"):
             if len(getattr(self, name) or ()) > 1:
                 raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")

@@ -18,7 +18,7 @@ from memcheck.bench.profile import check_can_measure, profile_case, snapshot_cas
 from memcheck.bench.sweep.predicted_sweep import predicted_record
 from memcheck.bench.sweep.run import Settings, shape
 from memcheck.bench.sweep.store import Store
-from memcheck.cli.decoding import note_unused_options
+from memcheck.cli.cases import note_unused_options
 from memcheck.cli.output import check_picture, make_room, print_details, progress_bar
 from memcheck.cli.run_requests import Cases
 from memcheck.core.record import Record, write_csv

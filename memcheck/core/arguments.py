@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.options import Convert, Option, named, options_of
-from memcheck.core.step import Place, Program, Step
+from memcheck.core.step import Place, Step
 
 R = TypeVar("R")
 
@@ -27,7 +27,6 @@ def takes_step(
     without: Iterable[str] = (),
     places: Iterable[str] | None = None,
     instead: Mapping[type, Callable[..., Any]] | None = None,
-    programs: bool = False,
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Makes a function of a Step and a Place a public one, which also takes a model, its inputs, and all as keywords.
 
@@ -38,7 +37,7 @@ def takes_step(
     documentation list the options.
 
     without: options of a step that the function does not take. places: those of a place that it takes; None: all.
-    instead: functions for first arguments that are no model, by their class. programs: it takes a Program, too.
+    instead: functions for first arguments that are no model, by their class.
 
     TypeError: a keyword belongs to the function and to the model, or to neither. The model's own go into kwargs.
     """
@@ -55,12 +54,10 @@ def takes_step(
         def public(model: Any, *inputs: Any, **keywords: Any) -> R:
             if (other := (instead or {}).get(type(model))) is not None:
                 return cast(R, other(model, *inputs, **keywords))
-            if isinstance(model, Program) and not programs:
-                raise TypeError(f"{caller} takes a Step; memcheck.predict_memory takes a Program")
-            if isinstance(model, Step | Program):
+            if isinstance(model, Step):
                 step, more = model, inputs
                 if wrong := [name for name in keywords if name not in (*own, *of_place, "place")]:
-                    raise TypeError(f"{caller} of a {type(model).__name__} takes no {wrong[0]}: the Step says it")
+                    raise TypeError(f"{caller} of a Step takes no {wrong[0]}: the Step says it")
             else:
                 check_keywords(caller, names, model, inputs, keywords)
                 inner = {name: value for name, value in keywords.items() if name not in names}

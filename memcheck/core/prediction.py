@@ -243,7 +243,6 @@ class Prediction:
 
     Attributes:
         terms: field of the record -> its summands: name -> bytes.
-        steps: the predictions of a Program's steps, up to the first that does not fit.
     """
 
     case: Any = field(repr=False)  # Case, ModelCase or Step.
@@ -252,7 +251,6 @@ class Prediction:
     terms: Terms
     trace: Trace | None = field(default=None, repr=False, compare=False)
     refused: Allocation | None = field(default=None, repr=False, compare=False)  # What there was no room for.
-    steps: tuple[Prediction, ...] = field(default=(), repr=False)  # Those of a Program's steps.
     # Published measurements of programs like this one on such a GPU. None for a CPU, or if nothing was traced.
     evidence: Evidence | None = field(default=None, repr=False, compare=False)
     # What the segments of a prediction that does not fit take without a limit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -313,68 +313,12 @@ MEASURED_ONLY = ("parameters", "optimizer_step")
 
 @dataclass(frozen=True)
 class Program:
-    """Steps of one model, one after another, in one process: for example training steps, a last one with fewer samples,
-    and an evaluation.
+    """Steps of one model, one after another, of which the last is predicted. It begins with what the others left.
 
-    Examples:
-        >>> Program(model, [x, last, Step(model, validation, backward=False, training=False)], optimizer="adamw")
-        >>> Program([Step(model, x, optimizer="adamw"), Step(model, validation, backward=False, training=False)])
-
-    Args:
-        steps, inputs: the steps; or a model, and for each step its inputs: a tensor, a tuple of arguments, or a dict of
-            keyword arguments. An entry may also be a Step of the model.
-        options: of each step that is given by its inputs.
-        outputs_stay: what a model and a loss returned is alive until those of the next step return, as the variables of
-            a loop keep it.
-        inputs_stay: the inputs of all steps are alive from the start. Else those of a step are made when it begins,
-            after those of the step before are gone and before gradients are cleared, as in
-            `for x in loader: y = model(x.to(device))`. Default: False for a program of a model and inputs.
-
-    Every step begins with what the ones before it left: the optimizer's state, and on CUDA the segments of the
-    allocator. All steps have one optimizer, that of the first step which has one.
-
-    Raises:
-        UsageError: there is no step, or the steps are of several models, or their backwards differ in checkpointing.
+    outputs_stay: what a step returned is alive until the next one has returned it. inputs_stay: the inputs of all steps
+    are alive from the start; else those of a step are made when it begins.
     """
 
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
     outputs_stay: bool = True
     inputs_stay: bool = True
-
-    def __init__(
-        self,
-        steps: Any,
-        inputs: Iterable[Any] | None = None,
-        *,
-        outputs_stay: bool = True,
-        inputs_stay: bool | None = None,
-        **options: Any,
-    ) -> None:
-        if inputs is None:
-            if options:
-                raise TypeError(f"a Program of Steps takes no {next(iter(options))}: the Steps say it")
-            object.__setattr__(self, "steps", tuple(steps))
-        else:
-            object.__setattr__(self, "steps", tuple(step_of(steps, given, options) for given in inputs))
-        object.__setattr__(self, "outputs_stay", outputs_stay)
-        object.__setattr__(self, "inputs_stay", inputs is None if inputs_stay is None else inputs_stay)
-        for step in self.steps:
-            if not isinstance(step, Step):
-                raise UsageError(f"{named('steps')} must be Steps, got {step!r}")
-        if not self.steps:
-            raise UsageError(f"{named('steps')} must be at least one Step, got none")
-        if len({id(step.model) for step in self.steps}) > 1:
-            raise UsageError(
-                f"{named('steps')} must be of one model, got {', '.join(step.name for step in self.steps)}"
-            )
-        if len({step.checkpointing for step in self.steps if step.backward}) > 1:
-            raise UsageError(f"{named('steps')} with a backward must have the same {named('checkpointing')}")
-
-
-def step_of(model: Any, given: Any, options: dict[str, Any]) -> Step:
-    """The step of a model with the inputs; a Step is itself."""
-    if isinstance(given, Step):
-        return given
-    if isinstance(given, dict):
-        return Step(model, (), given, **options)
-    return Step(model, tuple(given) if isinstance(given, list) else given, **options)

@@ -197,15 +197,13 @@ def predicted_of_case(case: Case, *places: Any, **options: Any) -> Prediction:
     return prediction
 
 
-@takes_step(without=MEASURED_ONLY, instead={Case: predicted_of_case}, programs=True)
-def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | Probe | bool = True) -> Prediction:
+@takes_step(without=MEASURED_ONLY, instead={Case: predicted_of_case})
+def predict_memory(step: Step, place: Place, *, probes: Path | str | Probe | bool = True) -> Prediction:
     """The record that measuring the step at the place would give. Nothing of its size is allocated.
 
     Examples:
         >>> memcheck.predict_memory(model, x, optimizer="adamw", device="A100-40GB")
         >>> memcheck.predict_memory(Step(model, x), Place("A100-40GB", torch_version="2.13"))
-        >>> last = Step(model, x[:3], optimizer="adamw")
-        >>> memcheck.predict_memory(Program([Step(model, x, optimizer="adamw"), last]))
         >>> memcheck.predict_memory(model, x, probes="cpu.jsonl")
 
     Args:
@@ -219,9 +217,6 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
             in a table on disk (memcheck.predict.probed.table_path). With a file, that is the table: the prediction
             is for the CPU whose rows it has, and if that is this one, or there are no rows, what it lacks is run and
             added. With False these operators are unknown. A Probe replaces it.
-
-    The prediction of a Program has that of every step, and is itself that of the first step which does not fit, else
-    that of the step with the highest peak.
 
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. A model that reads
     values which do not follow from inputs and parameters is "skipped", and so are compiled models without cloudpickle
@@ -237,25 +232,19 @@ def predict_memory(step: Step | Program, place: Place, *, probes: Path | str | P
     """
     if not isinstance(probes, bool | str | Path | None) and not hasattr(probes, "check"):
         raise ValueError(f"probes must be a file, True, False or a Probe, got {probes!r}")
-    from memcheck.predict.model import predict_last, predict_program  # Loaded with the first prediction.
+    from memcheck.predict.model import predict_last  # Loaded with the first prediction.
     from memcheck.predict.probe import probe_for
     from memcheck.predict.python_functions import CompiledCodeError, ElsewhereError
 
     place = place.resolved()
-    program = step if isinstance(step, Program) else Program([step], outputs_stay=False)
-    if any(one.compile for one in program.steps) and not process.IS_CHILD:
+    if step.compile and not process.IS_CHILD:
         if place.ranks is not None:
             raise UsageError(f"{named('compile')} is not predicted for a model that is split over processes")
         return predicted_elsewhere(step, place, probes)
     if SIMULATES and is_simulated_at(place):
         return predicted_elsewhere(step, place, probes, simulates=True)
     probe, place = probe_for(probes, place)
-    last = functools.partial(predict_last, place=place, probe=probe)
-    predict = (
-        functools.partial(predict_program, program, last)
-        if isinstance(step, Program)
-        else functools.partial(last, program)
-    )
+    predict = functools.partial(predict_last, Program([step], outputs_stay=False), place, probe)
     try:
         return predict()
     except CompiledCodeError:
@@ -280,32 +269,23 @@ def is_simulated_at(place: Place) -> bool:
     return is_known and place.ranks is None and place.torch_version in (None, running())
 
 
-def predicted_elsewhere(step: Step | Program, place: Place, probes: Any, simulates: bool = False) -> Prediction:
+def predicted_elsewhere(step: Step, place: Place, probes: Any, simulates: bool = False) -> Prediction:
     """predict_memory in a process of its own. simulates: which simulates the GPU."""
     prediction: Prediction = process.predicted(
         place.for_device, predicted_to_send, step, place, probes, simulates=simulates
     )
-    if not isinstance(step, Program):
-        return dataclasses.replace(prediction, case=step)
-    each = [dataclasses.replace(part, case=case) for part, case in zip(prediction.steps, step.steps, strict=False)]
-    return dataclasses.replace(next(part for part in each if part.record is prediction.record), steps=tuple(each))
+    return dataclasses.replace(prediction, case=step)
 
 
-def predicted_to_send(step: Step | Program, place: Place, probes: Any) -> Prediction:
-    """predict_memory, called in that process. The steps themselves are not sent back."""
+def predicted_to_send(step: Step, place: Place, probes: Any) -> Prediction:
+    """predict_memory, called in that process. The step itself is not sent back."""
     if process.HOME:
-        from memcheck.predict.model import predict_program
         from memcheck.predict.simulated import predict_simulated
 
-        last = functools.partial(predict_simulated, place=place)
-        if isinstance(step, Program):
-            prediction = predict_program(step, last)
-        else:
-            prediction = last(Program([step], outputs_stay=False))
+        prediction = predict_simulated(Program([step], outputs_stay=False), place)
     else:
         prediction = predict_memory(step, place, probes=probes)
-    steps = tuple(dataclasses.replace(part, case=None) for part in prediction.steps)
-    return dataclasses.replace(prediction, case=None, steps=steps)
+    return dataclasses.replace(prediction, case=None)
 
 
 # Sizes that `largest` finds by the inputs of a model: the dimension of a tensor.
@@ -387,7 +367,7 @@ def largest(
     def predict(size: int) -> Prediction:
         with torch.device("meta"):
             made = make(size)
-        if isinstance(made, Step | Program):
+        if isinstance(made, Step):
             if model is not None:
                 raise TypeError("largest takes a model or a function that makes Steps, got both")
             return predict_memory(made, place, **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,24 +43,6 @@ from memcheck.predict.reached import Alive, left_behind_named, scripted_in
 from memcheck.predict.replay import Replay, blank_record, certainty_of, target_at
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
-
-
-def predict_program(program: Program, predict: Callable[[Program], Prediction]) -> Prediction:
-    """The prediction of the first step that does not fit, else of that with the highest peak; it has those of all.
-
-    predict: predicts a program's last step.
-    """
-    steps: list[Prediction] = []
-    listed = program.steps
-    if len(listed) > 1:  # They are all that run. Only an optimizer's step has another one before it by default.
-        listed = tuple(
-            each if each.has_optimizer or each.steps else dataclasses.replace(each, steps=1) for each in listed
-        )
-    for number in range(1, len(listed) + 1):
-        steps.append(predict(dataclasses.replace(program, steps=listed[:number])))
-        if not steps[-1].fits:
-            return dataclasses.replace(steps[-1], steps=tuple(steps))
-    return dataclasses.replace(max(steps, key=highest_bytes), steps=tuple(steps))
 
 
 def highest_bytes(prediction: Prediction) -> int:

@@ -90,12 +90,6 @@ def vast():
     return nn.Linear(1_000_000, 1_000_000), torch.zeros(1, 1_000_000)
 
 
-def reads():
-    if torch.ones(1).item() != 1:
-        raise AssertionError
-    return Net(32), torch.randn(4, 32)
-
-
 def flat():
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
 
@@ -314,11 +308,10 @@ def test_nothing_of_its_size_is_made(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("A100-40GB", "bfloat16"), ("T4", "float32"), ("cpu", "float32")])
-@pytest.mark.parametrize("build", [[], ["--build-on", "cpu"]], ids=["on meta", "for real"])
 def test_a_factory_finds_the_gpu_that_is_predicted_for(
-    device: str, dtype: str, build: list[str], capsys: pytest.CaptureFixture[str]
+    device: str, dtype: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = predicted(capsys, "--model", "net.py:asks", "--device", device, *build)
+    found = predicted(capsys, "--model", "net.py:asks", "--device", device)
     assert (found["status"], found["dtype"]) == ("ok", dtype)
     assert not torch.cuda.is_available()
 
@@ -337,13 +330,6 @@ def test_inputs_by_position_and_by_name(capsys: pytest.CaptureFixture[str]) -> N
     by_position = predicted(capsys, "--model", "net.py:required", "--bsz", "4", "--device", "cpu")
     by_name = predicted(capsys, "--model", "net.py:named", "--device", "cpu")
     assert by_position["need_bytes"] == by_name["need_bytes"]
-
-
-def test_a_model_that_reads_its_tensors_is_built_for_real(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["predict", "--model", "net.py:reads", "--device", "cpu"]
-    assert main(flags) == 1
-    assert "--build-on cpu builds with real tensors" in capsys.readouterr().err
-    assert main([*flags, "--build-on", "cpu"]) == 0
 
 
 def test_doubts_are_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,9 +375,7 @@ WRONG = {
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
     "predict --model net.py:named --bsz 4": "--bsz: net.py:named has no parameter bsz",
-    "predict --model net.py:make --layers 3": "--layers is for --mode decode, got --mode train",
     "predict --layers": "--layers needs --model or --hf-config",
-    "predict --mode decode --layers": "--layers needs a number",
     "predict --model net.py:both --mode inference --no-keep-outputs": "--no-keep-outputs needs a backward",
     "predict --attention-type naive --no-keep-outputs": "--no-keep-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",

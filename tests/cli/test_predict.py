@@ -32,6 +32,13 @@ def test_a_case_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert {field.name for field in dataclasses.fields(Record)} <= found.keys()
 
 
+def test_a_step_of_decoding_is_a_case(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--attention-type", "softmax", "--mode", "decode", "--kv-len", "32", "--dim", "16", "--bsz", "3"]
+    found = predicted(capsys, *flags, "--device", "cpu")
+    assert (found["mode"], found["query_len"], found["kv_len"]) == ("decode", 1, 32)
+    assert found["state_bytes"] == 2 * 3 * 32 * 16 * 4
+
+
 @pytest.mark.parametrize(
     ("flags", "code"),
     [

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memcheck
+from memcheck.allocator import MIB
 from memcheck.core.errors import UsageError
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import Record
@@ -23,6 +24,7 @@ from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
 from memcheck.predict import process
+from memcheck.predict.operators.products import LT_WORKSPACE
 from memcheck.predict.probe import CpuProbe
 from memcheck.predict.probed import Table
 
@@ -761,3 +763,16 @@ def test_inference_mode_is_predicted_as_it_is_measured(make: Callable[[], tuple[
         assert predicted.exact
         for name in ("forward_peak_bytes", "output_bytes", "saved_bytes", "workspace_bytes"):
             assert getattr(predicted.record, name) == getattr(measured, name)
+
+
+@pytest.mark.parametrize(("version", "many", "kept"), [("2.8", 3, 0), ("2.11", 1, 1), ("2.13", 0, 0)])
+def test_a_product_with_a_bias_has_cublas_lts_workspace(version: str, many: int, kept: int) -> None:
+    """Of each call, then of the thread; newer releases share cuBLAS's. A product with one column has none."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 1))
+        x = torch.empty(4, 8)
+    found = memcheck.predict_memory(model, x, device="A100-40GB", torch_version=version, drop_workspaces=False)
+    assert found.trace is not None
+    made = [allocation for allocation in found.trace.log.allocations if allocation.name == LT_WORKSPACE]
+    assert [allocation.bytes for allocation in made] == [MIB] * many
+    assert sum(allocation.died is None for allocation in made) == kept

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import memcheck
-from memcheck import Program, Step
 from memcheck.core.errors import UnsupportedError
 from memcheck.predict import api
 
@@ -105,13 +104,6 @@ def test_the_largest_size_is_that_of_tracing():
 
     simulated, traced = both(largest)
     assert simulated.size == traced.size > 100
-
-
-def test_steps_of_a_program():
-    layers, x = model(), torch.randn(4, 32, 64)
-    program = Program([Step(layers, x, optimizer="adamw"), Step(layers, x[:3], optimizer="adamw")])
-    simulated, traced = both(lambda: memcheck.predict_memory(program, **A100))
-    assert [*map(figures, simulated.steps)] == [*map(figures, traced.steps)]
 
 
 def test_contents_decide_as_on_a_gpu():

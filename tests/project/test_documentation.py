@@ -50,8 +50,8 @@ def test_the_api_pages_have_every_public_name():
 )
 def test_the_examples_of_a_docstring_run(function, tmp_path, monkeypatch):
     model, x = torch.nn.Linear(512, 4), torch.randn(4, 512)
-    shown = {name: getattr(memcheck, name) for name in ("Step", "Place", "Program")}
-    given = {"memcheck": memcheck, "torch": torch, "model": model, "x": x, "last": x[:3], "validation": x[:2], **shown}
+    shown = {name: getattr(memcheck, name) for name in ("Step", "Place")}
+    given = {"memcheck": memcheck, "torch": torch, "model": model, "x": x, **shown}
     if function is memcheck.Step:
         given |= {"model": lambda x, mask, labels=None: x * mask, "mask": x, "labels": None}
     given |= {"mine": model, "theirs": torch.nn.Linear(512, 8)}

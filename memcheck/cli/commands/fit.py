@@ -14,7 +14,7 @@ from typing import Any
 from memcheck.bench.capacity import capacity_curve, capacity_object, check_has_limit, find_capacity
 from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
-from memcheck.cli.decoding import attention_fields_of, batches_of, check_takes_window, make_any_case
+from memcheck.cli.cases import attention_fields_of, batches_of, check_takes_window, make_any_case
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_TYPES
 from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress_bar

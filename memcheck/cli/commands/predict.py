@@ -9,15 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from memcheck.bench.case_predictions import predict_case, predicted_or_skipped, single_changes
-from memcheck.cli.decoding import (
+from memcheck.cli.cases import (
     attention_fields_of,
     batches_of,
     check_takes_window,
     make_any_case,
     note_unused_options,
-    of_case,
-    of_configuration,
-    predict_decoding,
 )
 from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_SIZES
@@ -45,13 +42,7 @@ FEW = 2  # Doubts of a case that are shown without --doubts.
 
 
 def run(request: Predict) -> int:
-    if request.mode == "decode":
-        model = of_configuration(request) if request.hf_config else of_case(request, make_cases(request)[0])
-        predictions = [predict_decoding(request, model)]
-    elif request.model or request.hf_config:
-        predictions = [predict_model(request)]
-    else:
-        predictions = predict_operator(request)
+    predictions = [predict_model(request)] if request.source else predict_operator(request)
     fits = all(prediction.record.status == "ok" for prediction in predictions)
     return DOES_NOT_FIT if request.fail_on_oom and not fits else 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from memcheck.bench.catalog import Case, make_case
 from memcheck.bench.profile import find_device
-from memcheck.cli.decoding import batches_of, check_takes_window, gpu_words
+from memcheck.cli.cases import batches_of, check_takes_window, gpu_words
 from memcheck.cli.options import (
     DEFAULT_SIZES,
     DEFAULT_TYPES,

@@ -20,7 +20,7 @@ from memcheck.bench.decoders import (
 )
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.store import Store
-from memcheck.cli.decoding import check_takes_window
+from memcheck.cli.cases import check_takes_window
 from memcheck.cli.output import make_room, print_details, progress_bar
 from memcheck.cli.run_requests import ProfileModel
 from memcheck.cli.running import exit_code

@@ -24,7 +24,7 @@ from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.decoding import LENGTHS, batches_of, check_takes_window, gpu_words
+from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS, OPERATORS
 from memcheck.cli.output import print_answer, progress_bar, watch
 from memcheck.cli.run_requests import Sweep
