@@ -225,12 +225,12 @@ def mark_combinations(items):
 def thin_out(items):
     """Host CUDA is slow, and a sample is enough: two thirds of the other items of each test become ci, and then two
     thirds of those of ci become slow."""
-    for marker, belongs, share in (("ci", is_of_test, 3), ("slow", is_of_ci, 3)):
+    for marker, belongs in (("ci", is_of_test), ("slow", is_of_ci)):
         tests = defaultdict(list)
         for item in sorted(filter(belongs, items), key=lambda item: zlib.crc32(item.nodeid.encode())):
             tests[item.path, item.originalname].append(item)
         for repetitions in tests.values():
-            for item in repetitions[-(-len(repetitions) // share) :]:
+            for item in repetitions[-(-len(repetitions) // 3) :]:
                 item.add_marker(marker)
 
 

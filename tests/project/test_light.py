@@ -16,7 +16,7 @@ import memcheck
 from memcheck._extension import MISSING
 from memcheck.core.errors import ExtensionError, MemcheckError
 
-# In make ci it is left out.
+# Where the extension is there, make ci leaves it out.
 pytestmark = [] if MISSING else [pytest.mark.ci]
 
 PACKAGE = Path(memcheck.__file__).parent
