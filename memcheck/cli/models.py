@@ -31,6 +31,7 @@ from memcheck.core.options import named, options_of
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place, Step
 from memcheck.predict.api import predict_memory
+from memcheck.predict.model import is_for_lack_of_data
 from memcheck.predict.pretended_gpu import answers_to_users
 from memcheck.predict.probe import probe_for
 from memcheck.predict.process import missing
@@ -220,7 +221,9 @@ class Factory:
             with FloatsOnMeta(), finding(self.device):
                 made = self.function(**sizes)
         except Exception as error:
-            raise MemcheckError(f"--model {self.name} failed: {failure(error)}") from error
+            instead = "; it may read no floats: build the model in Python, and call memcheck.predict_memory"
+            hint = instead if is_for_lack_of_data(error) else ""
+            raise MemcheckError(f"--model {self.name} failed: {failure(error)}{hint}") from error
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             raise UsageError(f"--model {self.name} must return a pair, (model, inputs), got {type(made).__name__}")
         model, given = made

@@ -666,3 +666,13 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
     printed = capsys.readouterr().err
     assert "--hf-config needs transformers: pip install transformers" in printed
     assert printed.count("\n") == 1
+
+
+def test_a_function_that_reads_its_floats_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import torch\n\ndef make():\n    n = int(torch.rand(4).sum())\n    return torch.nn.Linear(n, n), ()\n"
+    (tmp_path / "reads.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["predict", "--model", "reads.py:make", "--device", "cpu"]) == 1
+    assert "build the model in Python, and call memcheck.predict_memory" in capsys.readouterr().err
