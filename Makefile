@@ -37,7 +37,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast durations ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
+.PHONY: help profile test test-rest test-all test-fast durations ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,31 +45,35 @@ help:  ## Print this list
 profile: $(BUILD)  ## Install, build, and profile the memory of attention on this machine
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
-test: lint $(BUILD)  ## Lint, build, run the tests, and the operators' tests with CUDA kernels on the host
-	$(PYTEST) -m "not ci" --junitxml=$(DURATIONS)/test.xml $(PYTEST_FLAGS)
-	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/test-host-cuda.xml $(PYTEST_FLAGS)
+test: $(BUILD) $(DEVELOPMENT)  ## Run the tests that take less than 2 seconds, one of each slow kind, and some on the host's CUDA
+	$(PYTEST) -m "not slow and not ci" --junitxml=$(DURATIONS)/test.xml $(PYTEST_FLAGS)
+	$(PYTEST) --host-cuda -m "not slow and not ci" tests/host_cuda/test_kernels.py --junitxml=$(DURATIONS)/test-host-cuda.xml $(PYTEST_FLAGS)
 
-ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
+test-rest: $(BUILD) $(DEVELOPMENT) $(ZOO)  ## Run the tests that make test leaves out
+	$(PYTEST) -m "slow or ci" --junitxml=$(DURATIONS)/rest.xml $(PYTEST_FLAGS)
+	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/rest-host-cuda.xml $(PYTEST_FLAGS)
+
+test-all: test test-rest  ## Run all tests
+
+ci: lint docs test-rest  ## Lint, the documentation, the rest of the tests, other instructions and versions, sanitizers, counts of CUDA
 	$(BIN)/python tests/host_cuda/resources.py
 	$(BIN)/python tests/host_cuda/count.py --check
 	MEMCHECK_HOST_CUDA_COUNTS=1 $(PYTEST) --host-cuda tests/host_cuda -k "decoding or memory_is_kept_to and (dense or column)"
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
-	$(PYTEST) -m ci --junitxml=$(DURATIONS)/ci.xml
 	PYTHONPATH=$(NEWER_TRANSFORMERS) $(PYTEST) tests/integrations/test_transformers.py
-	$(WITHOUT_AVX512) $(PYTEST) -m "not slow and not ci" $(MEASURING) --junitxml=$(DURATIONS)/ci-avx2.xml
-	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/ci-host-cuda.xml
+	$(WITHOUT_AVX512) $(PYTEST) -m "not ci" $(MEASURING) --junitxml=$(DURATIONS)/avx2.xml
 
 # What matrix products take on the CPU depends on its instructions. These tests measure it, and run again as on a processor
 # without AVX-512.
-MEASURING = $(filter-out tests/predict/test_compiled.py, $(shell grep -l measure_memory tests/predict/*.py)) tests/cli/test_models.py tests/measure/test_measurement.py
+MEASURING = $(filter-out tests/predict/test_compiled.py, $(shell grep -lE "measure_memory|predict.compared" tests/predict/test_*.py)) tests/cli/test_models.py tests/measure/test_measurement.py
 # Inductor's cache takes kernels of other instructions for these, and they fail, so it has a folder of its own.
 WITHOUT_AVX512 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MEMCHECK_CPU=avx2
 WITHOUT_AVX512 += TORCHINDUCTOR_CACHE_DIR=$(abspath build/inductor-avx2)
 
-test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests, under three minutes
-	$(PYTEST) -m "not slow and not ci" --junitxml=$(DURATIONS)/test-fast.xml $(PYTEST_FLAGS)
+test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests alone
+	$(PYTEST) -m "not slow and not ci and not smoke" --junitxml=$(DURATIONS)/test-fast.xml $(PYTEST_FLAGS)
 
-durations:  ## Print what took the time in the last runs of the tests: by file and by function
+durations:  ## Print what took the time in the last runs of the tests; ARGS=--write: store which are slow
 	$(BIN)/python tests/durations.py $(ARGS)
 
 lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; changes nothing
@@ -102,7 +106,7 @@ SANITIZED = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 UBSAN_OP
 asan: $(BUILD) $(DEVELOPMENT)  ## Run the operators' tests under AddressSanitizer and UBSan, in a separate build
 	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
 	$(SANITIZED) PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
-	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
+	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow or not ci" $(PYTEST_FLAGS)
 
 # Cases of the operators in all, twice that of programs for trackers and of torn files.
 CASES ?= 20000
@@ -162,7 +166,7 @@ $(ENVIRONMENT):
 	@touch $@
 
 $(BUILD): $(ENVIRONMENT) pyproject.toml setup.py $(CSRC)
-	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e .
+	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e '.[compiled]'
 	@$(BUILT_FOR) > $@
 
 $(DEVELOPMENT): pyproject.toml | $(BUILD)

@@ -1,6 +1,6 @@
 """Builds memcheck._C against the torch that is installed. Project metadata lives in pyproject.toml.
 
-MEMCHECK_EXTENSION=0 installs the Python package alone, which predicts and reports. No compiler is needed for that.
+MEMCHECK_EXTENSION=0 installs the Python package alone, which reports. Nothing is compiled for that.
 Every install has the sources of the library that simulates GPUs, which is compiled where none fits the torch that runs.
 """
 
@@ -30,7 +30,7 @@ COMPILE_FLAGS += ["-fno-wrapv"]
 
 # As in pyproject.toml, which pip reads after the build.
 OLDEST_TORCH = (2, 11)
-WITHOUT_EXTENSION = "Predictions and reports need none of this: MEMCHECK_EXTENSION=0 pip install .\n"
+WITHOUT_EXTENSION = "Reports need none of this: MEMCHECK_EXTENSION=0 pip install .\n"
 
 
 def require_tools() -> None:
@@ -253,7 +253,7 @@ class Build(BuildExtension):
     def build_extensions(self) -> None:
         for built in self.extensions:
             built.depends += built.sources
-            if built.name in ("memcheck._C", "memcheck._simulated", "memcheck._simulated_cpu"):
+            if built.name in ("memcheck._C", "memcheck._simulated", "memcheck._simulated_cpu", "memcheck._allocator"):
                 built.sources = in_units(built.sources, built.name)
         super().build_extensions()
 
@@ -275,7 +275,7 @@ def build_facts() -> dict[str, Any]:
 
 
 # Folders of csrc with libraries of their own.
-APART = ("pretend", "simulated")
+APART = ("simulated",)
 
 
 def files(*suffixes: str) -> list[str]:
@@ -335,14 +335,9 @@ def extension() -> Any:
     )
 
 
-def pretended_cuda() -> Any:
-    """The library by which a process without a GPU predicts compiled programs. It is loaded before torch is."""
-    flags = ["-O1", "-g0", "-fvisibility=hidden"]
-    return against_torch("_pretended_cuda", ["csrc/pretend/pretended_cuda.cpp"], flags, ["torch_cpu", "c10"])
-
-
 def simulated() -> list[Any]:
-    """The library that simulates GPUs, its rules, and the simulated CPU. See memcheck/simulated/flags.py."""
+    """The library that simulates GPUs, its rules, the simulated CPU, and the allocator's model. See
+    memcheck/simulated/flags.py."""
     found = runpy.run_path(str(ROOT / "memcheck" / "simulated" / "flags.py"))
 
     def sources(members: Iterable[str]) -> list[str]:
@@ -354,6 +349,7 @@ def simulated() -> list[Any]:
         against_torch("_simulated", sources(gpu), flags, found["LIBRARIES"]),
         against_torch("_simulated_rules", sources(["rules.cpp"]), flags, libraries),
         against_torch("_simulated_cpu", sources(found["CPU_FILES"]), flags, libraries),
+        against_torch("_allocator", sources(found["ALLOCATOR_FILES"]), found["ALLOCATOR_FLAGS"], []),
     ]
 
 
@@ -382,7 +378,7 @@ def local_version() -> str:
 
 
 setuptools.setup(
-    ext_modules=[extension(), pretended_cuda(), *simulated()],
+    ext_modules=[extension(), *simulated()],
     cmdclass={"build_ext": Build, "build_py": BuildPython},
     options={"build": {"build_base": str(BUILD_FOLDER)}, "egg_info": {"tag_build": local_version()}},
 )

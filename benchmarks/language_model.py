@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import memcheck
-from memcheck.bench.decoders import SIZES, DecoderCase, predict_decoder
+from memcheck.bench.decoders import SIZES, DecoderCase
+from memcheck.bench.predict import predict_case
 from memcheck.nn.decoder import ATTENTIONS
 
 CHARACTERS = 1_100_000
@@ -94,7 +95,7 @@ class Learner:
 
     def __init__(self, case: DecoderCase, seed: int) -> None:
         torch.manual_seed(seed)
-        self.case, self.decoder = case, case.model("cpu")
+        self.case, self.decoder = case, case.model()
         with torch.no_grad():
             for weight in self.decoder.parameters():
                 weight.mul_(WIDER if weight.dim() > 1 else 1)
@@ -126,7 +127,7 @@ class Learner:
         record = memcheck.measure_memory(
             self.decoder.loss, tokens, targets, parameters=self.optimizer, optimizer_step=self.step
         )
-        predicted = predict_decoder(self.case)
+        predicted = predict_case(self.case).record
         sides = {"measured": record, "predicted": predicted}
         return {name: {field: getattr(side, field) for field in MEMORY} for name, side in sides.items()}
 

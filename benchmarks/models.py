@@ -17,7 +17,8 @@ from typing import Any
 
 from harness import write_result
 
-from memcheck.bench.decoders import DecoderCase, predict_decoder
+from memcheck.bench.decoders import DecoderCase
+from memcheck.bench.predict import predict_case
 from memcheck.core.devices import device_named
 from memcheck.core.units import format_bytes
 from memcheck.nn.decoder import ATTENTIONS
@@ -45,11 +46,13 @@ def cases(bsz: int, sizes: tuple[str, ...], contexts: tuple[int, ...]) -> Iterat
 
 def row_of(about: str, device: str, case: DecoderCase) -> dict[str, Any]:
     """Returns a row: whether the case fits, and its bytes, without a limit if it does not fit."""
-    record = whole = predict_decoder(case, device)
+    record = whole = predict_case(case, device).record
     if record.status == "oom":
-        whole = predict_decoder(case, dataclasses.replace(device_named(device), usable_bytes=None))
+        whole = predict_case(case, dataclasses.replace(device_named(device), usable_bytes=None)).record
     figures = {name: getattr(whole, name) for name in (*FIELDS, *FIGURES, "bounds", "doubts")}
-    tables = sum(table.nbytes for table in case.model("meta").buffers())  # Those of rotary positions.
+    tables = sum(
+        table.nbytes for table in dataclasses.replace(case, device="meta").model().buffers()
+    )  # Those of rotary positions.
     figures |= {"parameter_bytes": (whole.parameter_bytes or 0) - tables, "buffer_bytes": tables}
     figures["peak_bytes"] = max(whole.peaks.values())
     return {"about": about, **figures, "status": record.status, "oom_phase": record.oom_phase}

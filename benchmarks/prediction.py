@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from harness import figures, write_result
 
-from memcheck.bench.case_predictions import predict_case, traced
-from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
+from memcheck.bench.case import CONTENDERS, Case
+from memcheck.bench.catalog import make_case, make_combinator_case
+from memcheck.bench.predict import predict_case
 from memcheck.bench.sweep.predicted_sweep import predict_sweep
 from memcheck.core.devices import DEVICES, Device
 from memcheck.report.plots.pictures import write_pictures
@@ -92,7 +93,6 @@ def time_sweeps(rounds: int) -> list[dict[str, Any]]:
     """Returns a row for the sweep, and one for its tables and pictures, which are made once."""
     sweeps, files = Watch(), Watch()
     for _ in range(rounds):
-        traced.cache_clear()
         with tempfile.TemporaryDirectory() as folder, sweeps.running():
             records = predict_sweep(cases(), folder, GPU)
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
@@ -130,7 +130,6 @@ def time_commands(rounds: int) -> list[dict[str, Any]]:
 def time_cells(device: Device) -> list[dict[str, Any]]:
     """Returns a row per operator: milliseconds per prediction, and the statuses of the predictions."""
     rows = []
-    traced.cache_clear()
     for name in OPERATORS:
         mine = [case for case in cases() if case.operator == name]
         milliseconds, records = [], []

@@ -22,8 +22,7 @@ from typing import Any
 
 from harness import write_result
 
-from memcheck.allocator import CachingAllocator
-from memcheck.allocator.blocks import Block
+from memcheck.allocator import Block, CachingAllocator
 
 MOST_ALIVE, PLACES, FRAMES = 1000, 400, 42
 
@@ -38,7 +37,7 @@ def stacks() -> list[list[dict[str, Any]]]:
 
 
 def events(number: int) -> Iterator[dict[str, Any]]:
-    generator, allocator = random.Random(0), CachingAllocator(keeps_events=True)
+    generator, allocator = random.Random(0), CachingAllocator()
     places, alive = stacks(), list[Block]()
     made = 0
     while made < number:
@@ -49,13 +48,11 @@ def events(number: int) -> Iterator[dict[str, Any]]:
             block = allocator.malloc(512 * 2 ** generator.randrange(14) + 512 * generator.randrange(15))
             assert block is not None
             alive.append(block)
-        assert allocator.events is not None
-        for event in allocator.events:
+        for event in allocator.events(made):
             frames = list(generator.choice(places))
             values = {"action": event.action, "addr": event.address, "size": event.bytes, "stream": event.stream}
             yield {**values, "time_us": 10**15 + made, "frames": frames}
             made += 1
-        allocator.events.clear()
 
 
 def main() -> None:

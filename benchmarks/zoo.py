@@ -763,7 +763,7 @@ def tracked_peak(entry: Entry) -> int:
 def run_pass(entry: Entry, model: Any, inputs: Any, kwargs: Any) -> Outputs:
     """Runs a forward and a backward, and returns what stays alive until the step ends."""
     with torch.set_grad_enabled(entry.backward):
-        outputs = ForwardOptions(entry.loss, entry.autocast).run("cpu", functools.partial(model, **kwargs), inputs)
+        outputs = ForwardOptions(entry.loss, entry.autocast).run("cpu", functools.partial(model, *inputs, **kwargs))
     if outputs.roots and entry.backward:
         torch.autograd.backward(outputs.roots, gradients_for(outputs.roots, False))
     return outputs

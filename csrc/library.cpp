@@ -44,13 +44,13 @@ static std::optional<std::pair<int64_t, int64_t>> refusal(const memcheck::Alloca
   return std::pair(last->requested_bytes, last->in_use_bytes);
 }
 
-// Returns (address, bytes, path, (shape, dtype) or None) for each event.
-static py::list events(const memcheck::AllocationTimeline& timeline) {
+// Returns (address, bytes, path, module, node, (shape, dtype) or None) for each event.
+static py::list events(const memcheck::AllocationTimeline& timeline, size_t from) {
   py::list rows;
-  for (const memcheck::AllocationEvent& event : timeline.events()) {
+  for (const memcheck::AllocationEvent& event : timeline.events(from)) {
     py::object tensor = py::none();
     if (event.shaped) tensor = py::make_tuple(py::tuple(py::cast(event.shape)), event.dtype);
-    rows.append(py::make_tuple(event.address, event.bytes, event.path, tensor));
+    rows.append(py::make_tuple(event.address, event.bytes, event.path, event.module, event.node, tensor));
   }
   return rows;
 }
@@ -167,9 +167,9 @@ static void bind_timeline(py::module_& m) {
                                uintptr_t other) { timeline.set_kind_like(address, static_cast<Kind>(kind), other); })
       .def("__len__", &AllocationTimeline::size, "events so far")
       .def("close", &AllocationTimeline::close)
-      .def("events", &events,
-           "(address, bytes, path, (shape, dtype) or None) of each, in their order; of a free, bytes "
-           "are negative")
+      .def("events", &events, py::arg("first") = 0,
+           "(address, bytes, path, module, node, (shape, dtype) or None) of each from the first on, in their order; of "
+           "a free, bytes are negative")
       .def(
           "counts", [](const AllocationTimeline& timeline) { return packed(timeline.counts()); }, "of its ledger, now")
       .def(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import faulthandler
 import importlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from memcheck.cli.flags import READER_LEFT, parse, patient_streams, split_help, whole_parser
+from memcheck.cli.flags import READER_LEFT, how_to_give_script, parse, patient_streams, split_help, whole_parser
 from memcheck.cli.requests import COMMANDS, TASKS
 from memcheck.core.converters import switch
 from memcheck.core.errors import MemcheckError, UsageError, unknown
@@ -21,7 +23,8 @@ from memcheck.core.options import spoken_as_flags
 from memcheck.core.version import __version__
 
 NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)$)", re.IGNORECASE)
-WITHOUT_TORCH = ("compare",)  # Commands that need no torch.
+WITHOUT_TORCH = ("compare", "devices")  # Commands that need no torch.
+ALSO = {"--batch-size": "--bsz", "--gpu": "--device"}  # What flags are called elsewhere.
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
@@ -35,6 +38,7 @@ def normalise(argv: Sequence[str]) -> list[str]:
             words[-1] += f"={word}"
             continue
         name, equals, value = word.partition("=")
+        name = ALSO.get(name.replace("_", "-"), name)
         if name.startswith("--") or (position == 0 and not name.startswith("-")):
             name = name.replace("_", "-")
         words.append(name + equals + value)
@@ -107,13 +111,24 @@ def dispatch(argv: Sequence[str]) -> int:
             whole_parser().parse_args(argv)
         return 0
     if command not in COMMANDS:
+        if script := next((word for word in argv if word.endswith(".py")), None):
+            raise UsageError(f"the command {command!r} is unknown; {script} is {how_to_give_script(script)}")
         known = [*COMMANDS, "--help", "--version", "--print-completion"]
         raise UsageError(f"the command {command!r} is {unknown(command, known)} (see memcheck --help)")
     try:
         # A command that runs a script leaves the script's words as they are.
+        of_script = command in ("fit", "sweep") and "--" in argv
         end = 1 + words_before_script(argv[1:]) if command == "run" else len(argv)
-        rest = [*normalise(argv[:end])[1:], *argv[end:]]
-        request = parse(command, COMMANDS[command], rest)
+        end = argv.index("--") if of_script else end
+        own = normalise(argv[:end])[1:]
+        if any(pair == ("--device", "list") for pair in itertools.pairwise(own)) or "--device=list" in own:
+            command, own, end, of_script = "devices", [], len(argv), False
+        kind = COMMANDS[command]
+        if of_script:
+            from memcheck.cli.script_requests import OF_SCRIPTS
+
+            kind = OF_SCRIPTS[command]
+        request = parse(command, kind, [*own, *argv[end:]])
     except SystemExit:  # --help was printed.
         return 0
     with spoken_as_flags():
@@ -124,7 +139,8 @@ def dispatch(argv: Sequence[str]) -> int:
             from memcheck.bench.operators import load_plugin
 
             load_plugin(name)
-        return int(importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}").run(request))
+        module = command.replace("-", "_") + ("_script" if of_script else "")
+        return int(importlib.import_module(f"memcheck.cli.commands.{module}").run(request))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,6 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="memcheck")
     argv = sys.argv[1:] if argv is None else argv
+    if sys.stderr is not None and argv[:1] != ["run"] and not faulthandler.is_enabled():
+        with suppress(OSError, ValueError, AttributeError):  # A crash inside torch says where it was.
+            faulthandler.enable()
     if argv[:1] == ["run"]:  # The script sees the streams as they are.
         return ended(argv)
     with patient_streams() as files:

@@ -72,7 +72,7 @@ class MissingOperators:
 
 
 if MISSING is None:
-    from memcheck import _C  # type: ignore[attr-defined]
+    _C: Any = importlib.import_module("memcheck._C")
 
     # By name, as measuring imports this module and knows no operator.
     importlib.import_module("memcheck.ops.checks")

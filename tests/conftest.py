@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from durations import slow_tests
 from forked import run_python
 
 
@@ -138,6 +139,8 @@ def pytest_configure(config):
     if device := config.getoption("device"):
         os.environ["MEMCHECK_TEST_DEVICE"] = device
     torch.set_default_device(os.environ.get("MEMCHECK_TEST_DEVICE"))  # for tensors that are made during collection
+    # What kernels took in probes is kept nowhere, except in tests of that.
+    os.environ["MEMCHECK_PROBES"] = os.devnull
     # Values that kernels of CUDA check are reported in the call itself, as on the CPU.
     os.environ.setdefault("MEMCHECK_CHECK", "1")
     if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
@@ -188,6 +191,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     items[:] = without_repeated_skips(items)
+    slow = slow_tests() if on_cpu else {}
+    for item in items:
+        if item.nodeid in slow and not item.get_closest_marker("smoke"):
+            item.add_marker("slow")
     mark_combinations(items)
     if on_host:
         thin_out(items)
@@ -207,7 +214,7 @@ def without_repeated_skips(items):
 def mark_combinations(items):
     """Marks as ci the items of which every value of every parametrize also occurs in an unmarked item of the same test.
 
-    `make test` therefore runs each value (a shape, a dtype, a layout) at least once, and `make ci` the other
+    `make test` therefore runs each value (a shape, a dtype, a layout) at least once, and `make test-rest` the other
     combinations. The order is by a hash, so that values are combined at random; slow items are the last choice.
     """
     seen = set()
@@ -224,7 +231,7 @@ def mark_combinations(items):
 
 def thin_out(items):
     """Host CUDA is slow, and a sample is enough: two thirds of the other items of each test become ci, and then two
-    thirds of those of ci become slow."""
+    thirds of those of ci become slow, which is run nowhere."""
     for marker, belongs in (("ci", is_of_test), ("slow", is_of_ci)):
         tests = defaultdict(list)
         for item in sorted(filter(belongs, items), key=lambda item: zlib.crc32(item.nodeid.encode())):

@@ -78,7 +78,6 @@ class Case:
     how: dict[str, Any]  # Arguments of measure_memory and of predict_memory.
     split_by: Callable[[Any, Any], Any] | None = None
     late: int = 0  # The most bytes that threads of gloo may free only after the collective returned.
-    mesh: int = 0  # Bytes per process of meshes that split_by makes: predicted peaks count them, measured ones do not.
 
     def ranks(self, over: Any, rank: int = 0) -> Ranks:
         return Ranks(**{self.kind: over}, rank=rank, split_by=self.split_by)
@@ -94,7 +93,7 @@ CASES = {
     "fsdp, forward alone": Case("fsdp", {"backward": False}, late=BLOCK),
     "fsdp, two backwards": Case("fsdp", {**ADAMW, "accumulate": 2}, late=BLOCK),
     "fsdp, mixed precision": Case("fsdp", ADAMW, in_mixed_precision, late=BLOCK),
-    "fsdp, replicas": Case("fsdp", ADAMW, in_replicas, late=BLOCK, mesh=4),
+    "fsdp, replicas": Case("fsdp", ADAMW, in_replicas, late=BLOCK),
     "ddp": Case("ddp", ADAMW, late=ORDER),
     "ddp, plain SGD": Case("ddp", {"optimizer": torch.optim.SGD}, late=ORDER),
     "tp": Case("tp", ADAMW, by_columns_and_rows, late=BLOCK),

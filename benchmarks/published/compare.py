@@ -17,7 +17,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from memcheck.core.devices import catalog_name
-from memcheck.predict.replay import DATA
+from memcheck.predict.evidence import DATA
 
 if __name__ == "__main__":  # This folder leaves the path: its timm.py is not the library.
     sys.path = [*sys.path[1:], str(Path(__file__).parents[1])]

@@ -5,7 +5,6 @@ Each report has its own attention, and its own order of steps around the figure.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,12 +17,10 @@ from torch import Tensor, nn
 
 from memcheck.core.devices import Device
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict import process
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place
 
 from . import cs336
-from .scripts import Script, at_its_end, backward
+from .scripts import Script, at_its_end, predict_script
 from .study import DATA, Published, Study, read_rows
 
 DEVICES: dict[str, Device | str] = {
@@ -176,18 +173,13 @@ class Cell(Script):
 
     def run_backward(self) -> None:
         if self.report.gradient:
-            backward([self.y], [self.gradient])
+            self.y.backward(torch.ones_like(self.y) if self.gradient is None else self.gradient)
         else:
             self.loss = self.y.sum()
-            backward([self.loss], [None])
+            self.loss.backward()
         self.zero_grad(set_to_none=not (self.report.zeroes and self.trains))
         if self.report.deletes:
             del self.y
-
-
-def predict_last_alone(program: Program, place: Place) -> Prediction:
-    """predict_last, without its step: in a process of its own, which sends the prediction back."""
-    return dataclasses.replace(predict_last(program, place), case=None)
 
 
 @functools.cache
@@ -197,12 +189,8 @@ def predicted(source: str, gpu: str, version: str, shape: tuple[int, int, int], 
     with torch.device("meta"):
         cell = Cell(report, shape, trains, is_compiled)
     version = OLDEST if version in ("", "2.6.0") else version
-    program = Program([Step(cell, backward=False)] * (3 if trains else 2), outputs_stay=False)
-    place = Place(DEVICES[gpu], drop_workspaces=False, torch_version=version).resolved()
-    if not is_compiled:
-        return predict_last(program, place)
-    prediction: Prediction = process.predicted(place.for_device, predict_last_alone, program, place)
-    return prediction
+    place = Place(DEVICES[gpu], drop_workspaces=False, torch_version=version)
+    return predict_script(cell, place, iterations=3 if trains else 2)
 
 
 def predict(row: Published) -> Prediction:

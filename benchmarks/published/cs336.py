@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place, Step
+from memcheck.predict.api import predict_memory
 
-from .scripts import Script, at_its_end, backward, doubted, predict_script
+from .scripts import Loop, Script, at_its_end, doubted, predict_script
 
 # Name -> width, inner width, layers, heads.
 SIZES = {
@@ -216,7 +216,7 @@ class Attentions(Script):
     def prepare(self) -> None:
         self.y = attention(self.q, self.k, self.v, self.mask)
         self.loss = self.y.sum()
-        backward([self.loss], [None])
+        self.loss.backward()
 
     def iteration(self) -> None:
         self.y = attention(self.q, self.k, self.v, self.mask)
@@ -324,14 +324,14 @@ class Benchmark(Script):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
             self.logits = self.model(self.ids)
             self.loss = own_loss(self.logits.view(-1, self.logits.size(-1)), self.targets.view(-1))
-        backward([self.loss], [None])
+        self.loss.backward()
         self.model.zero_grad()
 
 
 @dataclass(frozen=True)
 class Run:
-    """A program of a report. training: with a backward and an optimizer. keep_outputs, outputs_stay: as a Step and a
-    Program have them.
+    """A program of a report. training: with a backward and an optimizer. keep_outputs: as of a Step. outputs_stay:
+    variables keep what model and loss returned until they are set again.
     """
 
     size: str
@@ -356,7 +356,7 @@ class Run:
         else:
             options = {"backward": False}
         step = Step(model, ids, autocast=self.autocast, **options)
-        return predict_last(Program([step] * (1 if self.training else 2), outputs_stay=self.outputs_stay), place)
+        return predict_script(Loop(step), place, iterations=1) if self.outputs_stay else predict_memory(step, place)
 
 
 def predict(row: dict[str, str], place: Place) -> Prediction:

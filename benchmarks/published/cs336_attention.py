@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from memcheck.core.prediction import WORKSPACE, Prediction
+from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place, Step
+from memcheck.core.trace import WORKSPACE
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.predict.api import predict_memory
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place
 
-from .scripts import Script, backward, gradients_of, predict_script, use_cublas
+from .scripts import Script, predict_script, use_cublas
 
 Config = dict[str, Any]
 
@@ -68,11 +68,11 @@ class Layer(Script):
 
     def iteration(self) -> None:
         if self.mode == "backward":
-            backward([self.output], [self.gradient], keep_graph=True)
+            self.output.backward(self.gradient, retain_graph=True)
             return
         y = self.layer(*self.inputs)
         if self.mode == "full":
-            backward([y], [self.gradient if self.fresh is None else self.fresh(y)], keep_graph=True)
+            y.backward(self.gradient if self.fresh is None else self.fresh(y), retain_graph=True)
 
 
 class Loss(Script):
@@ -90,7 +90,7 @@ class Loss(Script):
 
     def iteration(self) -> None:
         y = self.loss(self.x, *self.given())
-        backward([y], [None], self.keep_graph)
+        y.backward(retain_graph=self.keep_graph)
 
 
 class LossOfProbabilities(Loss):
@@ -102,11 +102,11 @@ class LossOfProbabilities(Loss):
 
     def prepare(self) -> None:
         self.probabilities = self.made_by[0](self.x, dim=-1)
-        self.target = self.made_by[1](torch.randn(self.shape, device="meta"), dim=-1)
+        self.target = self.made_by[1](torch.randn(self.shape, device="cuda"), dim=-1)
 
     def iteration(self) -> None:
         y = self.loss(self.probabilities, self.target)
-        backward([y], [None], self.keep_graph)
+        y.backward(retain_graph=self.keep_graph)
 
 
 # Losses of a linear head.
@@ -378,7 +378,7 @@ class AddedNorm(Script):
 
     def iteration(self) -> None:
         y, s = self.norm(self.x, self.residual)
-        backward([y, s], [self.dy, self.ds])
+        torch.autograd.backward([y, s], [self.dy, self.ds])
 
 
 class Rotation(Script):
@@ -410,11 +410,11 @@ class Rotation(Script):
     def iteration(self) -> None:
         if self.interleaved:
             found = self.by_complex_numbers(self.q, self.k)
-            gradients_of(found, (self.q, self.k), (self.dq, self.dk), keep_graph=True)
+            torch.autograd.grad(found, (self.q, self.k), (self.dq, self.dk), retain_graph=True)
             return
         q, k, dq, dk = (tensor.transpose(1, 2) for tensor in (self.q, self.k, self.dq, self.dk))
         found = self.by_halves(q, k)
-        gradients_of(found, (q, k), (dq, dk), keep_graph=True)
+        torch.autograd.grad(found, (q, k), (dq, dk), retain_graph=True)
 
     def by_halves(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
@@ -460,11 +460,11 @@ class Experts(Script):
 
     def iteration(self) -> None:
         if self.mode == "backward":
-            backward([self.y], [self.gradient], keep_graph=True)
+            self.y.backward(self.gradient, retain_graph=True)
             return
         y = self.run()
         if self.mode == "full":
-            backward([y], [torch.randn_like(y)], keep_graph=True)
+            y.backward(torch.randn_like(y), retain_graph=True)
 
     def run(self) -> Tensor:
         """Experts get numbers of tokens as chance gives them; those of the published run are not known."""
@@ -476,7 +476,7 @@ class Experts(Script):
         mean = self.c["T"] * self.c["K"] / count
         for expert in range(count):
             share = round(chance.gauss(mean, math.sqrt(mean * (1 - self.c["K"] / count))))
-            tokens, places = (torch.empty(share, dtype=torch.long, device="meta") for _ in range(2))
+            tokens, places = (torch.empty(share, dtype=torch.long, device=x.device) for _ in range(2))
             rows = x[tokens]
             gate, up = functional.linear(rows, self.into[expert]).chunk(2, dim=-1)
             rows = functional.silu(gate) * up
@@ -507,7 +507,7 @@ class SummedBackward(Script):
         if self.clears:
             self.x.grad = None
         y = self.layer(self.x, *self.buffers(recurse=False))
-        backward([y.sum()], [None])
+        y.sum().backward()
 
 
 class VocabularyEntropy(torch.autograd.Function):
@@ -724,7 +724,7 @@ class Embedded(Script):
 
     def iteration(self) -> None:
         y = self.layer(self.ids)
-        backward([y], [torch.randn_like(y)])
+        y.backward(torch.randn_like(y))
 
 
 def predict(name: str, config: str, mode: str, place: Place) -> Prediction:

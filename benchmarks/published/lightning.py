@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place, Step
+from memcheck.predict.api import predict_memory
 
 VOCABULARY, WIDTH, LENGTH, MOST = 33278, 1024, 35, 5000
 
@@ -57,4 +57,4 @@ def predict(place: Place) -> Prediction:
         model = Transformer()
         inputs, target = (torch.empty(1, LENGTH, dtype=torch.long) for _ in range(2))
     step = Step(model, (inputs, target), optimizer="adam", loss=lambda y: functional.nll_loss(y, target.view(-1)))
-    return predict_last(Program([step]), place)
+    return predict_memory(step, place)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place, Step
+from memcheck.predict.api import predict_memory
 
-from .scripts import doubted
+from .scripts import Loop, Script, doubted, predict_script
 
 CHUNK = 128
 LENGTHS = "how many tokens the longest sample has; assumed: the 512 that are allowed"
@@ -267,20 +267,30 @@ def trained(c: Config, batch: int, length: int, full: bool, place: Place, longes
         parameter.requires_grad_(full or "lora_" in name)
     loss = functools.partial(loss_of_whole if full else chunked_loss, targets)
     step = Step(model, ids, {"chunked": not full}, loss=loss, optimizer="adamw", accumulate=2)
-    return predict_last(Program([step], outputs_stay=not longest_first), place)
+    if longest_first:
+        return predict_memory(step, place)
+    return predict_script(Loop(step), place, iterations=1)
 
 
 def generated(c: Config, prompt: int, new: int, place: Place) -> Prediction:
-    """The forward of the prompt, and that of a token."""
     tokens = prompt + new
     with torch.device("meta"):
         model = GPT(c, tokens, tokens).to(torch.bfloat16).requires_grad_(False)
-        steps = [
-            Step(model, (torch.empty(1, count, dtype=torch.long), torch.empty(count, dtype=torch.long)), backward=False)
-            for count in (prompt, 1)
-        ]
-    predictions = [predict_last(Program(steps[: count + 1]), place) for count in range(2)]
-    return max(predictions, key=lambda prediction: prediction.record.max_allocated_bytes or 0)
+        return predict_script(Generation(model, prompt), place, iterations=1)
+
+
+class Generation(Script):
+    """The forward of the prompt, and that of a token."""
+
+    def __init__(self, model: GPT, prompt: int) -> None:
+        super().__init__()
+        self.model = model
+        self.ids, self.places = (torch.empty(shape, dtype=torch.long) for shape in ((1, prompt), (prompt,)))
+
+    def iteration(self) -> None:
+        for count in (len(self.places), 1):
+            y = self.model(self.ids[:, :count].clone(), self.places[:count].clone())
+        del y
 
 
 def predict(row: dict[str, str], place: Place) -> Prediction:

@@ -14,15 +14,15 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from memcheck.bench.case_predictions import predict_case
+from memcheck.allocator import CachingAllocator, Order, OutOfMemory
+from memcheck.bench.case import Case
 from memcheck.bench.catalog import make_case, make_combinator_case
+from memcheck.bench.predict import predict_case
 from memcheck.core.devices import Device
-from memcheck.core.prediction import WORKSPACE, Allocation, AllocationLog, Prediction, Trace
-from memcheck.core.record import Certainty, Record
+from memcheck.core.prediction import Prediction
+from memcheck.core.record import Certainty
 from memcheck.core.step import Place
-from memcheck.core.workload import Case
-from memcheck.predict.replay import Replay, blank_record
-from memcheck.predict.scratch import Target
+from memcheck.predict.evidence import blank_record, target_at
 
 from .study import DATA, UNITS, Published, Study, read_rows
 
@@ -30,8 +30,7 @@ from .study import DATA, UNITS, Published, Study, read_rows
 DEVICE, TORCH = "A100-40GB", (2, 7)
 HEADS = 8
 MIB = UNITS["MiB"]
-OWN = "the module's own"
-LOSS = {"sum of y": 4, "its gradient": 4}
+LOSS = (4, 4)  # The sum of y, and its gradient.
 
 
 def published(path: Path | None) -> list[Published]:
@@ -63,9 +62,7 @@ def predict(row: Mapping[str, str], device: Device | None = None) -> Prediction:
     case = case_of(row)
     if row["operator"] in ("naive", "softmax"):
         return predict_case(case, place)
-    target = Target(place.for_device.kind, 1, place.for_device.architecture, TORCH)
-    record = dataclasses.replace(blank_record(Record, place, target), **case.fields())
-    return Replay(module_trace(case, target), case, place, record, certainty=Certainty.EXACT).prediction()
+    return of_module(case, place)
 
 
 def case_of(row: Mapping[str, str]) -> Case:
@@ -76,41 +73,41 @@ def case_of(row: Mapping[str, str]) -> Case:
     return make_case(name, heads=HEADS, core_dim=None, factor=None, kv_len=int(row["kv_len"]), **sizes)
 
 
-def module_trace(case: Case, target: Target) -> Trace:
-    """The closed module's timeline, for a case of memcheck-pyt/softplus or memcheck-pyt/combinator in fp32."""
+def of_module(case: Case, place: Place) -> Prediction:
+    """The closed module's figures. What it frees is not known, only its highest sums."""
+    target, device = target_at(place), place.for_device
+    record = dataclasses.replace(blank_record(place, target), certainty=Certainty.EXACT, **case.fields())
+    allocator = CachingAllocator(device.usable_bytes, total_bytes=device.total_bytes, order=Order.of(TORCH))
+    try:
+        for phase, sizes in module_sizes(case, target.cublas_workspace_bytes).items():
+            record.oom_phase = None if phase == "inputs" else phase
+            for size in sizes:
+                allocator.malloc(size)
+            if phase != "inputs":
+                setattr(record, f"{phase}_max_allocated_bytes", allocator.allocated.peak)
+        record.oom_phase = None
+    except OutOfMemory as error:
+        record.status, record.reason = "oom", str(error)
+    return Prediction(case, place, record, {})
+
+
+def module_sizes(case: Case, workspace: int) -> dict[str, list[int]]:
+    """What the closed module allocates in each phase, for memcheck-pyt/softplus or memcheck-pyt/combinator in fp32."""
     U = 4 * case.bsz * case.query_len * case.dim
     if case.operator.endswith("softplus"):
         keys = 4 * case.bsz * (case.kv_len or 0) * case.dim
-        rows = {
-            "4 bytes for each position": 4 * case.bsz * case.query_len,
-            "8 for each channel": 8 * case.bsz * case.dim,
+        rows = [4 * case.bsz * case.query_len, 8 * case.bsz * case.dim]
+        return {
+            "inputs": [U, keys, keys],
+            "forward": [U, U, U, *rows],
+            "backward": [*LOSS, U, keys, keys, 2 * U, U // 4],
         }
-        forward = {"y": U, f"{OWN}, U": U, f"{OWN}, U again": U, **rows}
-        backward = {**LOSS, "dq": U, "dk": keys, "dv": keys, f"{OWN}, 2 U": 2 * U, f"{OWN}, U / 4": U // 4}
-        return trace_of({"q": U, "k": keys, "v": keys}, forward, backward)
     weight = 2 * 4 * case.dim**2
-    workspace = {WORKSPACE: target.cublas_workspace_bytes}
-    forward = {"y": U, f"{OWN}, U": U, f"{OWN}, U again": U}
-    own = {f"{OWN}, U, in the backward": U, f"{OWN}, U, in the backward again": U}
-    backward = {**LOSS, "dx": U, "dweight": weight, **own}
-    return trace_of({"weight": weight, "x": U}, {**forward, **workspace}, {**backward, **workspace})
-
-
-def trace_of(inputs: Mapping[str, int], forward: Mapping[str, int], backward: Mapping[str, int]) -> Trace:
-    """A trace without frees, because only the highest sums are known."""
-    trace = Trace(AllocationLog())
-    allocations: dict[str, list[Allocation]] = {}
-    for phase, sizes in (("inputs", inputs), ("forward", forward), ("backward", backward)):
-        first = len(trace.log.events)
-        allocations[phase] = [
-            trace.log.allocate(name, size, is_library=name == WORKSPACE) for name, size in sizes.items()
-        ]
-        trace.phases[phase] = first, len(trace.log.events)
-    trace.parameters = [allocation for allocation in allocations["inputs"] if allocation.name == "weight"]
-    trace.inputs = [allocation for allocation in allocations["inputs"] if allocation.name != "weight"]
-    trace.outputs = [allocation for allocation in allocations["forward"] if allocation.name == "y"]
-    trace.gradients = [allocation for allocation in allocations["backward"] if allocation.name.startswith("d")]
-    return trace
+    return {
+        "inputs": [weight, U],
+        "forward": [U, U, U, workspace],
+        "backward": [*LOSS, U, weight, U, U, workspace],
+    }
 
 
 STUDY = Study("The table of memcheck_pyt on an A100", published, lambda row: predict(row.given), figure=figure)

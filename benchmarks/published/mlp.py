@@ -12,17 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-import memcheck
-from memcheck.core.step import Program
-from memcheck.predict.model import predict_last
+from memcheck.core.prediction import Prediction
+from memcheck.core.step import Place
 
-from .repeated import reserved_after
+from .scripts import Script, predict_script
 from .study import DATA, NVIDIA_SMI, Published, Study, read_rows
 
 SAMPLES = 4096
 # Binary cross entropy refuses labels (B) beside outputs (B,1), which the script gives it.
 FAILED = "the script fails in the loss of a single output"
-EPOCHS, MOST_STEPS = 20, 10  # That are replayed, and steps of each: segments do not grow any more by then.
+EPOCHS, MOST_STEPS = 20, 10  # That run, and steps of each: segments do not grow any more by then.
 SOURCE = "GPUMemNet, random MLPs"
 TORCH = "2.7"  # The oldest release with rules; the scripts are from 2024.
 
@@ -64,44 +63,36 @@ def layers_of(inputs: int, text: str) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class Training(nn.Module):
-    """The layers, which hand on the labels to the loss. Without labels it is torchsummary's pass, which has a graph."""
+class Training(Script):
+    """The script: torchsummary's pass, which has a graph, and then epochs, of which each has so many steps at most."""
 
-    def __init__(self, layers: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Sequential, inputs: int, batch: int) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers, self.inputs, self.batch = layers, inputs, batch
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        if labels is not None:
-            return self.layers(x), labels
-        with torch.enable_grad():
-            self.layers(x)
-        return None
+    def iteration(self) -> None:
+        self.layers(torch.empty(2, 1, self.inputs, device="cuda"))
+        optimizer = torch.optim.Adam(self.layers.parameters())
+        whole, rest = divmod(SAMPLES, self.batch)
+        for _ in range(EPOCHS):
+            for size in [self.batch] * min(whole, MOST_STEPS) + [rest] * (rest > 0):
+                x, labels = self.data(size)
+                optimizer.zero_grad()
+                y = self.layers(x)
+                loss = nn.functional.cross_entropy(y, labels)
+                loss.backward()
+                optimizer.step()
+                del x, labels
+
+    def data(self, size: int) -> tuple[Tensor, Tensor]:
+        return torch.empty(size, self.inputs, device="cuda"), torch.empty(size, dtype=torch.int64, device="cuda")
 
 
-def loss_of(returned: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(*returned)
-
-
-def predict(row: Published) -> memcheck.Prediction:
-    """The prediction of the last step of many epochs."""
-    inputs, batch = int(row.given["inputs"]), int(row.given["batch"])
+def predict(row: Published) -> Prediction:
+    inputs = int(row.given["inputs"])
     with torch.device("meta"):
-        model = Training(layers_of(inputs, row.given["layers"]))
-        last = [SAMPLES % batch] * (SAMPLES % batch > 0)
-        sizes = [batch, batch, *last, batch]
-        given = [(torch.empty(size, inputs), torch.empty(size, dtype=torch.int64)) for size in sizes]
-        summary = memcheck.Step(model, torch.empty(2, 1, inputs), backward=False)
-    steps = [memcheck.Step(model, each, loss=loss_of, optimizer="adam") for each in given]
-    program = Program([summary, *steps], inputs_stay=False)
-    place = memcheck.Place(row.gpu, torch_version=TORCH, drop_workspaces=False).resolved()
-    prediction = predict_last(program, place)
-    assert prediction.trace is not None
-    # The trace: the summary, the first step, another two, the last of an epoch, and the first of the next one.
-    usual, *ends = range(3, 3 + len(sizes) - 1)
-    epoch = [usual] * min(SAMPLES // batch - 1, MOST_STEPS) + ends
-    prediction.record.reserved_bytes = reserved_after(prediction.trace, place, epoch * EPOCHS)
-    return prediction
+        script = Training(layers_of(inputs, row.given["layers"]), inputs, int(row.given["batch"]))
+    return predict_script(script, Place(row.gpu, torch_version=TORCH, drop_workspaces=False), iterations=1)
 
 
 # Learned: the median of what nvidia-smi showed beside the predicted segments.

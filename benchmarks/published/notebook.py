@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memcheck.core.prediction import Prediction
 from memcheck.core.step import Place
 
-from .scripts import Script, backward, predict_script
+from .scripts import Script, predict_script
 
 LAYERS, WIDTH, HEADS, LENGTH = 12, 512, 4, 4096
 
@@ -85,7 +85,7 @@ class Cells(Script):
     def prepare(self) -> None:
         self.models: list[list[Tower]] = []
         for cell in range(self.cell + 1):
-            self.x = torch.empty(1, LENGTH, WIDTH, dtype=torch.bfloat16, device="meta")
+            self.x = torch.empty(1, LENGTH, WIDTH, dtype=torch.bfloat16, device="cuda")
             made = [self.made(how) for how in CELLS[cell]]
             self.models.append(made)
             for model in made[: self.number] if cell == self.cell else made:
@@ -98,7 +98,7 @@ class Cells(Script):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with torch.device("meta"):
+            with torch.device("cuda"):
                 return Tower(**how)
         finally:
             torch.set_default_dtype(before)
@@ -113,7 +113,7 @@ class Cells(Script):
     def step(self, model: Tower, optimizer: torch.optim.Optimizer) -> Tensor:
         optimizer.zero_grad()
         y = model(self.x)
-        backward([y.mean()], [None])
+        y.mean().backward()
         optimizer.step()
         return y
 

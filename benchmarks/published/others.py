@@ -10,8 +10,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place, Step
+from memcheck.predict.api import predict_memory
 
 from .scripts import Script, at_its_end, predict_script
 
@@ -115,4 +115,4 @@ def fine_tuned_vit(place: Place) -> Prediction:
         optimizer=functools.partial(torch.optim.AdamW, fused=True),
         keep_outputs=False,
     )
-    return predict_last(Program([step], outputs_stay=False), place)
+    return predict_memory(step, place)

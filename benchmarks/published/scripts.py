@@ -1,18 +1,18 @@
-"""Programs that are more than steps of a model: scripts that run their own backwards, on tensors without data."""
+"""Programs that are more than steps of a model: scripts that run their own backwards."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from memcheck.core.optimizers import clipped_step, optimizer_factory
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import UNKNOWN, Doubt
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict.autocast import run_backward
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place, Step
+from memcheck.predict.targets import predicted_at
 
 
 class Script(nn.Module):
@@ -38,33 +38,47 @@ class Script(nn.Module):
             self.iteration()
 
 
-def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None], keep_graph: bool = False) -> None:
-    """torch.autograd.backward in a script, whose functions would switch off the modes that follow it."""
-    run_backward(roots, filled(roots, gradients), keep_graph)
+class Loop(Script):
+    """A step of a model twice, as a loop runs it whose variables keep what model and loss returned until the next."""
 
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.model, self.step = step.model, step
 
-def gradients_of(
-    roots: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], keep_graph: bool = False
-) -> tuple[Tensor, ...]:
-    """torch.autograd.grad in a script."""
-    return run_backward(roots, filled(roots, gradients), keep_graph, inputs)
-
-
-def filled(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, gradients, strict=True)]
+    def iteration(self) -> None:
+        step = self.step
+        makes = optimizer_factory(step.optimizer)
+        steps = clipped_step(makes(self.model.parameters()), step.clip_grad_norm) if makes else None
+        for _ in range(2):
+            self.model.zero_grad()
+            for _ in range(step.accumulate):
+                cast = torch.autocast("cuda", step.autocast) if step.autocast else nullcontext()
+                with torch.set_grad_enabled(step.backward), cast:
+                    y = self.model(*step.inputs, **step.kwargs)
+                    loss = step.loss(y) if step.loss else None
+                if loss is not None:
+                    loss.backward()
+            if steps:
+                steps()
 
 
 def use_cublas() -> None:
     """Makes the workspaces of both threads, as earlier parts of a script did."""
-    x = torch.empty(1, 1, requires_grad=True, device="meta")
-    gradients_of([x @ x], [x], [None])
+    x = torch.empty(1, 1, requires_grad=True, device="cuda")
+    (x @ x).backward()
 
 
 def predict_script(script: Script, place: Place, iterations: int = 3) -> Prediction:
     """The prediction of the last iteration, with what the ones before it left."""
-    step = Step(script, backward=False)
-    prediction = predict_last(Program([step] * iterations, outputs_stay=False), place)
-    return doubted(prediction, *script.doubts)
+    return doubted(predicted_at(place.resolved(), script, iterations - 1, make=continued), *script.doubts)
+
+
+def continued(script: Script, iterations: int) -> Step:
+    """The next iteration, after so many others."""
+    for _ in range(iterations):
+        script()
+    # A measurement of the module would set its gradients aside, where the next iteration adds to them.
+    return Step((lambda: script()) if iterations else script, backward=False)
 
 
 def doubted(prediction: Prediction, *sentences: str) -> Prediction:
@@ -74,7 +88,8 @@ def doubted(prediction: Prediction, *sentences: str) -> Prediction:
 
 
 def at_its_end(prediction: Prediction) -> Prediction:
-    """The same with the bytes that are allocated at the end of the step as its figure, in blocks of 512 bytes."""
-    alive = prediction.trace.log.alive() if prediction.trace is not None else []
-    size = sum(-(-allocation.bytes // 512) * 512 for allocation in alive)
-    return dataclasses.replace(prediction, record=dataclasses.replace(prediction.record, max_allocated_bytes=size))
+    """The same with the bytes that are allocated at the end of the step as its figure."""
+    record = prediction.record
+    return dataclasses.replace(
+        prediction, record=dataclasses.replace(record, max_allocated_bytes=record.forward_end_allocated_bytes)
+    )

@@ -51,9 +51,8 @@ class Published:
 def figure_of(prediction: Prediction, row: Published) -> float | None:
     """The predicted bytes of what was measured. None: it does not fit, or is not known."""
     record = prediction.record
-    if record.status != "ok":
-        return None
-    return record.max_allocated_bytes if row.metric == ALLOCATED else record.reserved_bytes
+    size = record.max_allocated_bytes if row.metric == ALLOCATED else record.reserved_bytes
+    return size if record.status == "ok" else None
 
 
 @dataclass(frozen=True)

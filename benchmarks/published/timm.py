@@ -9,7 +9,7 @@ loader makes the next batch on a stream of its own, of 8-bit images, while the t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import memcheck
-from memcheck.core.prediction import Allocation, Trace
-from memcheck.core.record import Record
-from memcheck.predict.replay import Replay, blank_record, target_at
+from memcheck.predict.targets import predicted_at
 
 from .study import DATA, NVIDIA_SMI, NotPredicted, Published, Study, read_rows
 
 SOURCE = "GPUMemNet, models of timm"
 CLASSES, SMOOTHING = 1000, 0.1
-LOADER = 1  # Its stream.
 NEARLY_FULL = 39_000  # Of 40,960 MiB.
 # The median of what nvidia-smi showed beside the predicted segments, of the models that estimates were learned from.
 CONTEXT_BYTES = 1722 * 2**20
@@ -109,16 +106,15 @@ def numbers_on_the_cpu() -> Iterator[None]:
         torch.linspace = linspace
 
 
-@functools.lru_cache(1)
 def model_named(name: str) -> nn.Module:
-    """The model, without data if it can be made so."""
+    """The model on the GPU. It is made without data if it can be."""
     model: nn.Module
     try:
         with torch.device("meta"), numbers_on_the_cpu():
             model = library().create_model(name)
     except (NotImplementedError, RuntimeError, TypeError):  # It reads values, or mixes devices.
         model = library().create_model(name)
-    return model.train()
+    return model._apply(lambda x: torch.empty_like(x, device="cuda") if x.is_meta else x.cuda()).train()
 
 
 def momentum(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -131,41 +127,32 @@ def momentum(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
 
 
-def smoothed(labels: Tensor) -> Callable[[Tensor], Tensor]:
-    """timm's LabelSmoothingCrossEntropy."""
-
-    def loss(y: Tensor) -> Tensor:
-        logs = torch.log_softmax(y, dim=-1)
-        right = -logs.gather(dim=-1, index=labels[:, None])[:, 0]
-        return ((1 - SMOOTHING) * right + SMOOTHING * -logs.mean(dim=-1)).mean()
-
-    return loss
+def smoothed(batches: list[Tensor], y: Tensor) -> Tensor:
+    """timm's LabelSmoothingCrossEntropy, with the labels of the first batch."""
+    logs = torch.log_softmax(y, dim=-1)
+    right = -logs.gather(dim=-1, index=batches[2][:, None])[:, 0]
+    return ((1 - SMOOTHING) * right + SMOOTHING * -logs.mean(dim=-1)).mean()
 
 
-def on_the_loaders_stream(trace: Trace, batch: int, pixels: int) -> None:
-    """Moves the inputs to the loader's stream, which has two more batches: the next one, and that being made.
+def step_of(name: str, batch: int) -> memcheck.Step:
+    """Called where the GPU is simulated.
 
-    A batch has images of 8 bits until they are float32.
+    The inputs lie on the loader's stream, which has two more batches: the next one, and that being made. A batch has
+    images of 8 bits until they are float32.
     """
-    for allocation in trace.inputs:
-        allocation.stream = LOADER
-    sizes = [batch * pixels, *(batch * pixels * 4, batch * 8) * 2]
-    trace.begin_with([Allocation("batch of the loader", size, 0, stream=LOADER) for size in sizes])
+    model = model_named(name)
+    shape = batch, *model.default_cfg["input_size"]  # type: ignore[misc, index]
+    with torch.device("cuda"), torch.cuda.stream(torch.cuda.Stream()):
+        batches = [torch.empty(shape, dtype=torch.uint8)]
+        for _ in range(3):
+            batches += [torch.empty(shape), torch.empty(batch, dtype=torch.int64)]
+    return memcheck.Step(model, batches[1], optimizer=momentum, loss=functools.partial(smoothed, batches))
 
 
 def predict(row: Published) -> memcheck.Prediction:
-    model, batch = model_named(row.given["model"]), int(row.given["batch"])
-    x = torch.empty(batch, *model.default_cfg["input_size"], device="meta")  # type: ignore[misc, index]
-    labels = torch.empty(batch, dtype=torch.int64, device="meta")
-    step = memcheck.Step(model, x, optimizer=momentum, loss=smoothed(labels))
-    place = memcheck.Place(row.gpu, torch_version="2.7", drop_workspaces=False)
+    place = memcheck.Place(row.gpu, torch_version="2.7", drop_workspaces=False).resolved()
     with torch.backends.cudnn.flags(benchmark=True, deterministic=False, allow_tf32=True):
-        prediction = memcheck.predict_memory(step, place)
-        if prediction.trace is None:
-            return prediction
-        on_the_loaders_stream(prediction.trace, batch, x[0].numel())
-        record = blank_record(Record, place, target_at(place))
-    return Replay(prediction.trace, step, prediction.place, record).prediction()
+        return predicted_at(place, row.given["model"], int(row.given["batch"]), make=step_of)
 
 
 # Workspaces of convolutions are estimates, learned from one half of the models: predict/operators/convolutions.py.

@@ -19,8 +19,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memcheck.core.prediction import Prediction
-from memcheck.core.step import Place, Program, Step
-from memcheck.predict.model import predict_last
+from memcheck.core.step import Place, Step
+from memcheck.predict.api import predict_memory
+
+from .scripts import Loop, predict_script
 
 HEAD = 128
 
@@ -157,11 +159,12 @@ class ReducedOnItsStream(DefaultReduceScatter):
             return super().allocate(size, dtype=dtype, device=device)
 
 
-def split(model: Llama, mesh: Any, selective: bool, newer: bool) -> None:
+def split(model: Any, mesh: Any, selective: bool, newer: bool) -> None:
     """Checkpoints and shards each block. The last block is not sharded again after its forward.
 
     newer: reductions take their inputs from the memory of the default stream.
     """
+    model = model.model if isinstance(model, Loop) else model
     how: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -190,4 +193,4 @@ def predict(row: dict[str, str], place: Place) -> Prediction:
 
     # The newer loop deletes the logits before the backward.
     step = Step(model, ids, loss=loss, optimizer="adamw", clip_grad_norm=1.0, keep_outputs=not newer)
-    return predict_last(Program([step], outputs_stay=not newer), place)
+    return predict_memory(step, place) if newer else predict_script(Loop(step), place, iterations=1)

@@ -58,6 +58,7 @@ struct Where {
   int module = 0;
   bool in_step = false;
   Origin origin;  // of the autograd node
+  int64_t node = -1;
 };
 
 struct PathTraits {
@@ -197,6 +198,7 @@ std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
   position.where.path = path_within(recording, where_is(recording, position).path, function.name());
   position.keeps_line = recording.traits[position.where.path].is_native;
   if (function.scope() == at::RecordScope::BACKWARD_FUNCTION && function.seqNr() >= 0) {
+    position.where.node = function.seqNr();
     const auto origins = recording.origins.find(function.forwardThreadId());
     if (origins != recording.origins.end()) position.where.origin = origins->second.find(function.seqNr());
   }
@@ -338,9 +340,10 @@ int64_t AllocationTimeline::size() const {
   return recording_->ledger != nullptr ? recording_->ledger->events() : recording_->events.size();
 }
 
-std::vector<AllocationEvent> AllocationTimeline::events() const {
+std::vector<AllocationEvent> AllocationTimeline::events(size_t from) const {
   const TimelineGuard guard;
-  return recording_->events;
+  const auto& events = recording_->events;
+  return {events.begin() + std::min(from, events.size()), events.end()};
 }
 
 std::vector<OperatorPath> AllocationTimeline::paths() const {
@@ -418,7 +421,7 @@ void TimelineGuard::note(const void* data, int64_t bytes) {
   } else {
     recording_->alive.erase(address);
   }
-  recording_->events.push_back({address, bytes, where.path, false, {}, {}});
+  recording_->events.push_back({address, bytes, where.path, where.module, where.node, false, {}, {}});
 }
 
 void TimelineGuard::note_refusal(int64_t bytes) {

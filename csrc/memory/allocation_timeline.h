@@ -17,6 +17,8 @@ struct AllocationEvent {
   uintptr_t address;
   int64_t bytes;  // as requested
   int path;       // the operators in which it happened: an index into AllocationTimeline::paths()
+  int module;     // as set_module said last
+  int64_t node;   // the sequence number of the autograd node that ran; -1 without one
   bool shaped;    // some operator returned the block as a tensor of this shape and dtype
   std::vector<int64_t> shape;
   std::string dtype;  // "float32"
@@ -46,7 +48,7 @@ class AllocationTimeline {
 
   int64_t size() const;  // events so far
   void close();
-  std::vector<AllocationEvent> events() const;
+  std::vector<AllocationEvent> events(size_t from = 0) const;
   std::vector<OperatorPath> paths() const;
   std::vector<PeakLedger::Count> counts() const;  // of its ledger; none once the recording is closed
   std::vector<Site> sites() const;                // of counts()

@@ -44,6 +44,7 @@ Slot slots[kSlots];
 std::atomic<uint64_t> open_slots{0};        // one bit per slot
 alignas(64) std::atomic<int64_t> total{0};  // live bytes of this allocator, also from before the open trackers
 std::atomic<int64_t> lowest_ceiling{kUnlimited};
+c10::DeleterFnPtr default_deleter = nullptr;  // of torch's default allocator
 
 // Bytes requested of each live block, by address. They are kept apart from the blocks, of which nothing is known: on
 // Linux aarch64 torch allocates them by mimalloc, and torch's own allocator frees those of raw_allocate() after
@@ -189,8 +190,7 @@ void release(void* data) {
   if (!bytes) {
     const BlockSource* source = block_source.load(std::memory_order_acquire);
     if (source != nullptr && source->release(data)) return;
-    // The block came from another allocator, perhaps not the one that is now installed; raw_deallocate asks that one.
-    c10::GetDefaultCPUAllocator()->raw_deallocate(data);
+    default_deleter(data);  // The block came from another allocator, perhaps not the one that is now installed.
     return;
   }
   const int64_t level = give_back(data, *bytes);
@@ -226,6 +226,26 @@ TrackingAllocator& tracking_allocator() {
   return *allocator;
 }
 
+// torch.UntypedStorage(n), and with it copy.deepcopy and pickle, ask torch's default allocator whatever is installed.
+// So the table of virtual functions of that object is replaced by that of the tracking allocator. Neither has members.
+static_assert(sizeof(TrackingAllocator) == sizeof(void*));
+
+void*& table_of(c10::Allocator& allocator) {
+  return *reinterpret_cast<void**>(&allocator);
+}
+
+void* default_table = nullptr;
+
+void replace_default_allocator() {
+  c10::Allocator& its = *c10::GetDefaultCPUAllocator();
+  default_deleter = its.raw_deleter();
+  default_table = std::exchange(table_of(its), table_of(tracking_allocator()));
+}
+
+void restore_default_allocator() {
+  table_of(*c10::GetDefaultCPUAllocator()) = default_table;
+}
+
 // Opening and closing are rare. They hold Python's lock, and so does a fork from Python: no child inherits this mutex
 // locked.
 std::mutex trackers_mutex;
@@ -243,11 +263,13 @@ void install() {
   c10::SetCPUAllocator(&tracking_allocator());
   TORCH_CHECK(c10::GetCPUAllocator() == &tracking_allocator(),
               "memcheck cannot track CPU memory: another allocator was installed with a higher priority");
+  replace_default_allocator();
   installed_by = 1;
 }
 
 void uninstall() {
   if (--installed_by > 0) return;
+  restore_default_allocator();
   // An allocator that replaced this one meanwhile stays installed.
   if (c10::GetCPUAllocator() == &tracking_allocator()) c10::SetCPUAllocator(previous_allocator);
 }

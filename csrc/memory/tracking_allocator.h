@@ -16,7 +16,7 @@ struct Refusal {
 
 // Counts the allocations of all threads from construction to close(). Up to 64 trackers can be open at once, and they
 // close in any order. Bytes are those that were requested. Not counted: blocks from before the first tracker, and
-// storages from then that are resized by their own allocator.
+// their release.
 class AllocationTracker {
  public:
   // limit_bytes is the budget for held_bytes plus everything that is allocated above the total at construction.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cstdio>
 #include <cstdlib>
 #include <iterator>
 #include <stdexcept>
@@ -108,6 +109,27 @@ std::vector<int64_t> parse_divisions(const std::string& name, const std::string&
   return divisions;
 }
 
+// The shortest text that parse_share reads as this number.
+std::string text_of(double share) {
+  char text[32];
+  for (int digits = 1; digits <= 17; ++digits) {
+    std::snprintf(text, sizeof text, "%.*g", digits, share);
+    if (std::strtod(text, nullptr) == share) break;
+  }
+  return text;
+}
+
+// The text that parse_divisions reads.
+std::string text_of(const std::vector<int64_t>& divisions) {
+  const auto last =
+      std::find_if(divisions.rbegin(), divisions.rend(), [&](int64_t n) { return n != divisions.back(); });
+  if (last == divisions.rend()) return std::to_string(divisions.back());
+  std::string text = "[";
+  for (auto each = divisions.begin(); each != last.base(); ++each)
+    text += std::to_string(int64_t{1} << (each - divisions.begin())) + ":" + std::to_string(*each) + ",";
+  return text + ">:" + std::to_string(divisions.back()) + "]";
+}
+
 // Options that change no byte of the GPU.
 bool has_no_effect(const std::string& name) {
   return name.rfind("pinned_", 0) == 0 || name == "graph_capture_record_stream_reuse" ||
@@ -175,6 +197,24 @@ Settings Settings::changed_by(const std::string& words) const {
     set_option(changed, name, value);
   }
   return changed;
+}
+
+std::string Settings::words() const {
+  const Settings usual;
+  std::string found;
+  auto add = [&](bool is_set, const char* name, const std::string& value) {
+    if (is_set) found += (found.empty() ? "" : ",") + std::string(name) + ":" + value;
+  };
+  auto mib = [](int64_t bytes) { return std::to_string(bytes / kMiB); };
+  add(expandable, "expandable_segments", "True");
+  add(max_split != usual.max_split, "max_split_size_mb", mib(max_split));
+  add(max_non_split_rounding != large_segment, "max_non_split_rounding_mb", mib(max_non_split_rounding));
+  add(garbage_threshold > 0, "garbage_collection_threshold", text_of(garbage_threshold));
+  add(divisions != usual.divisions, "roundup_power2_divisions", text_of(divisions));
+  add(large_segment != usual.large_segment, "large_segment_size_mb", mib(large_segment));
+  add(fraction > 0, "per_process_memory_fraction", text_of(fraction));
+  add(throws_on_oom, "throw_on_cudamalloc_oom", "True");
+  return found;
 }
 
 int64_t Settings::rounded(int64_t size) const {
@@ -279,6 +319,37 @@ void CachingAllocator::empty_cache(PoolId id) {
     for (auto each = pools_.begin(); each != pools_.end();)
       each = each->second.id == private_id ? pools_.erase(each) : std::next(each);
   }
+}
+
+std::vector<Block*> CachingAllocator::adopt(uint64_t address, int64_t bytes, int64_t stream, bool small,
+                                            bool expandable, const std::vector<Adopted>& used) {
+  uint64_t free = address;
+  for (const Adopted& each : used) {
+    if (each.address < free || each.bytes <= 0 || each.bytes > bytes - static_cast<int64_t>(each.address - address))
+      throw std::invalid_argument("blocks overlap, or lie in no segment");
+    free = each.address + each.bytes;
+  }
+  lowest_address_ = std::min(lowest_address_, address);
+  Pool& pool = pool_of({0, 0}, small, stream);
+  Block* rest = expandable ? adopt_mapped(pool, address, bytes) : new Block{bytes, address, &pool, counter_of(nullptr)};
+  if (!expandable) segments_[address] = rest;
+  count_reserved(*rest, bytes);
+  auto add_free = [&](Block* block) {
+    insert_into_blocks(block);
+    if (block->base != 0 || !block->is_split()) return;
+    count(INACTIVE_SPLIT, pool, 1);
+    count(INACTIVE_SPLIT_BYTES, pool, block->bytes);
+  };
+  std::vector<Block*> blocks;
+  for (const Adopted& each : used) {
+    if (each.address > rest->address) add_free(cut_head(rest, static_cast<int64_t>(each.address - rest->address)));
+    Block* block = each.bytes == rest->bytes ? rest : cut_head(rest, each.bytes);
+    use_block(block, each.requested);
+    blocks.push_back(block);
+    if (block == rest) return blocks;
+  }
+  add_free(rest);
+  return blocks;
 }
 
 int64_t CachingAllocator::most_allocated() const {
@@ -454,6 +525,13 @@ int64_t CachingAllocator::counter_of(const Block* parent) {
   return order == BY_SEGMENT && parent != nullptr ? parent->counter : ++counter_;
 }
 
+uint64_t CachingAllocator::new_address(int64_t bytes) {
+  if (addresses.empty()) return lowest_address_ -= bytes;
+  const uint64_t address = addresses.front();
+  addresses.pop_front();
+  return address;
+}
+
 // Makes the first bytes a block of their own, and returns it.
 Block* CachingAllocator::cut_head(Block* block, int64_t bytes) {
   auto* head = new Block{bytes, block->address, block->pool, counter_of(block), block->base, block->page};
@@ -548,16 +626,21 @@ Block* CachingAllocator::alloc_found_block(Block* block, int64_t size, int64_t r
     count(INACTIVE_SPLIT_BYTES, pool, -block->bytes);
     count(INACTIVE_SPLIT, pool, -1);
   }
+  use_block(block, requested);
+  note(Action::alloc, block, requested);
+  return block;
+}
+
+void CachingAllocator::use_block(Block* block, int64_t requested) {
+  const Pool& pool = *block->pool;
   block->in_use = block->allocated = true;
   block->requested = requested;
-  note(Action::alloc, block, requested);
   count(ALLOCATION, pool, 1);
   count(ALLOCATED_BYTES, pool, block->bytes);
   count(ACTIVE, pool, 1);
   count(ACTIVE_BYTES, pool, block->bytes);
   count(REQUESTED_BYTES, pool, requested);
   if (block->bytes >= settings.max_split) stats_.oversize_allocations.add(1);
-  return block;
 }
 
 void CachingAllocator::free_block(Block* block) {
@@ -649,16 +732,35 @@ Block* CachingAllocator::find_expandable_block(Pool& pool, int64_t size) {
     Block* first = gap->before != nullptr && !gap->before->in_use ? gap->before : gap;
     if (has_room(first)) return first;
   }
-  // Addresses for 1 1/8 of the GPU's memory, so that pages can move to the end.
+  const int64_t range = range_of(pool);
+  return new_range(pool, new_address(range), range);
+}
+
+// Addresses for 1 1/8 of the GPU's memory, so that pages can move to the end.
+int64_t CachingAllocator::range_of(const Pool& pool) const {
   const int64_t page = settings.page_size(pool.small);
-  const int64_t range =
-      total_bytes > 0 ? rounded_up(total_bytes + total_bytes / 8, page) : kUnknownAddresses / page * page;
-  const uint64_t address = new_address(range);
-  auto* block = new Block{range, address, &pool, counter_of(nullptr), address, page};
+  return total_bytes > 0 ? rounded_up(total_bytes + total_bytes / 8, page) : kUnknownAddresses / page * page;
+}
+
+// An expandable segment, of which nothing is mapped.
+Block* CachingAllocator::new_range(Pool& pool, uint64_t address, int64_t bytes) {
+  auto* block = new Block{bytes, address, &pool, counter_of(nullptr), address, settings.page_size(pool.small)};
   block->mapped = false;
   segments_[address] = block;
   pool.add(block);
   return block;
+}
+
+// A part of an expandable segment, mapped and in no pool: behind what is mapped already, or of a new segment.
+Block* CachingAllocator::adopt_mapped(Pool& pool, uint64_t address, int64_t bytes) {
+  Block* gap = pool.unmapped.empty() ? nullptr : *pool.unmapped.rbegin();
+  if (gap == nullptr || address < gap->address || address + bytes > gap->address + gap->bytes)
+    gap = new_range(pool, address, std::max(range_of(pool), bytes));
+  pool.remove(gap);
+  if (address > gap->address) pool.add(cut_head(gap, static_cast<int64_t>(address - gap->address)));
+  if (bytes < gap->bytes) pool.add(cut_tail(gap, bytes));
+  gap->mapped = true;
+  return gap;
 }
 
 Block* CachingAllocator::try_allocate_expandable_block(Pool& pool, int64_t size) {

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <set>
@@ -34,6 +35,8 @@ struct Settings {
   static Settings parse(const std::string& text) { return Settings().changed_by(text); }
   // These settings after torch.cuda.memory._set_allocator_settings(text): some stay if the text does not name them.
   Settings changed_by(const std::string& text) const;
+  // A text that parse() reads as these settings; equal settings have the same. Empty: torch's defaults.
+  std::string words() const;
 
   int64_t rounded(int64_t size) const;       // [round_size]
   int64_t segment_size(int64_t size) const;  // [get_allocation_size]
@@ -168,6 +171,12 @@ struct Checkpoint {
   std::vector<std::vector<Part>> segments;
 };
 
+// A block in use of a segment that was made elsewhere.
+struct Adopted {
+  uint64_t address;
+  int64_t bytes, requested;
+};
+
 // What the return to a checkpoint changed. [RestoreResult]
 struct Restored {
   std::vector<uint64_t> freed;
@@ -189,6 +198,7 @@ class CachingAllocator {
   int64_t allowed_bytes = INT64_MAX;  // What the process may reserve.
   Order order = BY_SEGMENT;
   bool events_complete_at_once = true;  // Other streams finish before the next request; else complete() says when.
+  std::deque<uint64_t> addresses;       // Of the next segments; then each lies below all others.
   Observer* observer = nullptr;
 
   // Throws OutOfMemory.
@@ -199,6 +209,10 @@ class CachingAllocator {
   void complete(Block* block);
   void complete_all();
   void empty_cache(PoolId id = {0, 0});
+  // A segment that was made elsewhere, or a mapped part of an expandable one, with its blocks in use by address.
+  // Returns these. Throws std::invalid_argument if they do not lie in it.
+  std::vector<Block*> adopt(uint64_t address, int64_t bytes, int64_t stream, bool small, bool expandable,
+                            const std::vector<Adopted>& used);
 
   const Stats& stats() const { return stats_; }
   void reset_peaks();
@@ -251,7 +265,7 @@ class CachingAllocator {
   Pool& get_pool(int64_t size, int64_t stream);
 
   int64_t counter_of(const Block* parent);
-  uint64_t new_address(int64_t bytes) { return lowest_address_ -= bytes; }
+  uint64_t new_address(int64_t bytes);
   Block* cut_head(Block* block, int64_t bytes);
   Block* cut_tail(Block* block, int64_t bytes);
   int64_t try_merge_blocks(Block* block, Block* other);
@@ -260,12 +274,16 @@ class CachingAllocator {
   Block* get_free_block(const Request& request);
   bool should_split(const Block* block, const Request& request) const;
   Block* alloc_found_block(Block* block, int64_t size, int64_t requested, bool split);
+  void use_block(Block* block, int64_t requested);
   void free_block(Block* block);
   Block* from_driver(Request& request);
   Block* alloc_block(const Request& request);
   Block* try_mempool_fallback(Request& request);
   bool has_memory(int64_t bytes) const;
 
+  int64_t range_of(const Pool& pool) const;
+  Block* new_range(Pool& pool, uint64_t address, int64_t bytes);
+  Block* adopt_mapped(Pool& pool, uint64_t address, int64_t bytes);
   Block* find_expandable_block(Pool& pool, int64_t size);
   Block* try_allocate_expandable_block(Pool& pool, int64_t size);
   bool map_block(Block* block, int64_t bytes);

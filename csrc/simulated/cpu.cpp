@@ -1,9 +1,12 @@
 #include "simulated/cpu.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <iterator>
 #include <mutex>
 #include <unordered_map>
 
@@ -29,7 +32,29 @@ bool reads_on_any_device(const std::string& name) {
                           "_linalg_check_errors"});
 }
 
-// An operator, and the plans of its calls.
+// The plans of an operator's calls.
+struct Plans {
+  std::mutex lock;
+  std::unordered_map<Key, std::shared_ptr<const CpuPlan>, HashOfKey> known;
+};
+
+// By its name, as a table may have plans of an operator that does not exist yet.
+Plans& plans_of(const std::string& name) {
+  static std::mutex lock;
+  static auto& all = *new std::unordered_map<std::string, Plans>();
+  std::lock_guard<std::mutex> locked(lock);
+  return all[name];
+}
+
+// For tables on disk.
+std::mutex probed_lock;
+auto& probed = *new std::vector<ProbedPlan>();
+
+// What precedes a key: plans of one table, and those by rules, are not those of another.
+Key prefix() {
+  return {cpu_options.table, cpu_options.probed_first_bytes};
+}
+
 struct Operator {
   explicit Operator(const c10::OperatorHandle& op);
 
@@ -38,11 +63,10 @@ struct Operator {
   int dtype_argument = -1;               // of an operator that only allocates
   std::vector<char> writes, overwrites;  // by argument
   Values values;
-  std::mutex lock;
-  std::unordered_map<Key, std::shared_ptr<const CpuPlan>, HashOfKey> plans;
+  Plans& plans;
 };
 
-Operator::Operator(const c10::OperatorHandle& op) : values(op) {
+Operator::Operator(const c10::OperatorHandle& op) : values(op), plans(plans_of(toString(op.operator_name()))) {
   const std::string& full = op.operator_name().name;
   const bool is_torchs = full.rfind("aten::", 0) == 0;
   is_passed_on =
@@ -90,6 +114,8 @@ class Call {
   std::optional<CpuPlan> plan_on_meta(bool asks_rule) const;
   CpuPlan plan_by_probe_or_meta() const;
   bool knows_integers() const;
+  // Whether a run of the kernel does not show what it may allocate.
+  bool varies() const { return at::get_num_threads() > 1 && cpu_facts.by_threads.count(its_.values.name) > 0; }
   void execute(const CpuPlan& plan);
   void note_fill(const std::vector<Written>& written) const;
   std::vector<Written> writes() const;
@@ -111,7 +137,8 @@ void Call::list_operands() {
     each_tensor(arguments()[i], [&](const at::Tensor& t) {
       operands_.push_back(t);
       argument_.push_back(i);
-      bytes_ += t.has_storage() ? static_cast<int64_t>(t.storage().nbytes()) : 0;
+      // Symbolic sizes are those of the compiler's own tensors.
+      bytes_ += t.has_storage() ? t.storage().sym_nbytes().maybe_as_int().value_or(0) : 0;
     });
 }
 
@@ -123,6 +150,7 @@ bool Call::is_ours() const {
 
 // Whether the operands are small, and known where they are read, so that the kernel itself may run.
 bool Call::can_run_for_real() const {
+  if (varies()) return false;
   for (size_t i = 0; i < operands_.size(); ++i) {
     const at::Tensor& t = operands_[i];
     const bool is_read = !its_.overwrites[argument_[i]];
@@ -183,20 +211,24 @@ bool Call::answer() {
 
 Key Call::key(bool& has_key) const {
   KeyBuilder builder(/*rounds_numbers=*/true);
+  builder.key = prefix();
   builder.push(global_switches());
-  builder.push(cpu_options.probed_first_bytes);
   builder.push(at::get_num_threads() << 1 | static_cast<int64_t>(at::GradMode::is_enabled()));
   has_key = true;
   for (size_t i = 0; i < count_ && has_key; ++i) has_key = builder.add(arguments()[i]);
   if (!its_.depends_on_integers) return std::move(builder.key);
-  for (const at::Tensor& t : operands_) {
-    if (!at::isIntegralType(t.scalar_type(), /*includeBool=*/true) || t.numel() > kMostHashed) continue;
+  for (size_t i = 0; i < operands_.size(); ++i) {
+    const at::Tensor& t = operands_[i];
+    const bool is_read = !its_.overwrites[argument_[i]];
+    if (!is_read || !at::isIntegralType(t.scalar_type(), /*includeBool=*/true) || t.numel() > kMostHashed) continue;
     const Contents* contents = contents_of(t);
-    if (contents == nullptr || contents->state != Contents::kKnown) continue;
+    if (contents == nullptr) continue;
+    if (contents->state == Contents::kConstant) builder.push(static_cast<int64_t>(contents->constant));
+    if (contents->has_stand_in) builder.push(contents->stand_in);
+    if (contents->state != Contents::kKnown) continue;
     Uncounted uncounted;
     const at::Tensor dense = t.contiguous();
-    const std::string_view bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
-    builder.push(static_cast<int64_t>(std::hash<std::string_view>()(bytes)));
+    builder.push(hash_of({static_cast<const char*>(dense.const_data_ptr()), dense.nbytes()}));
   }
   return std::move(builder.key);
 }
@@ -206,19 +238,28 @@ std::shared_ptr<const CpuPlan> Call::plan() {
   Key its_key = key(has_key);
   if (!has_key) return std::make_shared<const CpuPlan>(make_plan());
   {
-    std::lock_guard<std::mutex> locked(its_.lock);
-    auto found = its_.plans.find(its_key);
-    if (found != its_.plans.end()) return found->second;
+    std::lock_guard<std::mutex> locked(its_.plans.lock);
+    auto found = its_.plans.known.find(its_key);
+    if (found != its_.plans.known.end()) return found->second;
   }
-  auto made = std::make_shared<const CpuPlan>(make_plan());
-  std::lock_guard<std::mutex> locked(its_.lock);
-  return its_.plans.try_emplace(std::move(its_key), std::move(made)).first->second;
+  const auto made = std::make_shared<const CpuPlan>(make_plan());
+  if (made->is_probed && cpu_options.table != 0) {
+    std::lock_guard<std::mutex> locked(probed_lock);
+    probed.push_back({toString(op_.operator_name()), its_key, made});
+  }
+  std::lock_guard<std::mutex> locked(its_.plans.lock);
+  return its_.plans.known.try_emplace(std::move(its_key), made).first->second;
 }
 
 CpuPlan Call::make_plan() const {
-  if (bytes_ > cpu_options.probed_first_bytes)
+  if (varies() || bytes_ > cpu_options.probed_first_bytes)
     if (auto found = plan_on_meta(/*asks_rule=*/true)) return *found;
-  if (bytes_ <= cpu_options.most_probed_bytes) return plan_by_probe_or_meta();
+  if (bytes_ <= cpu_options.most_probed_bytes) {
+    CpuPlan plan = plan_by_probe_or_meta();
+    if (varies() && plan.doubt.empty()) plan.doubt = "what threads of " + its_.values.name + " have at once";
+    plan.is_probed = true;
+    return plan;
+  }
   auto found = plan_on_meta(/*asks_rule=*/false);
   TORCH_CHECK_NOT_IMPLEMENTED(found, op_.operator_name(), " of operands that have ", bytes_,
                               " bytes: the simulated CPU knows no rule for it, and it is too large to run alone");
@@ -242,7 +283,8 @@ std::optional<CpuPlan> Call::plan_on_meta(bool asks_rule) const {
     BelowPython below;
     try {
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &results);
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
+      if (std::strstr(error.what(), "overflow") != nullptr) throw;  // Of sizes: no device has such a tensor.
       return std::nullopt;
     }
     if (asks_rule) scratch = cpu_facts.scratch(op_, given, results);
@@ -267,6 +309,8 @@ std::optional<CpuPlan> Call::plan_on_meta(bool asks_rule) const {
   });
   take(false);
   for (; !taken.empty(); taken.pop_back()) plan.steps.push_back({0, taken.back()});
+  for (const CpuScratch& part : scratch.value_or(std::vector<CpuScratch>{}))
+    if (!part.doubt.empty()) plan.doubt = part.doubt;
   if (!asks_rule) plan.doubt = "what " + its_.values.name + " takes beside its results is not known";
   return plan;
 }
@@ -310,7 +354,16 @@ void Call::note_fill(const std::vector<Written>& written) const {
   if (from != nullptr && from->state == Contents::kConstant) set_constant(written[0].tensor, from->constant);
 }
 
+// That of a table may be wrong.
+void check_room(const TensorLayout& layout, size_t bytes) {
+  const size_t needed =
+      at::detail::computeStorageNbytes(layout.sizes, layout.strides, c10::elementSize(layout.dtype), layout.offset);
+  TORCH_CHECK(needed <= bytes, "a plan has ", bytes, " bytes for a tensor of ", needed);
+}
+
 void Call::execute(const CpuPlan& plan) {
+  TORCH_CHECK(plan.outputs.size() == op_.schema().returns().size(), "a plan of ", op_.operator_name(),
+              " has the wrong number of results");
   if (!plan.doubt.empty()) doubt(plan.doubt);
   c10::Allocator* allocator = c10::GetCPUAllocator();
   std::vector<c10::DataPtr> blocks(plan.steps.size());
@@ -318,11 +371,12 @@ void Call::execute(const CpuPlan& plan) {
     if (plan.steps[i].frees < 0) {
       blocks[i] = allocator->allocate(plan.steps[i].bytes);
     } else {
-      blocks[plan.steps[i].frees].clear();
+      blocks.at(plan.steps[i].frees).clear();
     }
   }
   for (const auto& [resize, step] : plan.resizes) {
-    const at::Tensor& t = operands_[resize.operand];
+    const at::Tensor& t = operands_.at(resize.operand);
+    check_room(resize.layout, step < 0 ? t.storage().nbytes() : plan.steps.at(step).bytes);
     t.unsafeGetTensorImpl()->set_sizes_and_strides(resize.layout.sizes, resize.layout.strides, resize.layout.offset);
     if (step < 0) continue;
     auto* storage = t.storage().unsafeGetStorageImpl();
@@ -332,13 +386,18 @@ void Call::execute(const CpuPlan& plan) {
   std::unordered_map<int, c10::Storage> storages;
   auto make = [&](const Result& result) -> at::Tensor {
     if (result.kind == Result::kUndefined) return {};
-    if (result.kind == Result::kOperand) return operands_[result.source];
-    if (result.kind == Result::kView)
-      return result.layout.tensor_in(operands_[result.source].storage(), c10::DispatchKey::CPU);
+    if (result.kind == Result::kOperand) return operands_.at(result.source);
+    if (result.kind == Result::kView) {
+      const c10::Storage& storage = operands_.at(result.source).storage();
+      check_room(result.layout, storage.nbytes());
+      return result.layout.tensor_in(storage, c10::DispatchKey::CPU);
+    }
+    const int64_t bytes = result.source < 0 ? 0 : std::min(result.bytes, plan.steps.at(result.source).bytes);
+    check_room(result.layout, bytes);
     c10::Storage& storage = storages[result.source];
     if (!storage || result.source < 0)
       storage =
-          c10::Storage(c10::Storage::use_byte_size_t(), result.source < 0 ? 0 : result.bytes,
+          c10::Storage(c10::Storage::use_byte_size_t(), bytes,
                        result.source < 0 ? allocator->allocate(0) : std::move(blocks[result.source]), allocator, true);
     return result.layout.tensor_in(storage, c10::DispatchKey::CPU);
   };
@@ -446,6 +505,25 @@ void note_outcome(CpuPlan& plan, const Stack& results, const Pairs& pairs, const
       plan.outputs.push_back({false, {result}});
     }
   }
+}
+
+std::vector<ProbedPlan> take_probed() {
+  std::vector<ProbedPlan> found;
+  std::lock_guard<std::mutex> locked(probed_lock);
+  const auto rest = std::stable_partition(probed.begin(), probed.end(),
+                                          [](const ProbedPlan& each) { return each.key.front() != cpu_options.table; });
+  found.assign(std::make_move_iterator(rest), std::make_move_iterator(probed.end()));
+  probed.erase(rest, probed.end());
+  for (ProbedPlan& each : found) each.key.erase(each.key.begin(), each.key.begin() + prefix().size());
+  return found;
+}
+
+void know(ProbedPlan its) {
+  Key key = prefix();
+  key.insert(key.end(), its.key.begin(), its.key.end());
+  Plans& plans = plans_of(its.name);
+  std::lock_guard<std::mutex> locked(plans.lock);
+  plans.known.try_emplace(std::move(key), std::move(its.plan));
 }
 
 void register_cpu_kernel() {

@@ -6,6 +6,7 @@
 #include <ATen/core/stack.h>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -29,6 +30,7 @@ struct CpuPlan {
   std::vector<Output> outputs;
   std::string doubt;
   bool runs_as_it_is = false;  // Its results are no dense tensors.
+  bool is_probed = false;
 };
 
 using Pairs = std::vector<std::pair<at::Tensor, at::Tensor>>;  // an operand, and what stands for it
@@ -51,15 +53,28 @@ CpuPlan plan_by_probe(const Probe& probe);
 // Scratch by the rules in Python. Empty: no rule knows it.
 struct CpuScratch {
   int64_t bytes;
-  bool is_first;  // before the results
+  bool is_first;      // before the results
+  std::string doubt;  // what differs from run to run, in place of bytes
 };
 using CpuRule = std::optional<std::vector<CpuScratch>> (*)(const c10::OperatorHandle& op,
                                                            const torch::jit::Stack& arguments,
                                                            const torch::jit::Stack& results);
 
+// A plan that a probe has found, for a table on disk. name: "aten::add.Tensor".
+struct ProbedPlan {
+  std::string name;
+  Key key;
+  std::shared_ptr<const CpuPlan> plan;
+};
+// Of the thread's table, each once.
+std::vector<ProbedPlan> take_probed();
+// Adds a plan to those of the thread's table.
+void know(ProbedPlan probed);
+
 struct CpuFacts {
   CpuRule scratch = nullptr;
   std::unordered_set<std::string> of_any_integers;  // Operators whose allocations depend on no integer's value.
+  std::unordered_set<std::string> by_threads;       // Operators of which one run does not show all: a rule comes first.
   int64_t probes = 0;                               // so far
 };
 extern CpuFacts cpu_facts;

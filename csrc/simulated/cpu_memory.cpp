@@ -21,13 +21,14 @@
 
 namespace memcheck::simulated {
 
-CpuOptions cpu_options;
+thread_local CpuOptions cpu_options;
 
 namespace {
 
-constexpr uint64_t kSpan = uint64_t{1} << 45;  // 32 TiB of addresses, each used once.
-constexpr int64_t kMostReal = 16 << 20;        // Of a block of a kernel that runs for real.
-constexpr int64_t kMostRestored = 1 << 20;     // Of a storage from before the simulation that is written for real.
+constexpr uint64_t kSpan = uint64_t{1} << 45;         // 32 TiB of addresses, used again when no block is left.
+constexpr int64_t kMostAddresses = int64_t{1} << 38;  // Of a block: nothing reads or writes the rest of a larger one.
+constexpr int64_t kMostReal = 16 << 20;               // Of a block of a kernel that runs for real.
+constexpr int64_t kMostRestored = 1 << 20;  // Of a storage from before the simulation that is written for real.
 
 struct Block {
   Contents contents;
@@ -55,7 +56,8 @@ struct Memory {
   std::vector<Version> versions;
   int switched_on = 0;  // threads
   char* base = nullptr;
-  std::atomic<uint64_t> next{0};
+  uint64_t next = 0;
+  int64_t without_memory = 0;  // blocks
   std::atomic<int64_t> touched_pages{0};
 };
 Memory& memory = *new Memory();  // Tensors outlive static objects.
@@ -94,10 +96,13 @@ int64_t resident_pages(const void* data, int64_t bytes) {
 }
 
 void* new_address(int64_t bytes) {
-  const uint64_t size = (static_cast<uint64_t>(bytes) / page_bytes() + 2) * page_bytes();
-  const uint64_t at = memory.next.fetch_add(size);
-  TORCH_CHECK(at + size <= kSpan, "the simulated CPU has no addresses left");
-  return memory.base + at;
+  const uint64_t size = (static_cast<uint64_t>(std::min(bytes, kMostAddresses)) / page_bytes() + 2) * page_bytes();
+  Locked locked(memory.lock);
+  TORCH_CHECK(memory.next + size <= kSpan, "the simulated CPU has no addresses left");
+  void* data = memory.base + memory.next;
+  memory.next += size;
+  ++memory.without_memory;
+  return data;
 }
 
 void note_step(void* data, int64_t bytes, bool is_free) {
@@ -153,10 +158,13 @@ bool release(void* data) {
     }
   }
   if (!is_virtual(data)) return false;
+  bytes = std::min(bytes, kMostAddresses);
   if (const int64_t pages = resident_pages(data, bytes)) {
     memory.touched_pages += pages;
     madvise(data, bytes, MADV_DONTNEED);
   }
+  Locked locked(memory.lock);
+  if (--memory.without_memory == 0) memory.next = 0;
   return true;
 }
 
@@ -243,6 +251,11 @@ int64_t touched_bytes() {
   for (const auto& [data, block] : memory.blocks)
     if (is_virtual(data)) pages += resident_pages(data, block.bytes);
   return pages * static_cast<int64_t>(page_bytes());
+}
+
+int64_t blocks_without_memory() {
+  Locked locked(memory.lock);
+  return memory.without_memory;
 }
 
 c10::Storage new_cpu_storage(int64_t bytes) {

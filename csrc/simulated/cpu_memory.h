@@ -20,8 +20,9 @@ struct CpuOptions {
   int64_t kept_bytes = 64 << 10;         // Storages up to this size are real; of integers, 16 times it.
   int64_t probed_first_bytes = 1 << 20;  // Up to these bytes of operands, a probe is asked before a rule.
   int64_t most_probed_bytes = int64_t{1} << 30;
+  int64_t table = 0;  // The number of the table that has its plans; 0: none.
 };
-extern CpuOptions cpu_options;
+extern thread_local CpuOptions cpu_options;
 
 // How large a real tensor may be.
 int64_t most_kept_bytes(at::ScalarType dtype);
@@ -34,6 +35,8 @@ bool is_on();
 
 // Bytes of blocks without memory that were touched all the same, in whole pages.
 int64_t touched_bytes();
+// Blocks without memory that are alive.
+int64_t blocks_without_memory();
 
 // Before a tensor is written to, for real or not: its version is restored at the end if it is from before.
 void keep_version(const at::Tensor& tensor);

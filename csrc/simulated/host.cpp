@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -78,6 +79,7 @@ using namespace memcheck::simulated;
 // After torch is imported. names: of operators that write to their first operand, a line each.
 MEMCHECK_EXPORT void memcheck_simulated_host(int64_t least_bytes, const char* names) {
   least_lazy_bytes = least_bytes;
+  mallopt(M_MMAP_THRESHOLD, static_cast<int>(least_bytes));  // Else malloc raises it, and gives out pages again.
   std::istringstream lines(names);
   for (std::string line; std::getline(lines, line);) {
     const size_t dot = line.find('.');

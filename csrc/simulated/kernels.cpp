@@ -122,7 +122,10 @@ void Call::check_devices() const {
   for (size_t i = 0; i < operands_.size(); ++i) {
     const at::Tensor& t = operands_[i];
     if (t.is_cuda() && t.get_device() == device_) continue;
-    if (!its_.checks_devices && (its_.values.mixes_devices || (t.is_cpu() && t.dim() == 0))) continue;
+    const bool is_number = t.is_cpu() && t.dim() == 0;
+    // index_put takes indices from the CPU, and no values.
+    const bool may_mix = its_.values.mixes_devices && op_.schema().arguments()[argument_[i]].name() != "values";
+    if (!its_.checks_devices && (may_mix || is_number)) continue;
     refuse_device(i);
   }
 }

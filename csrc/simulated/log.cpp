@@ -22,7 +22,7 @@ enum class Happened : int64_t { allocated, freed, emptied };
 // As memcheck.simulated.log reads it. name, node: numbers of names.
 struct Entry {
   Happened kind;
-  int64_t device, address, bytes, stream;
+  int64_t device, address, bytes, block_bytes, stream;
   Purpose purpose;
   int64_t name, node;
   int64_t sequence;  // of the node, -1 without one
@@ -87,10 +87,11 @@ void end_operator(const at::RecordFunction&, at::ObserverContext*) {
 
 void add(Happened kind, const Block* block, int device) {
   std::lock_guard<std::mutex> locked(the_log.lock);
-  Entry entry{kind, device, 0, 0, 0, asker.purpose, -1, -1, -1, the_log.mark};
+  Entry entry{kind, device, 0, 0, 0, 0, asker.purpose, -1, -1, -1, the_log.mark};
   if (block != nullptr) {
     entry.address = static_cast<int64_t>(block->address);
     entry.bytes = block->requested;
+    entry.block_bytes = block->bytes;
     entry.stream = block->pool->stream;
   }
   if (kind == Happened::allocated) {

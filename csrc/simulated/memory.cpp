@@ -572,10 +572,13 @@ MEMCHECK_EXPORT void memcheck_simulated_set_allowed(int device, int64_t bytes) {
   Locked locked(memory.lock);
   allocator_of(device).allowed_bytes = bytes;
 }
-// Lets the allocator of each GPU reserve what it asks for, as for a prediction of what would not fit.
-MEMCHECK_EXPORT void memcheck_simulated_lift_limits() {
+// What the driver gives each GPU from now on. Below 0: whatever is asked for, as for a prediction of what does not fit.
+MEMCHECK_EXPORT void memcheck_simulated_limit(int64_t bytes) {
   Locked locked(memory.lock);
-  for (auto& gpu : memory.gpus) gpu->allocator.driver_bytes = gpu->allocator.allowed_bytes = INT64_MAX;
+  for (auto& gpu : memory.gpus) {
+    gpu->allocator.driver_bytes = bytes < 0 ? INT64_MAX : bytes;
+    gpu->allocator.allowed_bytes = INT64_MAX;
+  }
 }
 MEMCHECK_EXPORT int64_t memcheck_simulated_allowed(int device) {
   return allocator_of(device).allowed_bytes;

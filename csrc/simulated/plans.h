@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -79,6 +80,13 @@ struct HashOfKey {
   }
 };
 
+// FNV-1a: the same in all processes and builds.
+inline int64_t hash_of(std::string_view bytes) {
+  uint64_t hash = 0xCBF29CE484222325ull;
+  for (const char byte : bytes) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001B3ull;
+  return static_cast<int64_t>(hash);
+}
+
 inline bool is_view_by_schema(const c10::FunctionSchema& schema) {
   return !schema.returns().empty() &&
          std::all_of(schema.returns().begin(), schema.returns().end(),
@@ -123,7 +131,7 @@ class KeyBuilder {
   }
   bool add_text(const std::string& text) {
     push(5);
-    return push(static_cast<int64_t>(std::hash<std::string>()(text)));
+    return push(hash_of(text));
   }
   bool add_tensor(const at::Tensor& t) {
     if (!t.defined()) return push(-2);
@@ -150,7 +158,8 @@ class KeyBuilder {
 inline int64_t global_switches() {
   const auto& context = at::globalContext();
   return context.userEnabledCuDNN() | context.benchmarkCuDNN() << 1 | context.deterministicCuDNN() << 2 |
-         context.deterministicAlgorithms() << 3 | static_cast<int64_t>(c10::get_default_dtype_as_scalartype()) << 8;
+         context.deterministicAlgorithms() << 3 | context.deterministicFillUninitializedMemory() << 4 |
+         context.userEnabledMkldnn() << 5 | static_cast<int64_t>(c10::get_default_dtype_as_scalartype()) << 8;
 }
 
 // The operands of a call, and their twins on meta.

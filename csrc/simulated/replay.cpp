@@ -1,6 +1,10 @@
 // The caching allocator for Python, which calls these functions by ctypes: it replays requests and reads the events.
+// With caching_allocator.cpp it is a library of its own, which needs no torch: see memcheck/simulated/flags.py.
 #include <algorithm>
+#include <iterator>
 #include <memory>
+#include <stdexcept>
+#include <unordered_map>
 
 #include "simulated/caching_allocator.h"
 #include "simulated/exports.h"
@@ -9,19 +13,113 @@ using namespace memcheck::simulated;
 
 namespace {
 
+// A row of a history. Actions that are none of the allocator's are ignored.
+struct Event {
+  int64_t action, bytes, address, stream;
+};
+
+// What became of the events of a history.
+struct Played {
+  int64_t refused = -1;  // The first request without room; -1: all had room.
+  int64_t allocations = 0;
+  int64_t equal_addresses = 0;  // Allocations that got the recorded address.
+};
+
 struct Replay final : Observer {
   Replay() { allocator.observer = this; }
 
-  void note(Action action, const Block*, int64_t bytes, uint64_t address, int64_t stream) override {
-    events.insert(events.end(), {static_cast<int64_t>(action), bytes, static_cast<int64_t>(address), stream});
+  void note(Action action, const Block* block, int64_t bytes, uint64_t address, int64_t stream) override {
+    events.push_back({static_cast<int64_t>(action), bytes, static_cast<int64_t>(address), stream});
+    if (action != Action::free_completed || alive.empty()) return;
+    if (auto found = alive.find(block->note); found != alive.end() && found->second == block) alive.erase(found);
+  }
+
+  // Null: there is no memory.
+  Block* malloc(int64_t bytes, int64_t stream) {
+    try {
+      return allocator.malloc(bytes, stream);
+    } catch (const OutOfMemory& error) {
+      refused_bytes = error.segment;
+      return nullptr;
+    }
+  }
+
+  // A block that was recorded at the address.
+  void keep(Block* block, int64_t address) {
+    block->note = address;
+    alive[address] = block;
+  }
+
+  // Whether the replay goes on: a request that had room when it was recorded has none otherwise.
+  bool play(const Event& event, int64_t index, Played& played, int64_t* sizes) {
+    constexpr int64_t kMost = int64_t{1} << 56;
+    if (event.bytes < 0 || event.bytes > kMost) throw std::invalid_argument("an event has an impossible size");
+    auto found = alive.find(event.address);
+    Block* block = found == alive.end() ? nullptr : found->second;
+    switch (static_cast<Action>(event.action)) {
+      case Action::alloc:
+        ++played.allocations;
+        if (event.bytes > 0) {
+          block = malloc(event.bytes, event.stream);
+          if (block == nullptr) {
+            if (played.refused < 0) played.refused = index;
+            return false;
+          }
+          keep(block, event.address);
+          played.equal_addresses += static_cast<int64_t>(block->address) == event.address;
+          *sizes = block->bytes;
+        }
+        allocator.addresses.clear();
+        break;
+      case Action::free_requested:
+        if (block != nullptr && block->allocated) allocator.free(block, true);
+        break;
+      case Action::free_completed:
+        if (block == nullptr) break;  // It was completed when memory ran out, or is unknown.
+        if (block->allocated) allocator.free(block, true);
+        allocator.complete(block);
+        break;
+      case Action::segment_alloc:
+      case Action::segment_map:
+        if (follows_addresses) allocator.addresses.push_back(static_cast<uint64_t>(event.address));
+        break;
+      case Action::oom:
+        block = malloc(event.bytes, event.stream);
+        if (block != nullptr) {
+          block->note = -1;
+          allocator.free(block);
+        } else if (played.refused < 0) {
+          played.refused = index;
+        }
+        break;
+      default:
+        break;
+    }
+    return true;
   }
 
   CachingAllocator allocator;
-  std::vector<int64_t> events;  // Of each four numbers.
+  std::vector<Event> events;
   std::vector<Checkpoint> checkpoints;
+  std::unordered_map<int64_t, Block*> alive;  // By the address that was recorded, until its release is complete.
+  bool follows_addresses = false;             // New segments get the addresses of recorded ones.
+  int64_t refused_bytes = 0;
 };
 
 }  // namespace
+
+// Reads a text of settings. words: a text that equal settings have, too.
+MEMCHECK_EXPORT const char* memcheck_replay_settings(const char* text, const char** words) {
+  static thread_local std::string found;
+  return answer([&] {
+    found = Settings::parse(text).words();
+    *words = found.c_str();
+  });
+}
+// The bytes of the smallest block for a request. The settings are no error.
+MEMCHECK_EXPORT int64_t memcheck_replay_rounded(const char* settings, int64_t bytes) {
+  return Settings::parse(settings).rounded(bytes);
+}
 
 // A negative limit is none. completes: whether other streams finish before the next request.
 MEMCHECK_EXPORT Replay* memcheck_replay_new(int64_t total, int64_t driver, int64_t allowed, int order, int completes) {
@@ -40,13 +138,42 @@ MEMCHECK_EXPORT void memcheck_replay_delete(Replay* replay) {
 MEMCHECK_EXPORT const char* memcheck_replay_configure(Replay* replay, const char* settings) {
   return answer([&] { replay->allocator.settings = replay->allocator.settings.changed_by(settings); });
 }
+MEMCHECK_EXPORT void memcheck_replay_allow(Replay* replay, int64_t bytes) {
+  replay->allocator.allowed_bytes = bytes < 0 ? INT64_MAX : bytes;
+}
 // Null if there is no memory.
 MEMCHECK_EXPORT Block* memcheck_replay_malloc(Replay* replay, int64_t bytes, int64_t stream) {
-  try {
-    return replay->allocator.malloc(bytes, stream);
-  } catch (const OutOfMemory&) {
-    return nullptr;
-  }
+  return replay->malloc(bytes, stream);
+}
+// The bytes of the segment for which there was no memory last.
+MEMCHECK_EXPORT int64_t memcheck_replay_refused(const Replay* replay) {
+  return replay->refused_bytes;
+}
+// A segment that was made before the first event of a history. used: address, bytes and requested bytes of its blocks.
+MEMCHECK_EXPORT const char* memcheck_replay_adopt(Replay* replay, uint64_t address, int64_t bytes, int64_t stream,
+                                                  int small, int expandable, const Adopted* used, int64_t count) {
+  return answer([&] {
+    const std::vector<Adopted> blocks(used, used + count);
+    for (Block* block : replay->allocator.adopt(address, bytes, stream, small != 0, expandable != 0, blocks))
+      replay->keep(block, static_cast<int64_t>(block->address));
+  });
+}
+// Plays the events of a history until one has no room, and forgets what was noted before. emptied: the events, in
+// order, before which the cache is emptied. follows: new segments get the addresses of recorded ones. sizes: room for a
+// number per allocation.
+MEMCHECK_EXPORT const char* memcheck_replay_play(Replay* replay, const Event* events, int64_t count,
+                                                 const int64_t* emptied, int64_t number_emptied, int follows,
+                                                 int64_t* sizes, Played* played) {
+  return answer([&] {
+    *played = {};
+    replay->events.clear();
+    replay->follows_addresses = follows != 0;
+    const int64_t* end = emptied + number_emptied;
+    for (int64_t index = 0; index < count; ++index) {
+      for (; emptied != end && *emptied == index; ++emptied) replay->allocator.empty_cache();
+      if (!replay->play(events[index], index, *played, sizes + played->allocations)) break;
+    }
+  });
 }
 MEMCHECK_EXPORT void memcheck_replay_free(Replay* replay, Block* block, int waits) {
   replay->allocator.free(block, waits != 0);
@@ -73,9 +200,29 @@ MEMCHECK_EXPORT Block* memcheck_replay_allocated_at(const Replay* replay, uint64
   return replay->allocator.allocated_at(address);
 }
 // The number of events, each of four numbers: action, bytes, address, stream.
-MEMCHECK_EXPORT int64_t memcheck_replay_events(const Replay* replay, const int64_t** events) {
+MEMCHECK_EXPORT int64_t memcheck_replay_events(const Replay* replay, const Event** events) {
   *events = replay->events.data();
-  return static_cast<int64_t>(replay->events.size()) / 4;
+  return static_cast<int64_t>(replay->events.size());
+}
+// The number of blocks that have memory. rows: null, or room for that many rows of the segment's first address, the
+// block's address, bytes, requested bytes, whether it is in use, small and expandable.
+MEMCHECK_EXPORT int64_t memcheck_replay_blocks(const Replay* replay, int64_t (*rows)[7]) {
+  int64_t count = 0;
+  for (const auto& [address, head] : replay->allocator.segments())
+    for (const Block* block = head; block != nullptr; block = block->after) {
+      if (!block->mapped) continue;
+      ++count;
+      if (rows == nullptr) continue;
+      const int64_t row[] = {static_cast<int64_t>(address),
+                             static_cast<int64_t>(block->address),
+                             block->bytes,
+                             block->in_use ? block->requested : 0,
+                             block->in_use,
+                             block->pool->small,
+                             block->base != 0};
+      std::copy(std::begin(row), std::end(row), *rows++);
+    }
+  return count;
 }
 // which: current, peak, allocated, freed. Of the kinds after the last: oversize allocations and segments.
 MEMCHECK_EXPORT int64_t memcheck_replay_stat(const Replay* replay, int kind, int pool, int which) {

@@ -1,8 +1,8 @@
-"""Models of the allocators: the same requests in the same order give the same counters. It imports core alone."""
+"""CUDA's caching allocator without a GPU: the same requests in the same order give the same counters.
 
-from memcheck.allocator.blocks import MIB, Block, OutOfMemory, PlainAllocator, rounded_up
-from memcheck.allocator.caching import CachingAllocator
-from memcheck.allocator.settings import AllocatorSettings, Order
+It is the one of csrc/simulated, which simulated GPUs have, too.
+"""
 
-__all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator", "Order"]
-__all__ += ["OutOfMemory", "PlainAllocator", "rounded_up"]
+from memcheck.allocator.caching import MIB, AllocatorSettings, Block, CachingAllocator, Order, OutOfMemory
+
+__all__ = ["MIB", "AllocatorSettings", "Block", "CachingAllocator", "Order", "OutOfMemory"]

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import functools
 import itertools
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from memcheck.allocator.blocks import SMALL_REQUEST, SMALL_SEGMENT, Block, Count, OutOfMemory, Pool
-from memcheck.allocator.caching import CachingAllocator, Event
-from memcheck.allocator.settings import AllocatorSettings
+import numpy as np
 
-RELEASES = ("segment_free", "segment_unmap")
-NEW_MEMORY = ("segment_alloc", "segment_map")
+from memcheck.allocator.caching import (
+    ACTIONS,
+    MIB,
+    SMALL_SEGMENT,
+    AllocatorSettings,
+    CachingAllocator,
+    Ints,
+    Order,
+    check,
+)
+
+ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, IGNORED = range(
+    len(ACTIONS)
+)
+NEW_MEMORY, RELEASES = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
+SMALL_REQUEST = MIB  # The largest request served by the small pool.
 BEFORE_THE_FIRST = -1
 UNKNOWN = 0  # The size of a block of which only the request is recorded.
+# Recorded addresses may begin at 0, and new segments get addresses below them: what is added to them meanwhile.
+ABOVE = 2**60
+IN_REPLAY = np.array([0, 0, ABOVE, 0])  # To rows.
 
 
 class Segment(NamedTuple):
@@ -33,37 +48,70 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """What torch.cuda.memory recorded: its events, and the segments after the last one."""
+    """What torch.cuda.memory recorded: its events, and the segments after the last one.
 
-    events: Sequence[Event]
+    rows: of each event the index in ACTIONS, bytes, address and stream.
+    free_bytes: of the GPU, at the events that had no room.
+    order: which of equal free blocks torch took, as of the version that recorded, which no snapshot names.
+    """
+
+    rows: Ints
     segments: Sequence[Segment] = ()
     settings: AllocatorSettings = field(default_factory=AllocatorSettings)
+    free_bytes: Mapping[int, int] = field(default_factory=dict)
+    order: Order = Order.ADDRESS
+
+    @functools.cached_property
+    def changes(self) -> Ints:
+        """The bytes that came from the driver at each event, negative if they went back."""
+        actions, sizes = self.rows[:, 0], self.rows[:, 1]
+        return sizes * (np.isin(actions, NEW_MEMORY).astype(np.int64) - np.isin(actions, RELEASES))
 
     @functools.cached_property
     def limit_bytes(self) -> int | None:
         """The memory that the process could reserve, by its first request without room. None: all had room."""
-        refused = next((index for index, event in enumerate(self.events) if event.action == "oom"), None)
-        if refused is None:
+        refused = np.flatnonzero(self.rows[:, 0] == OOM)
+        if not len(refused):
             return None
-        free = self.events[refused].free_bytes or 0
-        return sum(segment.bytes for segment in self.at_begin) + sum(map(reserved_by, self.events[:refused])) + free
+        first = int(refused[0])
+        return self.reserved_at_begin + int(self.changes[:first].sum()) + self.free_bytes.get(first, 0)
+
+    @property
+    def reserved_at_begin(self) -> int:
+        return sum(segment.bytes for segment in self.at_begin)
 
     @functools.cached_property
     def at_begin(self) -> list[Segment]:
-        """The segments before the first event, found from those after the last one."""
+        """The segments before the first event, found from those after the last one.
+
+        ValueError: a block that was released lies in no segment.
+        """
         state = _Rewound(self.segments)
-        for event in reversed(self.events):
-            state.undo(event)
+        for action, size, address, stream in _listed(self.rows[::-1]):
+            state.undo(action, size, address, stream)
         found = state.segments()
-        _find_sizes(found, self.events, self.settings)
+        _find_sizes(found, self.rows, self.settings)
         return found
 
+    @functools.cached_property
+    def emptied(self) -> Ints:
+        """The events before which the program called torch.cuda.empty_cache.
 
-def reserved_by(event: Event) -> int:
-    """The bytes that came from the driver, negative if they went back."""
-    if event.action in NEW_MEMORY:
-        return event.bytes
-    return -event.bytes if event.action in RELEASES else 0
+        Other releases were made by the allocator itself, because the next request had no room.
+        """
+        found, begin, released = list[int](), None, 0
+        reserved = self.reserved_at_begin
+        limit = self.limit_bytes
+        for index, (action, change) in enumerate(zip(self.rows[:, 0].tolist(), self.changes.tolist(), strict=True)):
+            if action in RELEASES:
+                begin, released = index if begin is None else begin, released - change
+            elif begin is not None and action != FREE_COMPLETED:
+                needed = reserved + released + max(change, 0)
+                if action != OOM and (limit is None or needed <= limit):
+                    found.append(begin)
+                begin, released = None, 0
+            reserved += change
+        return np.array(found if begin is None else [*found, begin], np.int64)
 
 
 class _Rewound:
@@ -74,20 +122,17 @@ class _Rewound:
         blocks = itertools.chain.from_iterable(segment.blocks.items() for segment in self._ranges.values())
         self._blocks = dict(blocks)
 
-    def undo(self, event: Event) -> None:
-        if event.address is None:
-            return
-        if event.action == "alloc":
-            self._blocks.pop(event.address, None)
-        elif event.action == "free_completed":
-            self._blocks[event.address] = UNKNOWN, event.bytes
-        elif event.action in RELEASES:
-            small, expandable = event.bytes == SMALL_SEGMENT, event.action == "segment_unmap"
-            self._ranges[event.address] = Segment(event.address, event.bytes, event.stream, small, expandable, {})
-        elif event.action == "segment_alloc":
-            self._ranges.pop(event.address, None)
-        elif event.action == "segment_map":
-            self._remove(event.address, event.address + event.bytes)
+    def undo(self, action: int, size: int, address: int, stream: int) -> None:
+        if action == ALLOC:
+            self._blocks.pop(address, None)
+        elif action == FREE_COMPLETED:
+            self._blocks[address] = UNKNOWN, size
+        elif action in RELEASES:
+            self._ranges[address] = Segment(address, size, stream, size == SMALL_SEGMENT, action == SEGMENT_UNMAP, {})
+        elif action == SEGMENT_ALLOC:
+            self._ranges.pop(address, None)
+        elif action == SEGMENT_MAP:
+            self._remove(address, address + size)
 
     def segments(self) -> list[Segment]:
         """The segments, with the blocks that are in use."""
@@ -113,7 +158,7 @@ class _Rewound:
                         self._ranges[address] = segment._replace(address=address, bytes=stop - address)
 
 
-def _find_sizes(segments: Iterable[Segment], events: Iterable[Event], settings: AllocatorSettings) -> None:
+def _find_sizes(segments: Iterable[Segment], rows: Ints, settings: AllocatorSettings) -> None:
     """Fills in the sizes of blocks that were released later, which are at least the requested ones.
 
     A block keeps what is left of a larger one if it is too small to be split off. What follows it tells: the first
@@ -133,34 +178,48 @@ def _find_sizes(segments: Iterable[Segment], events: Iterable[Event], settings: 
                 gaps[address + size] = segment, address, boundary
     begins = sorted(gaps)
     before = {block: begin for begin, (_, block, _) in gaps.items()}
-    for event in events:
-        if event.action == "free_completed" and event.address in before:
-            gaps.pop(before[event.address], None)
-        elif event.action == "alloc" and gaps and event.address is not None:
-            begin = begins[bisect.bisect_right(begins, event.address) - 1]
-            if begin in gaps and begin <= event.address < gaps[begin][2]:
+    for action, _, at, _ in _listed(rows) if gaps else ():
+        if action == FREE_COMPLETED and at in before:
+            gaps.pop(before[at], None)
+        elif action == ALLOC:
+            begin = begins[bisect.bisect_right(begins, at) - 1]
+            if begin in gaps and begin <= at < gaps[begin][2]:
                 segment, address, _ = gaps.pop(begin)
-                if event.address - begin <= SMALL_REQUEST:
-                    segment.blocks[address] = event.address - address, segment.blocks[address][1]
+                if at - begin <= SMALL_REQUEST:
+                    segment.blocks[address] = at - address, segment.blocks[address][1]
+        if not gaps:
+            break
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the model's allocator did with the requests of a history.
+    """What an allocator did with the requests of a history.
 
     refused: the index of the first request without room; None: all had room; -1: what was in use before them had none.
     equal_addresses: the requests that got the recorded address, of all that were allocations.
-    sizes: of the blocks that the allocations got.
-    events: what torch would have recorded, if the allocator keeps its events.
+    sizes: of the blocks that the allocations got; 0: none.
     """
 
-    reserved: Count
-    allocated: Count
+    allocator: CachingAllocator
     refused: int | None
     equal_addresses: int
     allocations: int
-    sizes: list[int]
-    events: list[Event] | None
+    sizes: Ints
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return self.allocator.reserved.peak
+
+    def rows(self) -> Ints:
+        """What torch would have recorded, as rows of a History. The address of an oom is the memory that was left."""
+        rows = self.allocator.rows()
+        return rows - IN_REPLAY * (rows[:, :1] != OOM)
+
+
+class _Played(ctypes.Structure):
+    """As in csrc/simulated/replay.cpp."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("refused", "allocations", "equal_addresses")]
 
 
 def replay_history(
@@ -174,138 +233,41 @@ def replay_history(
 
     allocator: default: one with the settings and the limit of the history.
     at_recorded_addresses: new segments get the addresses of the recorded ones.
+
+    ValueError: the history contradicts itself.
     """
     if allocator is None:
-        allocator = CachingAllocator(history.limit_bytes, history.settings)
-    return _Replay(history, allocator, at_recorded_addresses).run()
+        allocator = CachingAllocator(history.limit_bytes, history.settings, order=history.order)
+    if (before := _begin(history, allocator)).refused is not None:
+        return replace(before, refused=BEFORE_THE_FIRST, allocations=0, sizes=before.sizes[:0])
+    return _play(allocator, history.rows, history.emptied, follows=at_recorded_addresses)
 
 
-@dataclass
-class _Replay:
-    history: History
-    allocator: CachingAllocator
-    at_recorded_addresses: bool
-    alive: dict[int, Block | None] = field(default_factory=dict)  # By their recorded address.
-    recorded: deque[int] = field(default_factory=deque)  # Addresses of new memory for the next request.
-    refused: int | None = None
-    equal: int = 0
-    allocations: int = 0
-    sizes: list[int] = field(default_factory=list)
-
-    def run(self) -> Replayed:
-        allocator = self.allocator
-        try:
-            self._begin()
-        except OutOfMemory:
-            self.refused = BEFORE_THE_FIRST
-        empties = self._empties()
-        for index, event in enumerate(self.history.events if self.refused is None else ()):
-            if index in empties:
-                allocator.empty_cache()
-            if not self._play(index, event):
-                break
-        counts = allocator.reserved, allocator.allocated, self.refused, self.equal, self.allocations
-        return Replayed(*counts, self.sizes, allocator.events)
-
-    def _play(self, index: int, event: Event) -> bool:
-        """Whether the replay goes on."""
-        action, address, allocator = event.action, event.address or 0, self.allocator
-        if action == "alloc":
-            self.allocations += 1
-            if not self._request(index, event):
-                return False
-            block = self.alive[address]
-            self.equal += block is not None and block.address == address
-            self.sizes.append(0 if block is None else block.bytes)
-            self.recorded.clear()
-        elif action == "free_requested":
-            allocator.free(self.alive.get(address), waits=True)
-        elif action == "free_completed":
-            allocator.complete(self.alive.pop(address, None))
-        elif action in NEW_MEMORY:
-            self.recorded.append(address)
-        elif action == "oom" and self._request(index, event):
-            allocator.free(self.alive.pop(address))
-        return True
-
-    def _request(self, index: int, event: Event) -> bool:
-        """Whether there was room."""
-        try:
-            self.alive[event.address or 0] = self.allocator.malloc(event.bytes, event.stream)
-        except OutOfMemory:
-            self.refused = index if self.refused is None else self.refused
-            return False
-        return True
-
-    def _empties(self) -> set[int]:
-        """The indices of events before which the program called torch.cuda.empty_cache.
-
-        Other releases were made by the allocator itself, because the next request had no room.
-        """
-        limit = self.history.limit_bytes
-        found, begin, released = set[int](), None, 0
-        reserved = sum(segment.bytes for segment in self.history.at_begin)
-        for index, event in enumerate(self.history.events):
-            change = reserved_by(event)
-            if event.action in RELEASES:
-                begin, released = index if begin is None else begin, released - change
-            elif begin is not None and event.action != "free_completed":
-                needed = reserved + released + max(change, 0)
-                if event.action != "oom" and (limit is None or needed <= limit):
-                    found.add(begin)
-                begin, released = None, 0
-            reserved += change
-        return found if begin is None else {*found, begin}
-
-    def _begin(self) -> None:
-        """Gives the allocator the blocks that were in use before the first event."""
-        allocator, segments = self.allocator, self.history.at_begin
-        if self.at_recorded_addresses:
-            allocator.next_address = self._recorded_address
-        room, reserved = allocator.room_bytes, sum(segment.bytes for segment in segments)
-        if allocator.settings == self.history.settings and (room is None or reserved <= room):
-            self._adopt(segments)
+def _begin(history: History, allocator: CachingAllocator) -> Replayed:
+    """Gives the allocator the blocks that were in use before the first event."""
+    room, requests = allocator.room_bytes, list[tuple[int, int, int, int]]()
+    adopts = allocator.settings == history.settings and (room is None or history.reserved_at_begin <= room)
+    for segment in history.at_begin:
+        if adopts:
+            blocks = np.array([(address + ABOVE, *sizes) for address, sizes in segment.blocks.items()], np.int64)
+            where = segment.address + ABOVE, segment.bytes, segment.stream, segment.small, segment.expandable
+            check(allocator.call("adopt", *where, blocks.ctypes.data, len(blocks)))
         else:
-            for segment in segments:
-                for address, (_, requested) in segment.blocks.items():
-                    self.alive[address] = allocator.malloc(requested, segment.stream)
-        if allocator.events is not None:
-            allocator.events.clear()
+            requests += [(ALLOC, asked, address, segment.stream) for address, (_, asked) in segment.blocks.items()]
+    return _play(allocator, np.array(requests, np.int64).reshape(-1, 4), np.zeros(0, np.int64))
 
-    def _adopt(self, segments: list[Segment]) -> None:
-        """Builds the recorded segments."""
-        allocator = self.allocator
-        if segments:
-            allocator.lowest_address = min(segment.address for segment in segments)
-        ends: dict[Pool, Block] = {}  # The unmapped ends of expandable segments.
-        for segment in segments:
-            pool = allocator.pool(0, segment.small, segment.stream)
-            if segment.expandable:
-                block = allocator.expandable.mapped_at(segment.address, segment.bytes, pool, ends.get(pool))
-                ends[pool] = block.after  # type: ignore[assignment]
-            else:
-                block = Block(segment.bytes, segment.address, pool, allocator.counter_of(None))
-                allocator.reserve(block, segment.bytes)
-            self._fill(block, segment)
 
-    def _fill(self, rest: Block, segment: Segment) -> None:
-        """Divides a segment into the blocks that were in use and the free ones between them."""
-        allocator = self.allocator
-        for address, (size, requested) in segment.blocks.items():
-            if address > rest.address:
-                allocator.add(rest.cut(address - rest.address, allocator.counter_of(rest)))
-            block = rest if size == rest.bytes else rest.cut(size, allocator.counter_of(rest))
-            block.in_use, block.requested = True, requested
-            allocator.requested.add(requested)
-            allocator.allocated.add(size)
-            self.alive[address] = block
-            if block is rest:
-                return
-        allocator.add(rest)
+def _play(allocator: CachingAllocator, rows: Ints, emptied: Ints, *, follows: bool = False) -> Replayed:
+    """Plays rows of a History."""
+    rows = rows + IN_REPLAY
+    sizes, played = np.zeros(np.count_nonzero(rows[:, 0] == ALLOC), np.int64), _Played()
+    where = rows.ctypes.data, len(rows), emptied.ctypes.data, len(emptied)
+    check(allocator.call("play", *where, follows, sizes.ctypes.data, ctypes.byref(played)))
+    refused = None if played.refused < 0 else played.refused
+    return Replayed(allocator, refused, played.equal_addresses, played.allocations, sizes[: played.allocations])
 
-    def _recorded_address(self, size: int, pool: Pool) -> int:
-        """The address of the segment that the recorded allocator made for this request."""
-        if not self.recorded:  # It made none.
-            self.allocator.lowest_address -= size
-            return self.allocator.lowest_address
-        return self.recorded.popleft()
+
+def _listed(rows: Ints) -> Iterator[list[int]]:
+    """The rows as lists, a few at a time, as a large recording has millions."""
+    for begin in range(0, len(rows), 2**16):
+        yield from rows[begin : begin + 2**16].tolist()

@@ -6,8 +6,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,51 +15,26 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.bench import operators
-from memcheck.bench.operators import Decoding
-from memcheck.core.errors import UsageError, unknown_name
+from memcheck.bench.case import (
+    CONTENDERS,
+    DEFAULT_FACTOR,
+    DTYPES,
+    MODES,
+    Case,
+    Contender,
+    Decoding,
+    Operator,
+)
+from memcheck.core.converters import SHORT_DTYPES
+from memcheck.core.errors import UsageError, spelled_as, unknown_name
 from memcheck.core.options import named
 from memcheck.core.units import Style
-from memcheck.core.workload import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
 from memcheck.ops.combinator import combinator
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.ops.reference.linear_attention import linear_attention_cumsum
 from memcheck.ops.reference.naive_attention import naive_attention
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
-
-
-@dataclass(frozen=True)
-class Contender:
-    """An operator under its name, with what makes its inputs and what its cases have."""
-
-    name: str
-    title: str
-    build: Callable[[Case], Operator]
-    inputs: Callable[[Case], tuple[Tensor, ...]]
-    style: Style
-    # The backend's name if it is known in advance; None if only the run can tell.
-    backend: Callable[[Case], str] | None = None
-    # The backend's name if the run shows no fused attention.
-    unfused: str = "math"
-    # Closed byte terms; None: the predictor computes them.
-    terms: Callable[[Case], Terms | None] | None = None
-    # Set if the operator is always, or never, causal.
-    causal: bool | None = None
-    # False if the operator has no causal option, or if it is unknown.
-    has_mask: bool = True
-    has_heads: bool = False
-    has_core_dim: bool = False
-    has_factor: bool = False
-    has_window: bool = False  # Whether it takes a window.
-    # True if build makes an operator on the packed or padded sequences of case.lengths.
-    takes_lengths: bool = False
-    # Tensors handed to the operator after the inputs and counted as parameters. A module's own parameters need not
-    # be listed.
-    parameters: Callable[[Case], tuple[Tensor, ...]] = lambda case: ()
-    compiled: bool = False  # Always under torch.compile.
-    decode: Decoding | None = None
-    # "attention", or "combinator" for profile-combinator.
-    kind: str = "attention"
 
 
 def check_case(case: Case) -> Case:
@@ -84,7 +58,6 @@ def check_case(case: Case) -> Case:
         raise unknown_name(named("dtype"), case.dtype, (*SHORT_DTYPES, *DTYPES))
     if case.mode not in MODES:
         raise UsageError(f"{named('mode')} must be one of {', '.join(MODES)}, got {case.mode}")
-    check_lengths(case)
     if case.window is not None and not contender.has_window:
         windowed = ", ".join(name for name, contender in CONTENDERS.items() if contender.has_window)
         raise UsageError(f"{named('window')} is not for {case.operator}, only for {windowed}")
@@ -104,34 +77,6 @@ def check_case(case: Case) -> Case:
             f"got {case.query_len} and {case.kv_len}; use {named('causal=False')} or more keys"
         )
     return case
-
-
-def check_lengths(case: Case) -> None:
-    """Raises UsageError if the case has lengths that do not fit its operator or its other sizes."""
-    if case.lengths is None:
-        return
-    if not CONTENDERS[case.operator].takes_lengths:
-        known = ", ".join(name for name, contender in CONTENDERS.items() if contender.takes_lengths)
-        raise UsageError(f"{named('lengths')} is not for {case.operator}, only for {known}")
-    if case.mode == "decode":
-        rule = f"is not for {named('mode')} decode, whose sequences are all of {named('kv_len')} tokens"
-        raise UsageError(f"{named('lengths')} {rule}")
-    words = check_sequences(case.lengths)
-    of_padded, of_packed = (len(case.lengths), max(case.lengths)), (1, sum(case.lengths))
-    if case.query_len != case.kv_len or (case.bsz, case.query_len) not in (of_padded, of_packed):
-        raise UsageError(
-            f"{named('lengths')} {words} needs batch and length to be {of_padded} padded or {of_packed} packed, "
-            f"got {(case.bsz, case.query_len)}"
-        )
-
-
-def check_sequences(lengths: Sequence[int]) -> str:
-    """The lengths as the flag has them. Raises UsageError if they are no batch of sequences."""
-    words = ",".join(map(str, lengths))
-    if len(lengths) < 2 or min(lengths) < 1:
-        rule = "must be of two sequences or more, each of a position or more"
-        raise UsageError(f"{named('lengths')} {rule}, got {words}")
-    return words
 
 
 def attention_types() -> list[str]:
@@ -156,6 +101,7 @@ def make_case(
     **fields: Any,
 ) -> Case:
     """A checked case of an attention, with only the sizes that its operator has. A decoding step takes one query."""
+    operator = spelled_as(operator, attention_types())
     if operator not in attention_types():
         raise unknown_name(named("attention_type"), operator, attention_types())
     contender = CONTENDERS[operator]
@@ -172,14 +118,6 @@ def make_case(
         **fields,
     )
     return check_case(case)
-
-
-def batch_of(lengths: Sequence[int], layout: str) -> dict[str, Any]:
-    """The fields of a case whose sequences have these lengths, "packed" or "padded" to the longest."""
-    check_sequences(lengths)
-    packed = layout == "packed"
-    S = sum(lengths) if packed else max(lengths)
-    return {"bsz": 1 if packed else len(lengths), "query_len": S, "kv_len": S, "lengths": tuple(lengths)}
 
 
 def make_combinator_case(operator: str, **fields: Any) -> Case:
@@ -199,9 +137,8 @@ def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) 
 
 
 def softplus_contender(name: str, title: str, style: Style, **more: Any) -> Contender:
-    build = operators.on_sequences(operators.masked(softplus_attention))
-    sizes: Any = {"has_core_dim": True, "takes_lengths": True}
-    return Contender(name, title, build, operators.channel_major_inputs, style, **sizes, **OURS, **more)
+    build = operators.masked(softplus_attention)
+    return Contender(name, title, build, operators.channel_major_inputs, style, has_core_dim=True, **OURS, **more)
 
 
 def combinator_contender(name: str, title: str, build: Callable[[Case], Operator], style: Style) -> Contender:
@@ -213,7 +150,7 @@ OURS: Any = {"backend": lambda case: f"memcheck {case.device.partition(':')[0]}"
 EAGER: Any = {"backend": lambda case: "eager"}
 # Colour-blind-safe colours of Okabe and Ito; markers and dashes distinguish lines in greyscale. A tuple is a polygon
 # (0) or a star (1) of so many corners, turned by so many degrees.
-CONTENDERS: dict[str, Contender] = {
+CONTENDERS |= {
     contender.name: contender
     for contender in (
         headed(
@@ -221,7 +158,6 @@ CONTENDERS: dict[str, Contender] = {
             "softmax attention, whole score matrix",
             operators.build_naive,
             Style("#D55E00", "s", "--"),
-            takes_lengths=True,
             decode=operators.with_cache(functools.partial(naive_attention, causal=False)),
             **EAGER,
         ),
@@ -238,7 +174,6 @@ CONTENDERS: dict[str, Contender] = {
             "F.scaled_dot_product_attention, torch's choice of backend",
             operators.build_softmax,
             Style("#0072B2", "^", "-."),
-            takes_lengths=True,
             decode=operators.with_cache(scaled_dot_product_attention),
         ),
         softmax_contender(
@@ -279,20 +214,18 @@ CONTENDERS: dict[str, Contender] = {
         headed(
             "linear",
             "linear attention, memcheck's operator, every query sees every key",
-            operators.on_sequences(operators.masked(linear_attention)),
+            operators.masked(linear_attention),
             Style("#332288", "P", (0, (7, 2))),
             causal=False,
-            takes_lengths=True,
             decode=Decoding(lambda case: linear_attention_step, operators.linear_state),
             **OURS,
         ),
         headed(
             "linear-causal",
             "linear attention, memcheck's operator, causal",
-            operators.on_sequences(operators.masked(linear_attention)),
+            operators.masked(linear_attention),
             Style("#882255", "X", (0, (7, 2, 1, 2))),
             causal=True,
-            takes_lengths=True,
             decode=Decoding(lambda case: linear_attention_step, operators.linear_state),
             **OURS,
         ),
@@ -319,11 +252,10 @@ CONTENDERS: dict[str, Contender] = {
         headed(
             "compressed",
             "compressed attention, memcheck's operator",
-            operators.on_sequences(operators.build_compressed),
+            operators.build_compressed,
             Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
             has_factor=True,
             has_window=True,
-            takes_lengths=True,
             decode=Decoding(operators.compressed_step, operators.compressed_state),
             **OURS,
         ),
@@ -377,7 +309,6 @@ def register(
     inputs: Callable[[Case], tuple[Tensor, ...]] | None = None,
     causal: bool | None = None,
     has_heads: bool = True,
-    terms: Callable[[Case], Terms | None] = lambda case: None,
     decode: Decoding | None = None,
     style: Style | None = None,
     **more: Any,
@@ -389,11 +320,8 @@ def register(
     fn: called as fn(q, k, v), with causal=... if it takes a keyword of that name. A module's parameters count.
     inputs: makes the tensors of a case; by default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
     causal: whether an fn without that keyword is causal; None if unknown.
-    terms: returns the closed byte terms of a case, by record field. By default there are none, because the predictor
-        would run fn on meta tensors in this process, where it could crash or hang.
     decode: a memcheck.bench.catalog.Decoding.
-    style: of its lines in plots; by default one that is not in use. more: further fields of Contender, such as
-        takes_lengths=True for an fn with keywords lengths (B,) and cu_seqlens (N+1,).
+    style: of its lines in plots; by default one that is not in use. more: further fields of Contender.
 
     UsageError: the name is taken or is no valid name, or fn is not callable.
     """
@@ -407,11 +335,10 @@ def register(
     contender = Contender(
         name,
         title,
-        operators.on_sequences(operators.masked(fn) if asks else (lambda case: fn)),
+        operators.masked(fn) if asks else (lambda case: fn),
         inputs or (operators.head_inputs if has_heads else operators.headless_inputs),
         style or unused_style(),
         unfused="custom",
-        terms=terms,
         causal=causal,
         has_mask=asks or causal is not None,
         has_heads=has_heads,

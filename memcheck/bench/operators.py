@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -12,8 +11,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +20,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from memcheck.bench.case import DTYPES, Case, Decoding, Operator
 from memcheck.core.errors import MemcheckError, UnsupportedError, UsageError, failure
 from memcheck.core.options import named
-from memcheck.core.workload import DTYPES, Case, Operator, Terms
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
     CompressedAttentionWindowState,
@@ -79,69 +76,14 @@ def masked(function: Operator) -> Callable[[Case], Operator]:
     return lambda case: functools.partial(function, causal=bool(case.causal))
 
 
-class OnSequences(torch.nn.Module):
-    """An attention with the argument for the packed or padded sequences of a case, on the CPU, where it is read."""
-
-    def __init__(self, attend: Operator, case: Case) -> None:
-        super().__init__()
-        self.attend = attend
-        lengths = case.lengths or ()
-        self.name, values = (
-            ("lengths", lengths) if case.layout == "padded" else ("cu_seqlens", (0, *accumulate(lengths)))
-        )
-        self.register_buffer("positions", torch.tensor(values))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return self.attend(q, k, v, **{self.name: self.positions})
-
-
-def on_sequences(build: Callable[[Case], Operator]) -> Callable[[Case], Operator]:
-    """Builds an attention that takes lengths and cu_seqlens itself."""
-    return lambda case: build(case) if case.lengths is None else OnSequences(build(case), case)
-
-
-class Masked(torch.nn.Module):
-    """An attention with a mask as its fourth argument, held as long as the operator."""
-
-    def __init__(self, attend: Operator, mask: Tensor | None) -> None:
-        super().__init__()
-        self.attend = attend
-        self.register_buffer("mask", mask)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return self.attend(q, k, v, self.mask)
-
-
-def sequence_mask(case: Case) -> Tensor | None:
-    """Which queries see which keys: packed (T,T), padded (B,1,1,T), as an attention that takes no lengths needs it.
-
-    None if causal and padded: padding is on the right, where no query that counts sees it.
-    """
-    lengths, T = torch.tensor(case.lengths, device=case.device), case.size("kv_len")
-    if case.layout == "padded":
-        return None if case.causal else (torch.arange(T, device=case.device) < lengths[:, None])[:, None, None]
-    of_sequence = torch.repeat_interleave(torch.arange(len(lengths), device=case.device), lengths, output_size=T)
-    same = of_sequence[:, None] == of_sequence
-    return same.tril_() if case.causal else same
-
-
 def build_naive(case: Case) -> Operator:
-    if case.lengths is None:
-        return functools.partial(naive_attention, causal=bool(case.causal))
-    causal = bool(case.causal) and case.layout == "padded"
-    seen = sequence_mask(case)
-    attend = functools.partial(naive_attention, causal=causal)
-    return Masked(lambda q, k, v, hidden: attend(q, k, v, hidden=hidden), None if seen is None else ~seen)
+    return functools.partial(naive_attention, causal=bool(case.causal))
 
 
 def build_softmax(case: Case) -> Operator:
     """SDPA's is_causal is aligned top-left. With fewer queries than keys our alignment is bottom-right, which needs a
     bias.
     """
-    if case.lengths is not None:
-        causal = bool(case.causal) and case.layout == "padded"
-        attend = functools.partial(scaled_dot_product_attention, is_causal=causal)
-        return Masked(lambda q, k, v, mask: attend(q, k, v, attn_mask=mask), sequence_mask(case))
     if case.causal and case.kv_len is not None and case.query_len != case.kv_len:
         # A local import: it loads all of torch.compile, which takes as long as torch itself.
         from torch.nn.attention.bias import causal_lower_right
@@ -275,20 +217,6 @@ def import_file(path: Path) -> ModuleType:
 
 
 Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How a contender decodes."""
-
-    step: Callable[[Case], Operator]  # Called with q, k, v of one position, and the state.
-    state: Callable[[Case], Any]
-    terms: Callable[[Case], Terms | None] | None = None  # Closed byte terms; None: the predictor computes them.
-
-
-def one_token(case: Case) -> Case:
-    """The case with the inputs of a single step."""
-    return dataclasses.replace(case, query_len=1, kv_len=1)
 
 
 def head_sizes(case: Case) -> tuple[int, int, int, int]:

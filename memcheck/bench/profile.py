@@ -1,4 +1,4 @@
-"""Measures one case of the catalog. Every outcome is a record, including errors of the operator."""
+"""Measures cases and steps. Every outcome of a case is a record, including errors of the operator."""
 
 from __future__ import annotations
 
@@ -6,35 +6,34 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memcheck._extension import extension
-from memcheck.bench.case_predictions import closed_bytes, closed_terms, prepare
-from memcheck.bench.catalog import CONTENDERS, Case, Terms
+from memcheck.bench.case import Case
+from memcheck.bench.catalog import BUILT_IN
+from memcheck.bench.decoders import DecoderCase
+from memcheck.bench.predict import predict_case
 from memcheck.core.arguments import argument
 from memcheck.core.converters import count, size_in_bytes
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import ExtensionError, UsageError
 from memcheck.core.options import named
-from memcheck.core.record import Doubt, Record
+from memcheck.core.record import Doubt, Record, Terms
 from memcheck.core.step import Place, Step
-from memcheck.core.tensors import storages_of, tensors_in
+from memcheck.core.tensors import module_called
 from memcheck.core.timeline import Timeline
 from memcheck.core.units import format_bytes
-from memcheck.core.workload import Workload
 from memcheck.measure.compile import backend_in_code, with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
 from memcheck.measure.measurement import machine_facts, measure_memory, measure_time
+from memcheck.measure.modules import ranges_around_modules
 from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
 from memcheck.measure.timeline import record_timeline
 from memcheck.measure.tracker import track
-from memcheck.predict.api import predict_memory
 
-# The timing stops after this time unless the number of passes was requested.
-TIMING_SECONDS = 3.0
 DEFAULT_PASSES = 10
 CPU_SECONDS = 60.0  # Seconds per case on a CPU unless requested otherwise.
 
@@ -68,8 +67,29 @@ def check_can_measure(device: str) -> None:
         extension("measuring on the CPU")
 
 
+# The fields that a measured record's terms cover.
+TERM_FIELDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_bytes")
+
+
+def known_terms(case: Case | DecoderCase) -> Terms | None:
+    """The predicted terms of the fields that are known to the byte, on the case's device without a limit.
+
+    None if no field is known, as without the extension, of registered operators, whose code could crash or hang here,
+    and where the compiler decides.
+    """
+    if isinstance(case, Case) and (case.compiled or case.operator not in BUILT_IN):
+        return None
+    if not case.device.startswith("cpu") and not torch.cuda.is_available():
+        return None
+    try:
+        prediction = predict_case(case, Place(case.device).unlimited)
+    except ExtensionError:  # A measurement of the case is refused with the same words.
+        return None
+    return {name: terms for name, terms in prediction.known_terms.items() if name in TERM_FIELDS} or None
+
+
 def profile_case(
-    case: Case,
+    case: Case | DecoderCase,
     *,
     details: bool = False,
     max_seconds: float | None = None,
@@ -77,6 +97,7 @@ def profile_case(
     timed: bool = True,
     memory_limit: int | str | None = None,
     skip_predicted: bool = False,
+    nvtx: bool = False,
     on_memory: Callable[[Record], None] | None = None,
 ) -> Record:
     """The record of a case: its memory, then its time, in separate passes. Errors of the operator are recorded.
@@ -84,10 +105,11 @@ def profile_case(
     details: also records the tensors alive at the peaks and the tensors saved; see memcheck.measure_memory.
     max_seconds: for the whole case. No timed pass begins that would exceed it if it took as long as measuring the
         memory did. A pass that takes longer is not interrupted.
-    passes: the number of timed passes; without it, as many as fit into 3 s, at most 10.
+    passes: the number of timed passes; without it, at most 10, and as many as fit into 3 s, of whole models into 10 s.
     memory_limit: a larger case runs out of memory.
-    skip_predicted: a case whose closed terms exceed it is not run; its status is "skipped". A case whose
-        closed terms exceed the machine is always skipped: the available memory of a CPU, the total of a GPU.
+    skip_predicted: a case whose predicted peaks exceed it is not run; its status is "skipped". A case whose predicted
+        peaks exceed the machine is always skipped: the available memory of a CPU, the total of a GPU.
+    nvtx: a range around every module of a model; see memcheck.measure.export.nvtx_ranges.
     on_memory: called with the record when everything but the times is known.
 
     In decode mode the peak and the time are those of one step; the state before it is part of input_bytes.
@@ -99,19 +121,35 @@ def profile_case(
     terms: Terms | None = None
 
     def described(record: Record) -> Record:
-        return dataclasses.replace(record, **case.fields(), terms=terms)
-
-    def tell(record: Record) -> None:
-        if on_memory is not None:
-            on_memory(described(record))
+        return dataclasses.replace(record, **case.fields(), terms=terms if isinstance(case, Case) else None)
 
     try:
-        terms = closed_terms(case)
-        failure = predicted_failure(case, record, limit_bytes if skip_predicted else None)
+        terms = known_terms(case)
+        failure = predicted_failure(terms, record, limit_bytes if skip_predicted else None)
         if failure is not None:
-            record = dataclasses.replace(record, **failure)
-        else:
-            record = run_case(case, record, details, deadline, passes, timed, limit_bytes, tell)
+            return described(dataclasses.replace(record, **failure))
+        if record.device == "cpu":  # Beyond this the kernel would kill the process, and its results with it.
+            limit_bytes = min(limit_bytes or sys.maxsize, record.device_free_bytes or sys.maxsize)
+        try:
+            # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit. A GPU does both by itself.
+            with track(saved=False, memory_limit=limit_bytes) if record.device == "cpu" else nullcontext():
+                step = case.step()
+        except torch.OutOfMemoryError as error:
+            record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
+            return described(record)
+        start = time.perf_counter()
+        record = case.note(step, run_memory(case, step, Place(case.device, limit_bytes), details))
+        if timed and record.status == "ok":
+            if on_memory is not None:
+                on_memory(described(record))
+            # Compile time is no estimate of pass time.
+            pass_seconds = 0 if case.compiled else time.perf_counter() - start
+            left = None if deadline is None else deadline - time.perf_counter() - pass_seconds
+            if left is not None and left <= pass_seconds:  # One warm-up pass and one more must end in time.
+                words = "there are no times: measuring memory took too many of the seconds that the case had"
+                record.passes, record.doubts = 0, (*record.doubts, Doubt(words, "no time"))
+            else:
+                note_times(record, step, Place(case.device), passes, left, case.timing_seconds, nvtx)
     except NotImplementedError as error:
         record.status, record.reason = "unsupported", str(error)
     except Exception as error:
@@ -119,14 +157,14 @@ def profile_case(
     return described(record)
 
 
-def predicted_failure(case: Case, machine: Record, limit_bytes: int | None) -> dict[str, Any] | None:
-    """The fields of the record if the closed terms exceed the limit or the machine; None if they do not."""
+def predicted_failure(terms: Terms | None, machine: Record, limit_bytes: int | None) -> dict[str, Any] | None:
+    """The fields of the record if the predicted terms exceed the limit or the machine; None if they do not."""
     rooms = {} if limit_bytes is None else {f"the limit of {format_bytes(limit_bytes)}": limit_bytes}
     if machine.device == "cpu" and machine.device_free_bytes:
         rooms[f"the {format_bytes(machine.device_free_bytes)} that this machine has left"] = machine.device_free_bytes
     elif machine.device_total_bytes:
         rooms[f"the {format_bytes(machine.device_total_bytes)} of this GPU"] = machine.device_total_bytes
-    peaks = closed_bytes(case) if rooms else {}
+    peaks = {field: sum(parts.values()) for field, parts in (terms or {}).items()}
     for words, room in rooms.items():
         for phase in ("forward", "backward"):
             peak = peaks.get(f"{phase}_peak_bytes", 0)
@@ -136,108 +174,79 @@ def predicted_failure(case: Case, machine: Record, limit_bytes: int | None) -> d
     return None
 
 
-def run_case(
-    case: Case,
-    machine: Record,
-    details: bool,
-    deadline: float | None,
-    passes: int | None,
-    timed: bool,
-    limit_bytes: int | None,
-    on_memory: Callable[[Record], None],
-) -> Record:
-    if machine.device == "cpu":
-        # Beyond this the kernel would kill the process, and its results with it.
-        limit_bytes = min(limit_bytes or sys.maxsize, machine.device_free_bytes or sys.maxsize)
-    try:
-        # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit. A GPU does both by itself.
-        with track(saved=False, memory_limit=limit_bytes) if machine.device == "cpu" else nullcontext():
-            workload = prepare(case)
-    except torch.OutOfMemoryError as error:
-        return dataclasses.replace(machine, status="oom", reason=f"the inputs alone do not fit: {error}")
-    start = time.perf_counter()
-    record = run_memory(workload, details, limit_bytes)
-    if timed and record.status == "ok":
-        on_memory(record)
-        # Compile time is no estimate of pass time.
-        note_times(record, workload, deadline, passes, 0 if case.compiled else time.perf_counter() - start)
-    return record
+def run_memory(case: Case | DecoderCase, step: Step, place: Place, details: bool) -> Record:
+    """The record of the step's memory, with the backend that ran."""
 
-
-def run_memory(workload: Workload, details: bool, limit_bytes: int | None) -> Record:
-    case, contender = workload.case, CONTENDERS[workload.case.operator]
-    place = Place(memory_limit=limit_bytes)
-
-    def measure(operator: Any = None) -> Record:
-        return measure_memory(workload.step(operator), place, details=details)
+    def measure(model: Any = None) -> Record:
+        return measure_memory(dataclasses.replace(step, model=model or step.model), place, details=details)
 
     if case.compiled:
         # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
         _, sources = with_generated_code(measure)
         record = measure()
-        record.backend, record.backend_reason = backend_in_code(sources, case.device.partition(":")[0])
-    elif contender.backend is not None:
+        if isinstance(case, Case):
+            record.backend, record.backend_reason = backend_in_code(sources, case.device.partition(":")[0])
+        return record
+    if not isinstance(case, Case) or case.contender.backend is not None:
         record = measure()
-        record.backend = contender.backend(case)
-    else:
-        witness = BackendWitness(workload.operator)
-        record = measure(witness)
-        record.backend = contender.unfused if witness.backend == "math" else witness.backend
-        if record.backend == "math" and case.operator == "softmax" and case.mode != "decode":
-            record.backend_reason = fused_refusals(*workload.inputs, causal=bool(case.causal))
-    if case.mode == "decode":
-        state_bytes = sum(storages_of(tensors_in(workload.state), torch.device(case.device)).values())
-        record.note_state(state_bytes, case.bsz, case.kv_len)
+        record.backend = case.backend(None)
+        return record
+    witness = BackendWitness(step.model)
+    record = measure(witness)
+    record.backend = case.contender.unfused if witness.backend == "math" else witness.backend
+    if record.backend == "math" and case.operator == "softmax" and case.mode != "decode":
+        record.backend_reason = fused_refusals(*step.inputs, causal=bool(case.causal))
     return record
 
 
 def note_times(
-    record: Record, workload: Workload, deadline: float | None, passes: int | None, pass_seconds: float
+    record: Record,
+    step: Step,
+    place: Place,
+    passes: int | None,
+    left: float | None = None,
+    seconds: float = Case.timing_seconds,
+    nvtx: bool = False,
 ) -> None:
-    """Adds the times. pass_seconds: expected duration of a pass; one warm-up pass and one more must end in time."""
-    left = None if deadline is None else deadline - time.perf_counter() - pass_seconds
-    if left is not None and left <= pass_seconds:
-        record.passes = 0
-        record.doubts += (
-            Doubt("there are no times: measuring memory took too many of the seconds that the case had", "no time"),
-        )
-        return
-    limits = [seconds for seconds in (left, None if passes else TIMING_SECONDS) if seconds is not None]
-    most_seconds = min(limits, default=None)
-    times: dict[str, Any] = measure_time(workload.step(), passes=passes or DEFAULT_PASSES, max_seconds=most_seconds)
+    """Adds the times. left: the seconds that remain. seconds: when timed passes end, unless their number is given."""
+    limits = [limit for limit in (left, None if passes else seconds) if limit is not None]
+    with ranges_around(step, torch.cuda.nvtx.range) if nvtx and torch.cuda.is_available() else nullcontext():
+        most = min(limits, default=None)
+        times: dict[str, Any] = measure_time(step, place, passes=passes or DEFAULT_PASSES, max_seconds=most)
     record.doubts += tuple(times.pop("doubts", ()))
     for field, value in times.items():
         setattr(record, field, value)
 
 
 def profile_step(
-    step: Step, place: Place, *, timed: bool = True, passes: int | None = None, details: bool = False, predicted: bool
-) -> tuple[Record, Record | None]:
-    """The record of a step, with its times, and the predicted one if it is asked for. Errors of the model are raised.
-
-    Other arguments are those of profile_case.
-    """
+    step: Step, place: Place, *, timed: bool = True, passes: int | None = None, details: bool = False
+) -> Record:
+    """The record of a step, with its times. Errors of the model are raised. Other arguments: as of profile_case."""
     record = measure_memory(step, place, details=details)
     record.operator, record.dtype = step.name, step.dtype
     if timed and record.status == "ok":
-        seconds = None if passes else TIMING_SECONDS
-        times: dict[str, Any] = measure_time(step, place.device, passes=passes or DEFAULT_PASSES, max_seconds=seconds)
-        record.doubts += tuple(times.pop("doubts", ()))
-        record = dataclasses.replace(record, **times)
-    there = dataclasses.replace(place, device=str(record.device))
-    return record, predict_memory(step, there).record if predicted else None
+        note_times(record, step, Place(place.device), passes)
+    return record
+
+
+def ranges_around(step: Step, kind: Any) -> AbstractContextManager[Any]:
+    """A context with a range around every module of the step's model, if it is one."""
+    model = module_called(step.model)
+    return nullcontext() if model is None else ranges_around_modules(model, kind)
 
 
 def timeline_of_case(case: Case) -> Timeline:
     """The timeline of the case's memory; see memcheck.measure.timeline.record_timeline."""
-    return record_timeline(prepare(case).step())
+    return record_timeline(case.step())
 
 
-def snapshot_case(case: Case, path: Path) -> Path:
+def snapshot_case(case: Case | DecoderCase, path: Path) -> Path:
     """Writes the case's memory over time; see memcheck.measure.export.write_snapshot."""
-    return write_snapshot(prepare(case).step(), path=path)
+    return write_snapshot(case.step(), path=path)
 
 
-def trace_case(case: Case, path: Path) -> list[dict[str, Any]]:
+def trace_case(case: Case | DecoderCase, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of the case, and returns the time of each operator; see export.write_trace."""
-    return write_trace(prepare(case).step(), path=path)
+    step = case.step()
+    with ranges_around(step, torch.profiler.record_function):
+        return write_trace(step, path=path)

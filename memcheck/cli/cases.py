@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from memcheck.bench.catalog import (
-    CONTENDERS,
-    batch_of,
-    combinator_types,
-    make_case,
-    make_combinator_case,
-)
-from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, LAYOUTS, Operators, Request
-from memcheck.core.errors import UsageError
+from memcheck.bench.case import CONTENDERS, Case
+from memcheck.bench.catalog import combinator_types, make_case, make_combinator_case
+from memcheck.cli.options import DEFAULT_SIZES, GPU_LENGTHS, GPU_SIZES, Request
+from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.options import named
-from memcheck.core.workload import Case
 
 LENGTHS = ("seq_len", "query_len", "kv_len")
 
@@ -29,39 +24,14 @@ def make_any_case(name: str, attention_fields: dict[str, Any], **fields: Any) ->
     return make_case(name, **attention_fields, **fields)
 
 
-def batches_of(given: Mapping[str, Any], default: list[int]) -> Iterator[dict[str, Any]]:
-    """The lengths of each case, and the batch that `lengths` makes of them: without `packed` or `padded`, both.
-
-    given: the options by name, each a list; the mode is one word.
-    """
-    layouts = [name for name in LAYOUTS if given.get(name)]
-    if not given.get("lengths"):
-        if layouts:
-            raise UsageError(f"{named(layouts[0])} needs {named('lengths')}, the positions of each sequence")
-        for query_len, kv_len in make_lengths(given.get("mode"), *map(given.get, LENGTHS), default=default):
-            yield {"query_len": query_len, "kv_len": kv_len}
-        return
-    for name in ("bsz", *LENGTHS):
-        if given.get(name):
-            rule = f"{named('lengths')} has the number and lengths of sequences"
-            raise UsageError(f"{rule}: leave out {named(name)}")
-    for lengths in sorted(given["lengths"], key=sum):
-        for layout in layouts or LAYOUTS:
-            yield batch_of(lengths, layout)
-
-
-def make_lengths(
-    mode: str | None,
-    seq_len: list[int] | None,
-    query_len: list[int] | None,
-    kv_len: list[int] | None,
-    *,
-    default: list[int],
-) -> list[tuple[int, int]]:
+def lengths_of(given: Mapping[str, Any], default: list[int]) -> list[tuple[int, int]]:
     """(S, T) pairs. Two lists of equal length are paired; a single length is combined with every one of the other list.
 
     A decoding step takes one token, so S is 1 and the lengths are those of the state.
+
+    given: the options by name, each a list; the mode is one word.
     """
+    mode, seq_len, query_len, kv_len = map(given.get, ("mode", *LENGTHS))
     names = {name: named(name) for name in ("seq_len", "query_len", "kv_len", "mode")}
     queries_name, keys_name = names["query_len"], names["kv_len"]
     if seq_len and (query_len or kv_len):
@@ -69,8 +39,7 @@ def make_lengths(
         raise UsageError(f"{names['seq_len']} sets both lengths: leave out {both}")
     if mode == "decode":
         if query_len not in (None, [1]):
-            given = ",".join(map(str, query_len))
-            rule = f"must be 1 in {names['mode']} decode, got {given}"
+            rule = f"must be 1 in {names['mode']} decode, got {','.join(map(str, query_len))}"
             raise UsageError(f"{queries_name} {rule}; {keys_name} says how many tokens the state holds")
         return [(1, key) for key in sorted(kv_len or seq_len or default)]
     queries, keys = query_len or kv_len or seq_len or default, kv_len or query_len or seq_len or default
@@ -81,7 +50,7 @@ def make_lengths(
     return sorted(zip(queries * (longest // len(queries)), keys * (longest // len(keys)), strict=True))
 
 
-def attention_fields_of(request: Operators) -> dict[str, Any]:
+def attention_fields_of(request: Request) -> dict[str, Any]:
     """The sizes and the mask that only attentions have, one of each."""
     (heads,) = request.heads or [DEFAULT_SIZES["heads"]]
     ones = {name: (getattr(request, name) or [None])[0] for name in ("core_dim", "factor", "window")}
@@ -115,3 +84,41 @@ def note_unused_options(request: Request, cases: list[Case]) -> None:
         without = dict.fromkeys(case.operator for case in cases if getattr(case, field) is None)
         if getattr(request, field, None) is not None and without:
             print(f"note: {named(field)} is not used by {', '.join(without)}", file=sys.stderr)
+
+
+# Attentions that are proposed in place of another; the first computes the same as naive.
+OTHERS = ("softmax", "compressed", "linear-causal", "softplus")
+
+
+def single_changes(case: Case) -> Iterator[tuple[str, Case]]:
+    """The flags and the case of each change: half the batch, or half the length; a 16-bit dtype; other attentions."""
+    if case.bsz > 1:
+        yield f"--bsz {case.bsz // 2}", dataclasses.replace(case, bsz=case.bsz // 2)
+    elif case.mode == "decode" and case.kv_len:
+        yield f"--kv-len {case.kv_len // 2}", dataclasses.replace(case, kv_len=case.kv_len // 2)
+    elif case.query_len > 1 and case.kv_len in (None, case.query_len):
+        half = case.query_len // 2
+        yield f"--seq-len {half}", dataclasses.replace(case, query_len=half, kv_len=case.kv_len and half)
+    if case.dtype in ("float32", "float64"):
+        yield "--dtype bf16", dataclasses.replace(case, dtype="bfloat16")
+    for name in OTHERS if case.kv_len is not None else ():
+        if name == case.operator.partition("/")[0]:
+            continue
+        try:
+            yield f"--attention-type {name}", like(case, name)
+        except MemcheckError:  # It does not take the sizes or the mask.
+            continue
+
+
+def like(case: Case, name: str) -> Case:
+    """The case of another attention, with its default core dimension and factor."""
+    sizes = {field: getattr(case, field) for field in ("bsz", "query_len", "kv_len", "dim", "dtype", "mode")}
+    return make_case(
+        name,
+        **sizes,
+        heads=case.heads or 1,
+        core_dim=case.core_dim,
+        factor=case.factor,
+        causal=case.causal is not False,
+        compiled=case.compiled,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import io
 import os
@@ -19,7 +20,7 @@ from memcheck.cli.options import Request
 from memcheck.cli.requests import COMMANDS
 from memcheck.core import converters
 from memcheck.core.devices import DEVICES
-from memcheck.core.errors import UsageError, did_you_mean, unknown
+from memcheck.core.errors import UsageError, did_you_mean, spelled_as, unknown
 from memcheck.core.options import Option, RuleError, spoken_as_flags
 
 METAVARS: dict[Any, str] = {
@@ -27,7 +28,6 @@ METAVARS: dict[Any, str] = {
     converters.number: "N",
     converters.counts: "N[,N]",
     converters.sizes: "N[,N]",
-    converters.batches: "N,N[,N]",
     converters.size_in_bytes: "40GiB",
     converters.growth: "5%",
     converters.norm: "X",
@@ -35,6 +35,7 @@ METAVARS: dict[Any, str] = {
     converters.dtype_names: "NAME[,NAME]",
     converters.file: "FILE",
     converters.existing_file: "FILE",
+    converters.config_file: "FILE",
     converters.reference: "FILE.py:NAME",
     converters.folder: "DIR",
     converters.text: "NAME",
@@ -51,12 +52,25 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         if message.startswith("unrecognized arguments: "):
             flag = message.split()[2].partition("=")[0]
+            if flag.endswith(".py"):
+                has_model = "--model" in self._option_string_actions
+                raise UsageError(f"{flag} is {how_to_give_script(flag, has_model)}")
             message += did_you_mean(flag, self._option_string_actions) or self.of_strangers.format(flag)
         raise UsageError(f"{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise argparse.ArgumentError(action, f"{value!r} is {unknown(str(value), map(str, action.choices))}")
+
+
+def how_to_give_script(path: str, has_model: bool = True) -> str:
+    """ "a script: memcheck run train.py reports its memory", and how a function of it is a model."""
+    words = f"a script: memcheck run {path} reports its memory"
+    if not has_model:
+        return words
+    functions = converters.functions_in(path)
+    which = f", with {path}'s {' or '.join(functions)}" if functions else ""
+    return f"{words}; a function that returns (model, inputs) is a model: --model {path}:FUNCTION{which}"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -157,7 +171,7 @@ def add_flag(where: argparse._ActionsContainer, name: str, option: Option, singl
     if option.repeatable:
         settings["action"] = "append"
     elif option.choices is not None:
-        settings["choices"] = tuple(option.choices)
+        settings |= {"choices": tuple(option.choices), "type": functools.partial(spelled_as, known=option.choices)}
     if option.positional:
         settings.pop("dest")
     where.add_argument(name if option.positional else flag, **settings)

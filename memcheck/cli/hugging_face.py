@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -13,8 +14,11 @@ from typing import Any
 
 import torch
 
-from memcheck.cli.models import Built, FloatsOnMeta, Setting
+from memcheck.cli.models import FloatsOnMeta, Setting
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, failure
+from memcheck.core.prediction import Prediction
+from memcheck.core.step import Place
+from memcheck.predict.api import predict_memory
 
 # The longest default length.
 LENGTH = 1024
@@ -83,9 +87,10 @@ class Configuration:
         except Exception as error:
             raise MemcheckError(f"--hf-config {self.path}: the model cannot be built: {failure(error)}") from error
 
-    def build(self, setting: Setting) -> Built:
-        model = self.model(setting)
-        return Built(model, (), inputs_of(model, setting), is_configured=True)
+    def predict(self, setting: Setting, place: Place, probes: Path | bool) -> Prediction:
+        model, step = self.model(setting), setting.step
+        built = dataclasses.replace(step, model=model, kwargs=inputs_of(model, setting), training=step.backward)
+        return predict_memory(built, place, probes=probes)
 
 
 def imported() -> Any:

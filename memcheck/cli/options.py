@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,7 +15,7 @@ from memcheck.core.devices import this_gpu
 from memcheck.core.errors import UsageError
 from memcheck.core.options import Option, check_needs, convert_some, flags_of, named, option, options_of
 from memcheck.core.ranks import KINDS, Ranks
-from memcheck.core.step import Place, Step
+from memcheck.core.step import Place, Step, check_enable_grad
 
 # Names that help texts list. The modules that define them import torch; a test compares them.
 ATTENTION_TYPES = (
@@ -33,7 +34,6 @@ DEFAULT_SIZES = {"bsz": 1, "dim": 256, "heads": 4}
 GPU_SIZES = {"bsz": 4, "dim": 2048, "heads": 16}
 GPU_LENGTHS = [512, 1024, 2048, 4096, 8192]
 GPU_DTYPE = "bfloat16"
-LAYOUTS = ("padded", "packed")
 
 # Groups of flags in help. Models do not take the options of operators, nor operators those of models.
 OPERATORS = "operators: of sizes with several values every combination is a case; N: 8 or 16,32 or 256:16384:x2"
@@ -45,35 +45,39 @@ def of_gpus(name: str) -> str:
     return f"default: {DEFAULT_SIZES[name]}, in runs on a GPU {GPU_SIZES[name]}"
 
 
-class Request:
-    """What a command or a function is asked for. A subclass has its options as attributes, and inherits those of bases.
+def grouped(group: str, options: dict[str, Option]) -> dict[str, Option]:
+    """The options, in this group of the help."""
+    return {name: dataclasses.replace(option, group=group) for name, option in options.items()}
 
-    include: options of a dataclass that a class takes over, see flags_of. group: that of a class's own options, unless
-    these name one. ones: lists that may have one value only. Of the help: forms of the usage, the options that it lists
-    first, and what to say of_strangers, options that the command does not have.
+
+class Request:
+    """What a command or a function is asked for. Its options are attributes of a request.
+
+    A subclass has the options of its base, those that it `takes`, and its own fields, which are in its `group` of the
+    help. ones: lists that may have one value only. Of the help: forms of the usage, the options that it lists first,
+    and what to say of_strangers, options that the command does not have.
     """
 
     options: ClassVar[dict[str, Option]] = {}
-    include: ClassVar[dict[str, Option]] = {}
+    takes: ClassVar[Sequence[dict[str, Option]]] = ()
     group: ClassVar[str | None] = None
     ones: ClassVar[Sequence[str]] = ()
     forms: ClassVar[Sequence[str]] = ("[options]",)
     first: ClassVar[Sequence[str]] = ()
     of_strangers: ClassVar[str] = ""
     words: list[str] | None = None  # The command as it was typed.
-    _own: ClassVar[dict[str, Option]] = {}
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
     def __init_subclass__(cls) -> None:
-        fields = {name: value for name, value in vars(cls).items() if isinstance(value, dataclasses.Field)}
-        own = vars(cls).get("include", {}) | {name: field.metadata["option"] for name, field in fields.items()}
-        group = vars(cls).get("group")
-        cls._own = {name: dataclasses.replace(option, group=option.group or group) for name, option in own.items()}
-        cls.options = {
-            name: option for base in cls.__mro__[::-1] for name, option in vars(base).get("_own", {}).items()
-        }
+        mine = vars(cls)
+        fields = {name: value for name, value in mine.items() if isinstance(value, dataclasses.Field)}
+        own = {name: field.metadata["option"] for name, field in fields.items()}
+        own = {name: dataclasses.replace(it, group=it.group or mine.get("group")) for name, it in own.items()}
+        cls.options = dict(cls.options)
+        for part in (*mine.get("takes", ()), own):
+            cls.options.update(part)
 
     def __init__(self, **given: Any) -> None:
         """given: the options; None is one that is not given. UsageError: a rule is broken."""
@@ -101,140 +105,90 @@ class Request:
         return given[0] if given else None
 
 
-class Printed(Request):
-    """A request whose answer is printed."""
-
-    format: str = option("table", "format of stdout", choices=("table", "json"))
-
-
-class Tables(Request):
-    """A request whose answer are tables."""
-
-    format: str = option("table", "format of stdout", choices=REPORT_FORMATS)
-
-
-class Detailed(Request):
-    doubts: bool = option(False, "every doubt about a figure, below the table", switch)
-
-
-class Plugins(Request):
-    plugin: list[str] | None = option(
+FORMAT = {"format": Option("table", "format of stdout", choices=("table", "json"))}
+TABLE_FORMAT = {"format": Option("table", "format of stdout", choices=REPORT_FORMATS)}
+DOUBTS = {"doubts": Option(False, "every doubt about a figure, below the table", switch)}
+PLUGIN = {
+    "plugin": Option(
         None,
         "a file or module that registers your operators (memcheck.bench.catalog.register)",
         converters.texts,
         repeatable=True,
         metavar="FILE.py",
     )
-
-
-class Modes(Request):
-    mode: Any = option(
+}
+MODE = {
+    "mode": Option(
         "train", "train: forward and backward; inference: forward; decode: one step from a state", choices=MODES
     )
-
-
-class Compiled(Request):
-    compile: bool = option(
-        False,
-        "run under torch.compile, which compiles before the measurement",
-        switch,
-        group=OPERATORS,
-    )
-
-
-class Sized(Plugins, Modes):
-    """A request for cases of operators of the catalog, or for a model. Each option may have several values."""
-
-    bsz: list[int] | None = option(None, f"batch size B; {of_gpus('bsz')}", sizes)
-    seq_len: list[int] | None = option(
+}
+COMPILE = grouped(
+    OPERATORS, {"compile": Option(False, "run under torch.compile, which compiles before the measurement", switch)}
+)
+# Of cases of operators, or of a model. Each may have several values.
+SIZES = {
+    "bsz": Option(None, f"batch size B; {of_gpus('bsz')}", sizes),
+    "seq_len": Option(
         None,
         "both lengths, S and T, or in --mode decode tokens of the state; default: 1024, in runs of several lengths 256 "
         f"to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}",
         sizes,
-    )
-    dtype: Any = option(
+    ),
+    "dtype": Option(
         None,
         "fp32, bf16, fp16, fp64, or torch's names; default: fp32, in runs on a GPU bf16; of models that of parameters "
         "and floating-point inputs, by default as the model is built",
         converters.dtype_name,
-    )
-
-
-class Operators(Sized):
-    group = OPERATORS
-
-    attention_type: list[str] | None = option(
-        None,
-        f"{', '.join(ATTENTION_TYPES)}, or an operator of --plugin; predict, fit and sweep also take "
-        f"{', '.join(COMBINATOR_TYPES)}; default: {','.join(DEFAULT_TYPES)}, of predict naive",
-        names,
-        repeatable=True,
-    )
-    dim: list[int] | None = option(None, f"token dimension E; {of_gpus('dim')}", sizes)
-    heads: list[int] | None = option(
-        None, f"number of heads H, for operators that have heads; {of_gpus('heads')}", sizes
-    )
-    lengths: list[list[int]] | None = option(
-        None,
-        "sequences of these lengths, as a padded and as a packed batch, in place of --bsz and lengths; fit --find bsz "
-        "repeats them, --find seq-len scales them",
-        converters.batches,
-        repeatable=True,
-    )
-    packed: bool = option(
-        False,
-        "with --lengths: only the batch that has the sequences one behind the other",
-        switch,
-        exclusive="layouts",
-    )
-    padded: bool = option(
-        False,
-        "with --lengths: only the batch that has the sequences each padded to the longest",
-        switch,
-        exclusive="layouts",
-    )
-    core_dim: list[int] | None = option(None, "core dimension of softplus attention; default: --dim", sizes)
-    factor: list[int] | None = option(None, "positions per block of compressed attention; default: 8", sizes)
-    window: list[int] | None = option(
-        None, "newest positions that compressed attention sees as they are; default: none of them", sizes
-    )
-    causal: bool = option(True, "each query sees only the keys up to its own position", switch)
-
-
-class OfTwoLengths(Operators):
-    """A request for cases whose numbers of queries and keys may differ."""
-
-    group = OPERATORS
-
-    query_len: list[int] | None = option(None, "number of queries S; default: --kv-len", sizes)
-    kv_len: list[int] | None = option(
-        None, "number of keys T, or tokens of the state in --mode decode; default: --query-len", sizes
-    )
-
-
-class Here(Request):
-    device: str | None = option(None, "cpu, cuda or cuda:1; default: cuda if there is a GPU", converters.text)
-
-
-class OnThisMachine(Here):
-    """A request that measures."""
-
-    include = flags_of(Place, "memory_limit")
-
-
-class Timed(OnThisMachine):
-    group = MEASURING
-
-    passes: int | None = option(
-        None, "timed passes; default: 10, or as many as fit into 3 s, of whole models into 10 s", count
-    )
-    no_time: bool = option(False, "measure memory only", switch)
+    ),
+}
+OF_OPERATORS = grouped(
+    OPERATORS,
+    {
+        "attention_type": Option(
+            None,
+            f"{', '.join(ATTENTION_TYPES)}, or an operator of --plugin; predict, fit and sweep also take "
+            f"{', '.join(COMBINATOR_TYPES)}; default: {','.join(DEFAULT_TYPES)}, of predict naive",
+            names,
+            repeatable=True,
+        ),
+        "dim": Option(None, f"token dimension E; {of_gpus('dim')}", sizes),
+        "heads": Option(None, f"number of heads H, for operators that have heads; {of_gpus('heads')}", sizes),
+        "core_dim": Option(None, "core dimension of softplus attention; default: --dim", sizes),
+        "factor": Option(None, "positions per block of compressed attention; default: 8", sizes),
+        "window": Option(
+            None, "newest positions that compressed attention sees as they are; default: none of them", sizes
+        ),
+        "causal": Option(True, "each query sees only the keys up to its own position", switch),
+    },
+)
+# Of cases whose numbers of queries and keys may differ.
+TWO_LENGTHS = grouped(
+    OPERATORS,
+    {
+        "query_len": Option(None, "number of queries S; default: --kv-len", sizes),
+        "kv_len": Option(
+            None, "number of keys T, or tokens of the state in --mode decode; default: --query-len", sizes
+        ),
+    },
+)
+# Of what is measured on this machine.
+HERE = {"device": Option(None, "cpu, cuda or cuda:1; default: cuda if there is a GPU", converters.text)}
+MEASURED = {**HERE, **flags_of(Place, "memory_limit")}
+TIMED = grouped(
+    MEASURING,
+    {
+        "passes": Option(
+            None, "timed passes; default: 10, or as many as fit into 3 s, of whole models into 10 s", count
+        ),
+        "no_time": Option(False, "measure memory only", switch),
+    },
+)
 
 
 class Predicting(Request):
     """A request that may predict for a device that need not be here."""
 
-    include = flags_of(Place, "device", "memory_limit")
+    takes: ClassVar[Sequence[dict[str, Option]]] = (flags_of(Place, "device", "memory_limit"),)
 
     device_from_this_gpu: int | None = option(
         None,
@@ -252,22 +206,18 @@ class Predicting(Request):
             if device is not None:
                 raise UsageError(f"{named('device')} {device} and {named('device_from_this_gpu')} exclude each other")
             return Place(this_gpu(self.device_from_this_gpu), **given)
-        if device is None:
-            import torch
-
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         return Place(device, **given).resolved()
 
 
-class ModelStep(Request):
-    """A request for a model, and a step of it.
+class ModelStep(Predicting):
+    """A request for a model, and a step of it, at a place to predict for.
 
     alone: further options that operators do not take.
     """
 
     alone: ClassVar[tuple[str, ...]] = ()
     group = MODELS
-    include = flags_of(Step) | flags_of(Ranks)
+    takes: ClassVar[Sequence[dict[str, Option]]] = (grouped(MODELS, flags_of(Step) | flags_of(Ranks)),)
 
     model: str | None = option(
         None,
@@ -278,7 +228,7 @@ class ModelStep(Request):
     hf_config: Path | None = option(
         None,
         "a config.json of Hugging Face transformers (pip install transformers); nothing is downloaded",
-        converters.existing_file,
+        converters.config_file,
         exclusive="source",
     )
     attention: str | None = option(
@@ -317,14 +267,15 @@ class ModelStep(Request):
             rule = f"needs {named('hf_config')}; a factory of {named('model')} chooses its own"
             raise UsageError(f"{named('attention')} {rule}")
         check_needs(self, backward=mode != "inference", optimizer=self.optimizer != "none")
+        check_enable_grad(self.enable_grad, mode != "inference")
         if self.hf_config and importlib.util.find_spec("transformers") is None:
             raise UsageError(f"{named('hf_config')} needs transformers: pip install transformers")
 
 
-class PredictedModel(ModelStep, Predicting, Printed, Detailed):
-    """A request for a prediction that may be of a model."""
+class PredictedModel(ModelStep):
+    """A request for a prediction of an operator or a model."""
 
-    forms = (
+    forms: ClassVar[Sequence[str]] = (
         "--model FILE.py:FUNCTION [options]",
         "--hf-config FILE [options]",
         "--attention-type NAME [options]",
@@ -333,7 +284,16 @@ class PredictedModel(ModelStep, Predicting, Printed, Detailed):
         *("model", "hf_config", "attention_type", "device", "bsz", "seq_len", "mode", "dtype", "optimizer"),
         *("memory_limit", "fail_on_oom"),
     )
-    include = flags_of(Place) | flags_of(Step, "compile")
+    takes: ClassVar[Sequence[dict[str, Option]]] = (
+        MODE,
+        PLUGIN,
+        SIZES,
+        OF_OPERATORS,
+        DOUBTS,
+        FORMAT,
+        flags_of(Place),
+        flags_of(Step, "compile"),
+    )
 
     probes: Path | None = option(
         None,
@@ -345,10 +305,11 @@ class PredictedModel(ModelStep, Predicting, Printed, Detailed):
     no_changes: bool = option(False, "do not predict what would need less, or allow more", switch)
     fail_on_oom: bool = option(False, "exit code 3 unless all of it is predicted to fit", switch)
 
-    def check(self) -> None:
-        super().check()
-        if self.probes and self.device not in (None, "cpu"):
-            raise UsageError(f"{named('probes')} is of a CPU, and {named('device')} {self.device} is none")
-        if self.probes and self.torch_version:
-            rule = f"leave out {named('torch_version')}"
-            raise UsageError(f"{named('probes')} is of the torch that wrote it: {rule}")
+    def before_torch(self) -> None:
+        """A command for a GPU of the catalog, or of a size, is itself the process that simulates it."""
+        is_here = self.device is None or self.device.partition(":")[0] in ("cpu", "cuda")
+        if is_here or self.torch_version is not None or "torch" in sys.modules:
+            return
+        from memcheck.predict.process import simulate_here
+
+        simulate_here(self.place().for_device)

@@ -6,35 +6,38 @@ Nothing here imports torch, so that --help and usage errors answer at once.
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+from memcheck.cli.launchers import Launch, launch_of
 from memcheck.cli.options import (
+    DOUBTS,
+    FORMAT,
+    HERE,
+    MEASURED,
     MODELS,
     OPERATORS,
-    Detailed,
-    Here,
-    OfTwoLengths,
-    OnThisMachine,
-    Operators,
+    TABLE_FORMAT,
+    TWO_LENGTHS,
     PredictedModel,
-    Printed,
     Request,
-    Tables,
 )
 from memcheck.cli.run_requests import ProfileAttention, ProfileCombinator, ProfileModel, Sweep
 from memcheck.core import converters
-from memcheck.core.converters import count, names, switch
+from memcheck.core.converters import count, names, number, switch
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.options import flags_of, named, option
 from memcheck.core.step import Step
 from memcheck.core.units import Growth
+from memcheck.simulated.world import GPUS_OF_NODE, World
 
 SIMULATED = "a simulated GPU: the script runs without one, and computes no numbers of large tensors"
+MOST_GPUS = 64
 RESULTS = "a folder of results, with records.jsonl"
 
 
-class Compare(Tables):
+class Compare(Request):
     """Compares two runs of a script, or two folders of results: memory to the byte, times beyond noise.
 
     memcheck compare before/ after/
@@ -42,6 +45,7 @@ class Compare(Tables):
     memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
     """
 
+    takes = (TABLE_FORMAT,)
     forms = ("[options] BEFORE AFTER",)
 
     before: Path = option(
@@ -65,13 +69,29 @@ class Compare(Tables):
             raise UsageError(f"{named('allow_missing')} is for {named('fail_on_growth')}: without it nothing fails")
 
 
-class Fit(PredictedModel, Operators):
+class Devices(Request):
+    """Lists every GPU that --device knows: its memory, its compute capability, and where these are from.
+
+    memcheck devices
+    memcheck devices --format csv
+    """
+
+    takes = (TABLE_FORMAT,)
+
+
+class Fit(PredictedModel):
     """Predicts the largest batch, length or dimension that fits; of any model or operator, and runs nothing.
 
     memcheck fit --model train.py:make --find bsz --device L4
-    memcheck fit --hf-config config.json --find seq-len --bsz 1 --fsdp 8 --device H100-80GB
+    memcheck fit --device RTX-4090 -- train.py --batch-size {}
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
     """
+
+    forms = (
+        "--model FILE.py:FUNCTION [options]",
+        "--attention-type NAME [options]",
+        "--device GPU -- SCRIPT [its own options, with {}]",
+    )
 
     first = (*PredictedModel.first[:4], "find", *PredictedModel.first[4:])
     alone = ("no_changes", "doubts")
@@ -96,12 +116,14 @@ class Fit(PredictedModel, Operators):
             raise UsageError(f"{named('find')} {self.find} searches for this size: {rule}")
 
 
-class Gradcheck(Here, Printed):
+class Gradcheck(Request):
     """Checks the operators' gradients; compares them with central differences, in float64.
 
     memcheck gradcheck
     memcheck gradcheck --operator softplus_attention --device cpu
     """
+
+    takes = (FORMAT, HERE)
 
     operator: list[str] | None = option(
         None,
@@ -123,7 +145,7 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
-class Predict(PredictedModel, OfTwoLengths):
+class Predict(PredictedModel):
     """Predicts the memory of any model or operator on any device; runs nothing.
 
     memcheck predict --model train.py:make --device RTX-4090
@@ -133,7 +155,7 @@ class Predict(PredictedModel, OfTwoLengths):
 
     first = (*PredictedModel.first, "layers", "explain")
     ones = ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window")
-    include = flags_of(Step, "dense_grad")
+    takes = (TWO_LENGTHS, flags_of(Step, "dense_grad"))
 
     html: Path | None = option(
         None, "write one self-contained page with the picture", converters.file, group=MODELS, metavar="FILE"
@@ -152,12 +174,12 @@ class Predict(PredictedModel, OfTwoLengths):
 
     def check(self) -> None:
         super().check()
-        for name in ("attention_type", "lengths"):
-            if len(getattr(self, name) or ()) > 1:
-                raise UsageError(f"{named(name)}: predict takes one; memcheck sweep --predict-only takes several")
+        if len(self.attention_type or ()) > 1:
+            several = "predict takes one; memcheck sweep --predict-only takes several"
+            raise UsageError(f"{named('attention_type')}: {several}")
 
 
-class Report(Tables, Detailed):
+class Report(Request):
     """Prints the tables of results: scaling, accounting, pictures, and a page for a browser.
 
     memcheck report results/ --html page.html
@@ -165,6 +187,7 @@ class Report(Tables, Detailed):
     memcheck report results/ --plot memory,savings --output figures/
     """
 
+    takes = (DOUBTS, TABLE_FORMAT)
     forms = ("[options] DIR...",)
 
     folders: list[Path] = option(
@@ -202,22 +225,22 @@ class Report(Tables, Detailed):
     )
     x: str | None = option(
         None,
-        "axis of --plot: seq-len, query-len, kv-len, dim, counted, bsz, heads, core-dim, factor or window; default: "
-        "what varies",
+        "axis of --plot: seq-len, query-len, kv-len, dim, bsz, heads, core-dim, factor or window; default: what varies",
         metavar="AXIS",
     )
     linear: bool = option(False, "linear axes in --plot", switch)
     title: str = option("", "text before the title of each picture of --plot")
 
 
-class Run(OnThisMachine):
+class Run(Request):
     """Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time.
 
     memcheck run train.py --epochs 1
     memcheck run --device RTX-4090 train.py --epochs 1
-    memcheck run --memory-limit 8GiB --output results/train -m package.train
+    memcheck run --device H100-80GB --ranks 8 --output results/train -m package.train
     """
 
+    takes = (MEASURED,)
     forms = ("[options] SCRIPT [its own options]", "[options] -m MODULE [its own options]")
     first = ("script", "module", "device", "memory_limit", "output", "snapshot")
     of_strangers = "; the script's options stand after its name: memcheck run SCRIPT {} ..."
@@ -228,7 +251,13 @@ class Run(OnThisMachine):
         "there is a GPU",
         converters.text,
     )
-    script: list[str] | None = option(None, "as for python", positional=True, nargs="...", metavar="SCRIPT ARGS")
+    script: list[str] | None = option(
+        None,
+        "as for python; also a notebook, and python, torchrun or accelerate launch with their options",
+        positional=True,
+        nargs="...",
+        metavar="SCRIPT ARGS",
+    )
     module: list[str] | None = option(
         None, "a module, as for python -m", letter="-m", nargs="...", metavar="MODULE ARGS"
     )
@@ -247,17 +276,73 @@ class Run(OnThisMachine):
         exclusive="end",
     )
     whole: bool = option(False, "run the script to its own end", switch, group=SIMULATED, exclusive="end")
+    changes: bool = option(
+        False,
+        "run it again with each setting that needs no change of its code, and say what it gives",
+        switch,
+        group=SIMULATED,
+    )
     doubts: bool = option(
         False, "list what the simulated GPU answered and does not know, by line of Python", switch, group=SIMULATED
     )
+    ranks: int | None = option(
+        None, "the script is one of N processes that torchrun starts, each with a GPU", count, group=SIMULATED
+    )
+    rank: int = option(0, "which of them, from 0", number, group=SIMULATED, exclusive="rank")
+    all_ranks: bool = option(
+        False, "run each of them, in a folder rank-0, rank-1, ... of its own", switch, group=SIMULATED, exclusive="rank"
+    )
+    gpus: int | None = option(
+        None, "GPUs of the machine; default: 1, and up to 8 for several ranks", count, group=SIMULATED
+    )
+
+    launch: Launch | None = None  # By what the script was to be started.
 
     def check(self) -> None:
+        self._take_launcher()
         if self.simulated:
             device_named(self.simulated)
+            if self.ranks is None and (
+                other := next((name for name in ("rank", "all_ranks") if name in self.asked), None)
+            ):
+                raise UsageError(f"{named(other)} needs {named('ranks')}")
+            if self.machine_gpus > MOST_GPUS:
+                raise UsageError(f"{named('gpus')} must be at most {MOST_GPUS}, got {self.gpus}")
+            if self.changes and self.all_ranks:
+                raise UsageError(
+                    f"{named('changes')} is of one rank: give {named('rank')} in place of {named('all_ranks')}"
+                )
+            self.world  # noqa: B018  # It checks the rank.
             return
-        for name in ("steps", "whole", "doubts"):
+        for name in ("steps", "whole", "changes", "doubts", "ranks", "rank", "all_ranks", "gpus"):
             if self.given(name):
                 raise UsageError(f"{named(name)} is for a simulated GPU, as of {named('device')} RTX-4090")
+
+    def _take_launcher(self) -> None:
+        """Replaces python, torchrun or accelerate launch by the script and its ranks."""
+        self.launch = launch = launch_of(["-m", *self.module] if self.module else self.script or [])
+        if launch is None:
+            return
+        is_module = launch.words[0] == "-m"
+        self.script, self.module = (None, launch.words[1:]) if is_module else (launch.words, None)
+        if launch.ranks is None:
+            return
+        if not self.simulated:
+            words = f"{named('device')} H100-80GB {named('ranks')} {launch.ranks} {shlex.join(launch.words)}"
+            rule = f"memcheck run {words} runs one of its ranks on a simulated GPU"
+            raise UsageError(f"{launch.launcher} starts processes that would not be measured: {rule}")
+        if self.ranks is None and (launch.launcher == "torchrun" or launch.ranks > 1):
+            self.ranks = launch.ranks
+            self.rank = self.rank or launch.rank
+
+    @property
+    def world(self) -> World | None:
+        """The ranks, and which this one is; None for a script that is alone."""
+        return World(self.rank, self.ranks, self.machine_gpus) if self.ranks else None
+
+    @property
+    def machine_gpus(self) -> int:
+        return self.gpus or min(self.ranks or 1, GPUS_OF_NODE)
 
     @property
     def simulated(self) -> str | None:
@@ -268,10 +353,11 @@ class Run(OnThisMachine):
         if self.simulated:
             from memcheck.simulated.children import simulate_with_children
 
-            simulate_with_children(self.simulated, self.memory_limit)
+            if not self.all_ranks:  # Each is a process of its own.
+                simulate_with_children(self.simulated, self.memory_limit, self.machine_gpus, self.world)
 
 
-class Snapshot(Tables):
+class Snapshot(Request):
     """Says what a memory snapshot of torch.cuda.memory holds: the peak, why memory ran out, and what would have fitted.
 
     memcheck snapshot snapshot.pickle
@@ -279,6 +365,7 @@ class Snapshot(Tables):
     memcheck snapshot snapshot.pickle --device L40S --html snapshot.html
     """
 
+    takes = (TABLE_FORMAT,)
     forms = ("[options] FILE...",)
 
     files: list[Path] = option(
@@ -316,6 +403,6 @@ TASKS: dict[str, dict[str, type[Request]]] = {
         "sweep": Sweep,
     },
     "Check your own results": {"compare": Compare, "report": Report},
-    "Machine": {"info": Info, "gradcheck": Gradcheck},
+    "Machine": {"devices": Devices, "info": Info, "gradcheck": Gradcheck},
 }
 COMMANDS = {name: request for commands in TASKS.values() for name, request in commands.items()}

@@ -5,69 +5,70 @@ from __future__ import annotations
 from pathlib import Path
 
 from memcheck.cli import options
+from memcheck.cli.options import Request
 from memcheck.core import converters
 from memcheck.core.converters import count, names, switch
 from memcheck.core.errors import UsageError
-from memcheck.core.options import flags_of, named, option
+from memcheck.core.options import Option, flags_of, named, option
 from memcheck.core.step import Place, Step
 
 PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
 
 
-class Kept(options.Printed):
-    """A request whose records are written to a folder."""
-
-    output: Path = option(
-        Path("results"), "folder of the results; records of other cases stay there", converters.folder
-    )
-
-
-class Inspected(Kept):
-    """A request that may look into its cases."""
-
-    nvtx: bool = option(False, "mark passes and modules with NVTX ranges, for Nsight Systems", switch)
-    snapshot: Path | None = option(
+# Records are written to a folder.
+OUTPUT = {
+    "output": Option(Path("results"), "folder of the results; records of other cases stay there", converters.folder)
+}
+# Commands that may look into their cases.
+INSPECTING = {
+    "nvtx": Option(False, "mark passes and modules with NVTX ranges, for Nsight Systems", switch),
+    "snapshot": Option(
         None,
         "write memory over time for the viewer at pytorch.org/memory_viz; a file per case, of profile-model for one",
         converters.file,
-    )
-    trace: Path | None = option(
+    ),
+    "trace": Option(
         None,
         "write torch.profiler's trace, and print which kernels took the time; a file per case, of profile-model one",
         converters.file,
-    )
+    ),
+}
+# Cases of operators that are run.
+RUNS = (
+    *(options.COMPILE, options.MODE, options.PLUGIN, options.MEASURED, options.TIMED),
+    {
+        "max_seconds_per_case": Option(
+            None,
+            "no timed pass of a case begins after S seconds, and a sweep ends a case that takes longer; 0: no limit; "
+            "default: 60 on a CPU, else 0",
+            converters.seconds,
+            group=options.MEASURING,
+        ),
+        "predict": Option(False, "a predicted row for each measured one", switch),
+    },
+)
+# Cases of operators that are run one by one, in this process.
+CASE_BY_CASE = (
+    *(options.DOUBTS, options.FORMAT, OUTPUT, INSPECTING, *RUNS),
+    {
+        "units": Option(False, "bytes also in U, the bytes of one main tensor, and per query and key", switch),
+        "explain": Option(
+            None,
+            "list the N (10) largest tensors alive at each peak and kept for backward, by what allocated them",
+            converters.count_or_ten,
+            const=10,
+            metavar="N",
+        ),
+        "timeline": Option(
+            None,
+            "draw memory over time by what allocated it, as .png, .svg or .pdf; one file per case",
+            converters.file,
+        ),
+    },
+)
 
 
-class RunsCases(options.Timed, options.Plugins, options.Modes, options.Compiled):
-    """The options of the commands that run cases of operators."""
-
-    max_seconds_per_case: float | None = option(
-        None,
-        "no timed pass of a case begins after S seconds, and a sweep ends a case that takes longer; 0: no limit; "
-        "default: 60 on a CPU, else 0",
-        converters.seconds,
-        group=options.MEASURING,
-    )
-    predict: bool = option(False, "a predicted row for each measured one", switch)
-
-
-class Cases(RunsCases, Inspected, options.Detailed):
-    """The options of the commands that run operators case by case."""
-
-    units: bool = option(False, "bytes also in U, the bytes of one main tensor, and per query and key", switch)
-    explain: int | None = option(
-        None,
-        "list the N (10) largest tensors alive at each peak and kept for backward, by what allocated them",
-        converters.count_or_ten,
-        const=10,
-        metavar="N",
-    )
-    timeline: Path | None = option(
-        None, "draw memory over time by what allocated it, as .png, .svg or .pdf; one file per case", converters.file
-    )
-
-
-class ProfileAttention(Cases, options.OfTwoLengths):
+class ProfileAttention(Request):
     """Measures memory and time of attention operators: a table, records and a plot.
 
     memcheck profile-attention
@@ -75,18 +76,21 @@ class ProfileAttention(Cases, options.OfTwoLengths):
     memcheck profile-attention --attention-type naive --seq-len 1024 --explain --predict
     """
 
+    takes = (*CASE_BY_CASE, options.SIZES, options.OF_OPERATORS, options.TWO_LENGTHS)
     first = ("attention_type", "device", "bsz", "seq_len", "dim", "heads", "mode", "dtype", "output")
     ones = (*options.DEFAULT_SIZES, "core_dim", "factor", "window")
 
     preset: str = option("quick", "values of flags not given", choices=PRESETS[:1])
 
 
-class ProfileCombinator(Cases):
+class ProfileCombinator(Request):
     """Measures memory and time of the combinator: a table, records and a plot.
 
     memcheck profile-combinator --query-len 512 --dim 128
     memcheck profile-combinator --combinator-type combinator,combinator-low-memory --no-time
     """
+
+    takes = CASE_BY_CASE
 
     bsz: int = option(64, "batch size B", count)
     dim: int = option(128, "token dimension E", count)
@@ -105,7 +109,7 @@ class ProfileCombinator(Cases):
             raise UsageError(f"{both}: leave out one of the two")
 
 
-class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detailed):
+class ProfileModel(options.Predicting):
     """Measures and predicts memory and time of a whole decoder: parameters, gradients, AdamW and activations.
 
     memcheck profile-model --size small
@@ -114,7 +118,10 @@ class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detaile
     """
 
     first = ("size", "attention_type", "context", "bsz", "mode", "dtype", "device", "predict", "output")
-    include = flags_of(Step, "autocast", "checkpointing") | flags_of(Place, "torch_version")
+    takes = (
+        *(options.DOUBTS, options.FORMAT, OUTPUT, INSPECTING, options.TIMED),
+        *(flags_of(Step, "autocast", "checkpointing"), flags_of(Place, "torch_version")),
+    )
 
     size: list[str] = option(("tiny",), "tiny, mini, small, medium, large, xl, 2.7B, all", names)
     attention_type: list[str] = option(("softmax",), f"{', '.join(options.DECODER_TYPES)}, all of them causal", names)
@@ -139,17 +146,22 @@ class ProfileModel(options.Predicting, options.Timed, Inspected, options.Detaile
                 raise UsageError(f"{named(name)} is for {named('predict')}; a run {words}")
 
 
-class Sweep(options.OfTwoLengths, RunsCases, options.Predicting, Kept):
+class Sweep(options.Predicting):
     """Runs a grid of cases, with tables and plots; the same command again continues where the last one stopped.
 
     memcheck sweep
-    memcheck sweep --preset memcheck-pyt --memory-limit 40GiB --output results/memcheck-pyt
     memcheck sweep --attention-type naive,softplus --bsz 8 --seq-len 256:16384:x2 --dim 16,32,64,128 --dry-run
+    memcheck sweep --device RTX-4090 -- train.py --batch-size {8:64:x2}
     """
+
+    forms = ("[options]", "--device GPU -- SCRIPT [its own options, with {8:64:x2}]")
 
     first = ("attention_type", "preset", "device", "bsz", "seq_len", "dim", "mode", "dtype", "output", "dry_run")
     group = options.RUNNING
-    include = flags_of(Place, "device")
+    takes = (
+        *(options.FORMAT, OUTPUT, *RUNS, options.SIZES, options.OF_OPERATORS, options.TWO_LENGTHS),
+        options.grouped(options.RUNNING, flags_of(Place, "device")),
+    )
 
     mode: list[str] = option(
         ("train",),

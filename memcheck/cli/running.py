@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from tqdm import tqdm
 
-from memcheck.bench.catalog import (
-    Case,
-    styles_of_contenders,
-)
+from memcheck.bench.case import Case
+from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.predicted_sweep import predicted_record
 from memcheck.bench.sweep.run import Settings, shape
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import note_unused_options
+from memcheck.cli.options import Request
 from memcheck.cli.output import check_picture, make_room, print_details, progress_bar
-from memcheck.cli.run_requests import Cases
 from memcheck.core.record import Record, write_csv
 from memcheck.core.step import Place
 from memcheck.core.units import format_bytes, format_time
@@ -33,54 +31,68 @@ from memcheck.report.records import main_tables
 from memcheck.report.rows import explanation
 from memcheck.report.tables import Screen, to_text
 
-R = TypeVar("R", bound=Record)
-T = TypeVar("T")
+
+def run_cases(cases: list[Case], request: Request, *, title: str, note: str = "") -> int:
+    """Runs the cases of operators. Returns the exit code. title: of the plot. note: a line of the header."""
+    out = sys.stderr if request.format == "json" else sys.stdout
+    check_inspection(request)
+    Store(request.output).begin()
+    note_unused_options(request, cases)
+    if note:
+        print(Screen.of(out).fill(note), file=out, flush=True)
+    pairs = profile_all(cases, request)
+    records, predictions, written = keep(pairs, len(cases), request, out, title, common_case, request.units)
+    for case, record in zip(cases, records, strict=True):
+        written += inspect_case(case, record, request, out, single=len(cases) == 1)
+    return finish(records, predictions, written, request, out)
 
 
-def run_cases(cases: list[Case], request: Cases, *, title: str, note: str = "") -> int:
-    """Runs the cases, and prints a line of each when it is done and the table at the end. Returns the exit code.
-
-    title: of the plot. note: a line of the header.
+def keep(
+    pairs: Iterable[tuple[Record, Record | None]],
+    number: int,
+    request: Request,
+    out: TextIO,
+    title: str,
+    subtitle: Callable[[Sequence[Record]], str],
+    units: bool = False,
+) -> tuple[list[Record], list[Record], list[Path]]:
+    """Keeps and prints the record of each case, and its predicted one. Returns both, and the files.
 
     records.jsonl grows a line per case, so that a crash loses none. At the end, the earlier records of the same cases
     are dropped, those of others stay, and the other files are written.
     """
-    out = sys.stderr if request.format == "json" else sys.stdout
     store, table, picture = Store(request.output), request.output / "records.csv", request.output / "memory.png"
-    check_inspection(request)
-    store.begin()
-    note_unused_options(request, cases)
-    records: list[Record] = []
-    predictions: list[Record] = []
-    screen = Screen.of(out)
-    if note:
-        print(screen.fill(note), file=out, flush=True)
-    for record, prediction in profile_all(cases, request):
-        both = [record, *([prediction] if prediction is not None else [])]
-        for one in both:
-            store.append(one)
+    records, predictions, screen = list[Record](), list[Record](), Screen.of(out)
+    for record, prediction in pairs:
         records.append(record)
-        predictions += both[1:]
-        tqdm.write(f"[{len(records)}/{len(cases)}] {case_line(record)}", file=sys.stderr)
+        predictions += [] if prediction is None else [prediction]
+        for one in filter(None, (record, prediction)):
+            store.append(one)
+        tqdm.write(f"[{len(records)}/{number}] {case_line(record)}", file=sys.stderr)
+    both = [*records, *predictions]
     write_csv(store.keep_newest(case_and_place), table)
     kind, title = ("decode", "") if records[0].mode == "decode" else ("memory", title)
-    styles = styles_of_contenders()
-    plot_figure([*records, *predictions], picture, kind, styles=styles, title=title, subtitle=common_case(records))
-    tables = [
-        *main_tables(records, request.units),
-        *([prediction_table([*records, *predictions])] if predictions else []),
-    ]
+    plot_figure(both, picture, kind, styles=styles_of_contenders(), title=title, subtitle=subtitle(records))
+    tables = [*main_tables(records, units), *([prediction_table(both)] if predictions else [])]
     print("\n\n".join(to_text(table, screen) for table in tables), file=out)
-    for line in unknown_words(predictions):
+    for line in unknown_words([record for record in both if is_predicted(record)]):
         print(screen.fill(line), file=out)
-    print_details(records, request.doubts, screen, out)
-    written = [store.path, table, picture]
-    for case, record in zip(cases, records, strict=True):
-        written += inspect_case(case, record, request, out, single=len(cases) == 1)
+    print_details([record for record in records if not is_predicted(record)], request.doubts, screen, out)
+    return records, predictions, [store.path, table, picture]
+
+
+def finish(
+    records: Sequence[Record], predictions: Sequence[Record], written: Sequence[Path], request: Request, out: TextIO
+) -> int:
+    """Prints the files and, in JSON, the records. Returns the exit code.
+
+    It is 1 on any error, or if every case is unsupported. Running out of memory is a result.
+    """
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
     if request.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in [*records, *predictions]) + "]")
-    return exit_code(records)
+    statuses = {record.status for record in records}
+    return int("error" in statuses or not statuses & {"ok", "oom", "skipped"})
 
 
 def case_title(case: Case | Record) -> str:
@@ -103,7 +115,7 @@ def figures(record: Record) -> str:
     return ", " + ", ".join(parts + ([" + ".join(times)] if times else []))
 
 
-def profile_all(cases: list[Case], request: Cases) -> Iterator[tuple[Record, Record | None]]:
+def profile_all(cases: list[Case], request: Request) -> Iterator[tuple[Record, Record | None]]:
     """The measured record of each case, and its prediction if requested."""
     for case in cases:
         check_can_measure(case.device)
@@ -126,7 +138,7 @@ def profile_all(cases: list[Case], request: Cases) -> Iterator[tuple[Record, Rec
             bar.update(settings.expected_seconds(case))
 
 
-def check_inspection(request: Cases) -> None:
+def check_inspection(request: Request) -> None:
     for flag in ("timeline", "snapshot", "trace"):
         if (path := getattr(request, flag)) is not None:
             make_room(flag, path)
@@ -134,7 +146,7 @@ def check_inspection(request: Cases) -> None:
         check_picture("timeline", request.timeline)
 
 
-def inspect_case(case: Case, record: Record, request: Cases, out: TextIO, *, single: bool) -> Iterator[Path]:
+def inspect_case(case: Case, record: Record, request: Request, out: TextIO, *, single: bool) -> Iterator[Path]:
     """Shows and writes what the flags ask for besides the row. Returns the files.
 
     single: there is one case, whose files have the names that were given.
@@ -163,9 +175,3 @@ def inspect_case(case: Case, record: Record, request: Cases, out: TextIO, *, sin
         path = path_of(request.trace)
         print(f"\n{case.operator}, what took the time:\n{format_shares(trace_case(case, path))}", file=out)
         yield path
-
-
-def exit_code(records: list[Record]) -> int:
-    """1 on any error, or if every case is unsupported. Running out of memory is a result."""
-    statuses = {record.status for record in records}
-    return int("error" in statuses or not statuses & {"ok", "oom", "skipped"})

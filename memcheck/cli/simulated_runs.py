@@ -17,6 +17,7 @@ from memcheck.simulated.doubts import Doubt, doubts, listen
 from memcheck.simulated.ending import Ending
 from memcheck.simulated.library import library
 from memcheck.simulated.saving import unwritten
+from memcheck.simulated.world import OF_NCCL, WAITING, has_groups
 
 # Errors of torch, and of libraries on it, where there is no GPU.
 NO_GPU = re.compile(
@@ -34,13 +35,20 @@ class SimulatedRun:
         self._request = request
         self._ending = None if request.whole else Ending(request.steps)
         self._has_announced = False
+        self._index = request.world.local_rank if request.world else 0
         listen(self._announce)
 
     def watch(self) -> ScriptWatch:
         """A watch of the GPU, which ends the script."""
         after_step = self._ending.after_step if self._ending else None
         has_snapshot = self._request.snapshot is not None
-        return ScriptWatch(torch.device("cuda", 0), keep_history=has_snapshot, after_step=after_step)
+        has_others = self._request.machine_gpus > 1 and not self._request.world
+        return ScriptWatch(
+            torch.device("cuda", self._index),
+            keep_history=has_snapshot,
+            all_devices=has_others,
+            after_step=after_step,
+        )
 
     def note(self, record: ScriptRecord) -> None:
         """Notes which GPU it was, how far the script ran, and what was not computed."""
@@ -49,7 +57,12 @@ class SimulatedRun:
         assert device.usable_bytes is not None
         record.simulated, record.device_name, record.limit_bytes = True, device.name, limit
         record.usable_bytes = min(device.usable_bytes, limit or device.usable_bytes)
-        record.allocated_bytes = library().most_allocated(0)
+        record.allocated_bytes = library().most_allocated(torch.device(record.device).index)
+        record.gpus = self._request.machine_gpus
+        if world := self._request.world:
+            record.rank, record.ranks = world.rank, world.ranks
+        if has_groups():
+            record.doubts += [OF_NCCL, WAITING]
         record.ended = self._ending.sentence if self._ending else None
         record.unwritten = list(unwritten.values())
         record.line_doubts = [LineDoubt(**dataclasses.asdict(doubt)) for doubt in doubts()]

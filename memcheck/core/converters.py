@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from memcheck.core.errors import did_you_mean, unknown
+from memcheck.core.errors import did_you_mean, spelled_as, unknown
 from memcheck.core.units import Growth, parse_bytes, parse_growth, parse_sizes
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]] | None] = {
     "adafactor": ("Adafactor", {}),
     "rmsprop": ("RMSprop", {}),
 }
+
+OTHERS = "another is a function that makes it of parameters, on the command line FILE.py:FUNCTION"
 
 
 # Numbers.
@@ -80,12 +82,6 @@ def counts(value: Any) -> list[int]:
 def sizes(value: Any) -> list[int]:
     """Sizes: "8", "16,32", "256:16384:x2", [16, 32] or 16."""
     return parse_sizes(",".join(map(str, parts_of_list(value))))
-
-
-def batches(value: Any) -> list[list[int]]:
-    """Lists of lengths: one such as "4096,1000", or several."""
-    several = isinstance(value, list | tuple) and any(isinstance(part, list | tuple | str) for part in value)
-    return [counts(part) for part in (value if several else [value])]
 
 
 def norm(value: Any) -> float:
@@ -164,7 +160,7 @@ def text(value: Any) -> str:
 def dtype_name(value: Any) -> str:
     """The long name of a floating-point dtype, from "bf16", "bfloat16" or torch.bfloat16."""
     given = str(value).removeprefix("torch.")
-    found = SHORT_DTYPES.get(given, given)
+    found = SHORT_DTYPES.get(given.lower(), given.lower())
     if found not in DTYPES:
         known = (*SHORT_DTYPES, *DTYPES)
         raise ValueError(f"{given} is {unknown(given, known)}")
@@ -179,7 +175,7 @@ def dtype_names(value: Any) -> list[str]:
 def autocast_name(value: Any) -> str:
     """The long name of a dtype that autocast casts to."""
     given = str(value).removeprefix("torch.")
-    found = SHORT_DTYPES.get(given, given)
+    found = SHORT_DTYPES.get(given.lower(), given.lower())
     if found not in ("bfloat16", "float16"):
         similar = did_you_mean(given, ("bf16", "fp16"))
         raise ValueError(f"must be bf16 or fp16, as a text or a torch.dtype, got {value!r}{similar}")
@@ -196,9 +192,10 @@ def autocast_dtype(value: Any) -> torch.dtype:
 
 def optimizer(value: Any) -> str | Callable[..., Any]:
     """What makes an optimizer of parameters: a name, a class or a function."""
+    value = spelled_as(value, OPTIMIZERS)
     if isinstance(value, str):
         if value not in OPTIMIZERS:
-            raise ValueError(f"{value!r} is {unknown(value, OPTIMIZERS)}")
+            raise ValueError(f"{value!r} is {unknown(value, OPTIMIZERS)}; {OTHERS}")
     elif not callable(value):
         rule = "must be a function that makes one of parameters, such as torch.optim.AdamW, or a name"
         raise ValueError(f"{rule}, got {value!r}")
@@ -207,10 +204,7 @@ def optimizer(value: Any) -> str | Callable[..., Any]:
 
 def optimizer_name(text: str) -> str:
     """The name of an optimizer, or the reference of a function that makes one."""
-    if ":" not in text:
-        optimizer(text)
-        return text
-    return reference(text)
+    return str(optimizer(text)) if ":" not in text else reference(text)
 
 
 def function(value: Any) -> Callable[..., Any]:
@@ -222,11 +216,26 @@ def function(value: Any) -> Callable[..., Any]:
 def reference(text: str) -> str:
     """The text, which must look like "package.module:function" or "FILE.py:function"."""
     place, colon, name = text.rpartition(":")
+    if text.endswith(".py") and (functions := functions_in(text)):
+        raise ValueError(
+            f"must name a function, as in {text}:{functions[0]}, got {text!r}, which has {', '.join(functions)}"
+        )
     if not (place and colon and all(word.isidentifier() for word in name.split("."))):
         raise ValueError(f"must look like package.module:function or FILE.py:function, got {text!r}")
     if place.endswith(".py") and not Path(place).is_file():
         raise ValueError(f"{text}: there is no file {place}")
     return text
+
+
+def functions_in(path: str) -> list[str]:
+    """The names of the functions of a file of Python; none if it cannot be read."""
+    import ast
+
+    try:
+        parts = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [part.name for part in parts if isinstance(part, ast.FunctionDef) and not part.name.startswith("_")]
 
 
 def folder(value: Any) -> Path:
@@ -245,6 +254,13 @@ def existing_file(value: Any) -> Path:
     if not file(value).is_file():
         raise ValueError(f"{value}: there is no such file")
     return Path(value)
+
+
+def config_file(value: Any) -> Path:
+    try:
+        return existing_file(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; it is the config.json of a model's page at huggingface.co") from None
 
 
 def gpu_index(value: Any) -> int:

@@ -109,12 +109,15 @@ DEVICES: dict[str, Device] = {row["name"]: read_device(row) for row in ROWS}
 KNOWN_AS = {row["name"]: re.compile(row["known_as"]) for row in ROWS}
 
 
-def device_given(value: Any, default: str = "cpu") -> Device:
+def device_given(value: Any) -> Device:
     """The device that a function is given: itself, or that of a name or of a torch.device.
 
-    UsageError: there is no such device, or several have the name.
+    None: this machine's GPU, else its CPU. UsageError: there is no such device, or several have the name.
     """
-    value = default if value is None else value
+    if value is None:
+        import torch
+
+        value = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(value, Device):
         return value
     if isinstance(value, str) or type(value).__name__ == "device":  # torch.device, without importing torch.

@@ -37,6 +37,13 @@ def unknown_name(flag: str, name: str, known: Iterable[str]) -> UsageError:
     return UsageError(f"{flag} {name} is {unknown(name, known)}")
 
 
+def spelled_as(name: Any, known: Iterable[str]) -> Any:
+    """The known name that differs in case alone, else the name itself: adamw for "AdamW"."""
+    if not isinstance(name, str):
+        return name
+    return next((other for other in known if other.lower() == name.lower()), name)
+
+
 def unknown(name: str, known: Iterable[str], others: str = "") -> str:
     """ "unknown; did you mean softmax? Known: naive, softmax" for softmx. others: what is known besides, first."""
     names = list(known)
@@ -57,12 +64,22 @@ OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 def failure(error: BaseException) -> str:
-    """ "KeyError: 'width', in layers.20.mlp, at model.py:12". Without the module and the line where there is none."""
+    """ "KeyError: 'width', in layers.20.mlp, at model.py:12". Without the module and the line where there is none.
+
+    Of an error in another process these are the words that came with it.
+    """
+    if (words := getattr(error, "failure_there", None)) is not None:
+        return str(words)
     message = " ".join(str(error).split()).rstrip(".")
     words = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return words + place_of_failure(error)
+
+
+def place_of_failure(error: BaseException) -> str:
+    """ ", in layers.20.mlp, at model.py:12", as far as these are known."""
     frames = list(frames_of(error))
     module, line = failed_module(frames), failed_line(frames)
-    return words + (f", in {module}" if module else "") + (f", at {line}" if line else "")
+    return (f", in {module}" if module else "") + (f", at {line}" if line else "")
 
 
 def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:

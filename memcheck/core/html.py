@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.units import KINDS, colour_of, format_bytes, largest_first
+from memcheck.core.units import KINDS, colour_of, format_bytes, highest, largest_first
 
 MOST_ROWS = 10  # Of a list of tensors.
 MOST_STEPS = 400  # Of a timeline; with more, each column shows its maximum.
@@ -58,14 +59,18 @@ def sizes_table(sizes: Mapping[str, int]) -> str:
 
 def timeline(steps: Sequence[tuple[str, int]]) -> str:
     """A small picture of (phase, bytes alive) over the allocations and releases, and what it shows. "" without any."""
-    highest = max((size for _, size in steps), default=0)
-    if not highest:
+    most = max((size for _, size in steps), default=0)
+    if not most:
         return ""
-    few = -(-len(steps) // MOST_STEPS)
-    columns = [max(steps[first : first + few], key=lambda step: step[1]) for first in range(0, len(steps), few)]
+    columns = [steps[place] for place in highest([size for _, size in steps], MOST_STEPS)]
     paths: dict[str, str] = {}
     for x, (phase, size) in enumerate(columns):
-        paths[phase] = f"{paths.get(phase, '')}M{x} 100V{100 - 100 * size / highest:.1f}h1V100z"
+        paths[phase] = f"{paths.get(phase, '')}M{x} 100V{100 - 100 * size / most:.1f}h1V100z"
     areas = [(path, colour_of(phase) or KINDS["others"]) for phase, path in paths.items()]
     has_before = any(colour_of(phase) is None for phase, _ in steps)
-    return str(macros().timeline(areas, len(columns), format_bytes(highest), has_before))
+    return str(macros().timeline(areas, len(columns), format_bytes(most), has_before))
+
+
+def html_of(value: Any) -> str:
+    """The HTML of a value. Reports are above this package, so the function is found by its name."""
+    return str(pkgutil.resolve_name("memcheck.report.html:html_of")(value))

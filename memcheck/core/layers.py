@@ -8,26 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memcheck.core import html
+from memcheck.core.html import html_of
+from memcheck.core.trace import Allocation, Peak, Trace
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from memcheck.core.prediction import Allocation, Peak, Trace
-
-
-@dataclass
-class TracedModule:
-    """A module as the forward called it.
-
-    parameters: elements of its own ones, of shared ones only in the first module that has them.
-    outputs: the shapes of the tensors that the last call returned.
-    """
-
-    kind: str  # Its class.
-    parameters: int
-    calls: int = 0
-    outputs: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,13 +63,8 @@ class Layers(dict[str, Layer]):
     def __repr__(self) -> str:
         return repr(self.table()) if self else "no modules"
 
-    def to_html(self) -> str:
-        """The table as a part of what a notebook shows."""
-        table = self.table().to_people()
-        return str(html.macros().titled(table.title, *table.texts(), table.numeric(), table.notes))
-
     def _repr_html_(self) -> str:
-        return html.fragment(self.to_html() if self else "")
+        return html_of(self)
 
     def rows(self) -> list[dict[str, Any]]:
         """The fields of each module, but its parts. Nothing is folded."""

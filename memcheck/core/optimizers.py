@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from memcheck.core.converters import OPTIMIZERS
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
-from memcheck.core.tensors import hooks_of
-from memcheck.core.workload import module_called
+from memcheck.core.tensors import hooks_of, module_called
 
 
 def optimizer_factory(value: Any, **options: Any) -> Callable[[Any], Any] | None:
@@ -242,6 +241,18 @@ def turned_on(model: torch.nn.Module | None) -> Callable[[], object] | None:
 
 def attributes_of(model: torch.nn.Module) -> dict[torch.nn.Module, dict[str, Any]]:
     return {part: dict(vars(part)) for part in model.modules()}
+
+
+@contextmanager
+def attributes_kept(model: torch.nn.Module | None) -> Iterator[None]:
+    """Afterwards the modules have the attributes that they had before, the same objects."""
+    before = attributes_of(model) if model is not None else {}
+    try:
+        yield
+    finally:
+        for part, values in before.items():
+            vars(part).clear()
+            vars(part).update(values)
 
 
 def changed_since(before: dict[torch.nn.Module, dict[str, Any]]) -> set[tuple[torch.nn.Module, str]]:

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.errors import UsageError, did_you_mean, spelled_as
 
 Convert = Callable[[Any], Any]
 
@@ -111,8 +111,14 @@ def convert_some(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def converted(name: str, option: Option, given: Any) -> Any:
     """The value of an option. UsageError: it breaks the option's rule."""
+
+    def spelled(value: Any) -> Any:
+        return spelled_as(value, option.choices or ())
+
     try:
         value = given if option.convert is None else option.convert(given)
+        if option.choices is not None:
+            value = [*map(spelled, value)] if isinstance(value, list | tuple) else spelled(value)
     except ValueError as error:
         raise RuleError(f"{named(name)} {error}") from None
     for one in value if isinstance(value, list | tuple) else [value]:

@@ -1,185 +1,30 @@
-"""A prediction: the log of what a run would allocate, its roles, and the record with how its figures are known."""
+"""A prediction: the record of a run with how its figures are known, and its verdict in sentences."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from memcheck.core.devices import Device
-from memcheck.core.layers import Layers, TracedModule, layers_of
-from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record
+from memcheck.core.html import html_of
+from memcheck.core.layers import Layers, layers_of
+from memcheck.core.options import named
+from memcheck.core.ranks import RESERVED_MORE
+from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record, Terms
 from memcheck.core.step import Place
-from memcheck.core.units import counted, format_bytes
-from memcheck.core.verdict import alive_words, certainty, few_lines, largest_words, place_words, size_words, verdict
-from memcheck.core.workload import Case, Terms
+from memcheck.core.trace import ANY_PHASE, BUFFER_NAMES, Allocation, Peak, Trace, place_words
+from memcheck.core.units import alive_words, counted, few_lines, format_bytes
 
-ANY_PHASE = "any phase"
-WARM_UP = "before"  # Earlier steps, and earlier backwards of the step.
-WORKSPACE = "cuBLAS workspace"
-COMPILED_BUFFER = "buffer of compiled code"
-# What operators of FSDP2 and of process groups do with an argument, by its name.
-BUFFERS = {
-    "fsdp::all_gather_copy_in": {"all_gather_output": "all-gather buffer"},
-    "fsdp::split_with_sizes_copy": {"out": "all-gathered parameters"},
-    "fsdp::chunk_cat": {"out": "reduce-scatter input"},
-    "c10d::_reduce_scatter_base_": {"output_tensor": "reduce-scatter output"},
-    "c10d::allreduce_": {"tensors": "all-reduce buffer"},
-}
-GATHERED_COPY, REDUCED_COPY = "gloo's copy of what it gathers", "gloo's copy of what it reduces"
-BUFFER_NAMES = {GATHERED_COPY, REDUCED_COPY, *(name for names in BUFFERS.values() for name in names.values())}
-EMPTY_CACHE = "torch.cuda.empty_cache"  # An allocation of no bytes, at which the allocator's cache is emptied.
-
-
-@dataclass(eq=False)
-class Allocation:
-    """A piece of memory, from its allocation to its release."""
-
-    name: str
-    bytes: int
-    born: int
-    died: int | None = None
-    is_library: bool = False
-    module: str = ""  # Path of the module that allocated it.
-    made_by: str = ""  # The operator that returned it.
-    stream: int = 0  # That it was allocated on, which alone can use its memory again. 0: the default one.
-
-    def resized(self, size: int) -> Allocation:
-        """An allocation of that size which is like this one otherwise."""
-        how = self.is_library, self.module, self.made_by, self.stream
-        return Allocation(self.name, size, self.born, self.died, *how)
-
-    def alive_after(self, event: int) -> bool:
-        return self.born <= event and (self.died is None or self.died > event)
-
-
-@dataclass
-class AllocationLog:
-    """A log of allocations and releases. Events are numbered from 1."""
-
-    allocations: list[Allocation] = field(default_factory=list)
-    events: list[tuple[Allocation, bool]] = field(default_factory=list)  # The allocation, and whether it was allocated.
-    begun: list[tuple[int, str]] = field(default_factory=list)  # The events before a phase of a pass, and its name.
-    phase: str = "inputs"  # The phase that runs.
-    stream: int = 0  # The stream that is current.
-    closed: bool = False
-
-    def allocate(self, name: str, size: int, *, is_library: bool = False, module: str = "") -> Allocation:
-        allocation = Allocation(
-            name, size, len(self.events) + 1, is_library=is_library, module=module, stream=self.stream
-        )
-        self.allocations.append(allocation)
-        self.events.append((allocation, True))
-        return allocation
-
-    def free(self, allocation: Allocation) -> None:
-        """Logs the release, unless it was logged before or the run has ended."""
-        if not self.closed and allocation.died is None:
-            self.events.append((allocation, False))
-            allocation.died = len(self.events)
-
-    def empty_cache(self) -> None:
-        """Logs that unused segments go back to the driver."""
-        self.free(self.allocate(EMPTY_CACHE, 0))
-
-    def begin(self, phase: str) -> None:
-        """A phase of a pass begins."""
-        self.phase = phase
-        self.begun.append((len(self.events), phase))
-
-    def forget_the_past(self) -> None:
-        """Keeps the allocation of what is alive, and no other event."""
-        self.allocations = self.alive()
-        self.events = [(allocation, True) for allocation in self.allocations]
-        for number, allocation in enumerate(self.allocations, 1):
-            allocation.born = number
-
-    def phase_of(self, event: int) -> str:
-        """The phase of an event of any pass."""
-        return next((name for before, name in reversed(self.begun) if before < event), "inputs")
-
-    def alive(self, event: int | None = None) -> list[Allocation]:
-        now = len(self.events) if event is None else event
-        return [allocation for allocation in self.allocations if allocation.alive_after(now)]
-
-
-@dataclass
-class Trace:
-    """The log of a run, and the roles of its allocations.
-
-    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of a
-        phase is the first of the next.
-    first_gradients: of the passes before the measured one.
-    operators: the names of all operators that ran, each once.
-    unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
-    backward_from: that of the record.
-    no_backward: why no backward ran, although the step has one.
-    beyond: the phase that ended with a tensor beyond 64 bits.
-    """
-
-    log: AllocationLog
-    phases: dict[str, tuple[int, int]] = field(default_factory=dict)
-    inputs: list[Allocation] = field(default_factory=list)
-    parameters: list[Allocation] = field(default_factory=list)
-    # What splitting the model made besides its parameters; on a GPU, other tensors that the model reaches.
-    preexisting: list[Allocation] = field(default_factory=list)
-    state: list[Allocation] = field(default_factory=list)
-    # What earlier passes left behind, as far as the forward keeps it, and buffers that it made in place of others.
-    carried_over: list[Allocation] = field(default_factory=list)
-    optimizer: list[Allocation] = field(default_factory=list)  # The optimizer's state, which is part of it.
-    has_optimizer: bool = False  # Or hooks that may step some.
-    outputs: list[Allocation] = field(default_factory=list)
-    saved: list[Allocation] = field(default_factory=list)
-    incoming: list[Allocation] = field(default_factory=list)
-    gradients: list[Allocation] = field(default_factory=list)
-    first_gradients: list[Allocation] = field(default_factory=list)
-    modules: dict[str, TracedModule] = field(default_factory=dict)  # By path, outer ones first. "": the model.
-    operators: tuple[str, ...] = ()
-    unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    beyond: str | None = None
-    passes: list[int] = field(default_factory=list)  # The events before each pass.
-    backward_from: str | None = None
-    no_backward: str | None = None
-
-    def begin_with(self, allocations: list[Allocation]) -> None:
-        """Adds allocations that were there before all others."""
-        count = len(allocations)
-        for allocation in {*self.log.allocations, *allocations}:
-            allocation.born += count
-            allocation.died = None if allocation.died is None else allocation.died + count
-        for number, allocation in enumerate(allocations, 1):
-            allocation.born = number
-        self.log.allocations[:0] = allocations
-        self.log.events[:0] = [(allocation, True) for allocation in allocations]
-        self.log.begun = [(before + count, name) for before, name in self.log.begun]
-        self.passes = [before + count for before in self.passes]
-        for name, (first, last) in self.phases.items():
-            self.phases[name] = (first if name == "inputs" else first + count), last + count
-
-    @property
-    def held(self) -> list[Allocation]:
-        """Tensors that the caller holds."""
-        return list(dict.fromkeys([*self.inputs, *self.parameters, *self.preexisting]))
-
-    @property
-    def roles(self) -> dict[Allocation, str]:
-        """What tensors are for, of those that a model or its optimizer holds: "parameters", "gradients", ..."""
-        roles = dict.fromkeys(self.inputs, "inputs")
-        roles |= dict.fromkeys([*self.first_gradients, *self.gradients], "gradients")
-        return roles | dict.fromkeys(self.optimizer, "optimizer state") | dict.fromkeys(self.parameters, "parameters")
-
-    def named_by_operator(self, allocations: Iterable[Allocation]) -> Iterator[tuple[str, Allocation]]:
-        """The allocations, each with its role, else with the operator or autograd's node that made it."""
-        roles, outputs = self.roles, set(self.outputs)
-        for one in allocations:
-            yield roles.get(one) or (one.made_by if one in outputs else "") or one.name, one
-
-    def phase_of(self, event: int) -> str:
-        """The phase of an event, also in the passes before the measured one."""
-        name = next((name for name, (first, last) in self.phases.items() if first < event <= last), "inputs")
-        return self.log.phase_of(event) if name == WARM_UP else name
+STEPS = {"train": "a training step", "inference": "a forward", "decode": "a step of decoding"}
+CONTEXT = "for the CUDA context"
+FREE = "free in the segments of torch's allocator"
+EXPANDABLE = "--expandable-segments"
+# Letters whose names begin with a vowel: "an RTX-4090".
+SPOKEN_WITH_A_VOWEL = "AEFHILMNORSX"
+SIZES = {"seq_len": "sequence length", "bsz": "batch size", "dim": "dimension"}
 
 
 @dataclass(frozen=True)
@@ -215,46 +60,24 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Peak:
-    """The moment when most is alive.
-
-    module, operator: what allocated last: the path of the module, and the name of the operator or of autograd's node.
-    alive: what is alive.
-    is_bound: allocations of the phase are unknown, so the peak may be higher.
-    """
-
-    phase: str
-    bytes: int
-    module: str
-    operator: str
-    alive: list[Allocation]
-    is_bound: bool
-
-    def __repr__(self) -> str:
-        where = place_words(self.phase, self.module, self.operator)
-        size = f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)}"
-        names = ((allocation.name, allocation.bytes) for allocation in self.alive)
-        return few_lines([f"The peak is {size}, {where}.", f"Alive then: {alive_words(names)}."])
-
-
-@dataclass(frozen=True)
 class Prediction:
     """The record that a measurement would give, and how its figures are known.
 
     Attributes:
         terms: field of the record -> its summands: name -> bytes.
+        segments: what the segments of the GPU's allocator take without a limit, if it does not fit.
     """
 
-    case: Any = field(repr=False)  # Case, ModelCase or Step.
+    case: Any = field(repr=False)  # The case of a catalog, or the Step.
     place: Place
     record: Record
     terms: Terms
     trace: Trace | None = field(default=None, repr=False, compare=False)
+    split: str = field(default="", repr=False)  # Over which processes the model is split, in words.
     refused: Allocation | None = field(default=None, repr=False, compare=False)  # What there was no room for.
     # Published measurements of programs like this one on such a GPU. None for a CPU, or if nothing was traced.
     evidence: Evidence | None = field(default=None, repr=False, compare=False)
-    # What the segments of a prediction that does not fit take without a limit.
-    unlimited_segments: Callable[[Prediction], int | None] | None = field(default=None, repr=False, compare=False)
+    segments: int | None = field(default=None, repr=False, compare=False)
 
     @property
     def device(self) -> Device:
@@ -295,9 +118,7 @@ class Prediction:
     @functools.cached_property
     def segments_bytes(self) -> int | None:
         """What the segments of the GPU's allocator take; without a limit, if it does not fit. None if unknown."""
-        if self.record.status == "ok" or self.record.reserved_bytes is None or self.unlimited_segments is None:
-            return self.record.reserved_bytes
-        return self.unlimited_segments(self)
+        return self.record.reserved_bytes if self.segments is None else self.segments
 
     @property
     def timeline(self) -> list[tuple[str, int]]:
@@ -318,7 +139,7 @@ class Prediction:
         last = self.trace.log.events[event - 1][0] if sums else Allocation("", 0, 0)
         phase = self.trace.phase_of(event)
         is_bound = not {phase, ANY_PHASE}.isdisjoint(self.trace.unknown)
-        return Peak(phase, top, last.module, last.name, self.trace.log.alive(event), is_bound)
+        return Peak(phase, top, last.module, last.operator, self.trace.log.alive(event), is_bound)
 
     @property
     def by_module(self) -> dict[str, dict[str, int]]:
@@ -373,9 +194,7 @@ class Prediction:
         return sums.most_common()
 
     def _repr_html_(self) -> str:
-        words = [verdict(self), certainty(self)]
-        parts = [self.layers.to_html()] if len(self.layers) > 1 else []
-        return self.record.to_html(words=words, steps=self.timeline, parts=parts)
+        return html_of(self)
 
     @property
     def known_terms(self) -> Terms:
@@ -402,6 +221,7 @@ class Largest:
         at: the prediction at that size; None if nothing fits.
         beyond: the prediction at the next size, which does not fit; None if every size that was allowed fits.
         tried: the number of sizes that were predicted.
+        gaps: those of them that are smaller and do not fit.
     """
 
     size: int
@@ -409,40 +229,191 @@ class Largest:
     at: Prediction | None
     beyond: Prediction | None
     tried: int
+    gaps: tuple[int, ...] = ()
+
+    @property
+    def edge(self) -> Prediction:
+        """The prediction at that size, or at the smallest size if none fits."""
+        edge = self.at or self.beyond
+        assert edge is not None
+        return edge
+
+    @property
+    def unpredicted(self) -> str | None:
+        """The reason if it cannot be predicted."""
+        if self.at is None and self.beyond is not None and self.beyond.record.status != "oom":
+            return self.beyond.record.reason or self.beyond.record.status
+        return None
 
     def __repr__(self) -> str:
         return few_lines([largest_words("size", self.size, self.step, self.at, self.beyond)])
 
 
-@dataclass(frozen=True, repr=False)
-class Capacity(Largest):
-    """The largest size of one axis at which a case fits, and why the next size does not.
+# The sentences of a prediction.
 
-    Attributes:
-        case: the case at that size, or at the smallest size if none fits.
-        gaps: smaller sizes that were predicted and do not fit.
-    """
 
-    axis: str
-    case: Case
-    device: Device
-    gaps: tuple[int, ...] = ()
+@dataclass(frozen=True)
+class Need:
+    """The bytes that must fit, as the sum of parts: name -> bytes. is_bound: they may be more."""
 
-    def __repr__(self) -> str:
-        return few_lines([largest_words(size_words(self.axis, self.case), self.size, self.step, self.at, self.beyond)])
+    parts: dict[str, int]
+    is_bound: bool
 
     @property
-    def largest(self) -> int:
-        """The size."""
-        return self.size
+    def bytes(self) -> int:
+        return sum(self.parts.values())
 
-    @property
-    def next_size(self) -> int:
-        return self.size + self.step
+    def __str__(self) -> str:
+        """ "12.3 GiB", or "at least 12.3 GiB" if that is a bound."""
+        return f"{'at least ' if self.is_bound else ''}{format_bytes(self.bytes)}"
 
-    @property
-    def unpredicted(self) -> str | None:
-        """The reason if the case cannot be predicted."""
-        if self.at is None and self.beyond is not None and self.beyond.record.status != "oom":
-            return self.beyond.record.reason or self.beyond.record.status
+
+def has_own_limit(place: Place) -> bool:
+    """Whether the place's limit leaves less than its device has. It is a limit of the allocator alone."""
+    usable, limit = place.for_device.usable_bytes, place.limit_bytes
+    return limit is not None and (usable is None or limit < usable)
+
+
+def need_of(prediction: Prediction) -> Need | None:
+    """The bytes that must fit: tensors, on a GPU also the rest of the allocator's segments and CUDA's context."""
+    peak, device = prediction.peak, prediction.device
+    if peak is None or prediction.fits is None:
         return None
+    parts = {"of tensors at the peak": peak.bytes}
+    if (segments := prediction.segments_bytes) is not None:
+        parts[FREE] = max(segments - peak.bytes, 0)
+    if device.context_bytes and not has_own_limit(prediction.place):
+        parts[CONTEXT] = device.context_bytes
+    return Need(parts, peak.is_bound or "reserved_bytes" in prediction.bounds)
+
+
+def has_fragments(prediction: Prediction) -> bool:
+    """Whether more than a tenth of what it needs is free in segments, and could be used if these were expandable."""
+    need = need_of(prediction)
+    if need is None or prediction.place.expandable_segments:
+        return False
+    return 10 * need.parts.get(FREE, 0) > need.bytes
+
+
+def verdict(prediction: Prediction) -> str:
+    """Whether it fits, what it needs of what there is, where the peak is, and what the backward starts from."""
+    record, device = prediction.record, prediction.device
+    if prediction.fits is None:
+        reason = (record.reason or record.status).removeprefix("not predicted: ")
+        return f"{record.operator} is not predicted: {reason}."
+    if (need := need_of(prediction)) is None:
+        return f"{record.operator} {fits_words(prediction)} {device.name}: {record.reason or 'memory runs out'}."
+    if prediction.place.room_bytes is None:
+        place = f"{record.operator} on the {device.name}, which has no limit"
+    else:
+        place = f"{record.operator} {fits_words(prediction)} {device.name}"
+    return f"{place}: {step_words(prediction)} {claim(prediction, need)}{start_words(prediction)}"
+
+
+def fits_words(prediction: Prediction) -> str:
+    return "fits" if prediction.fits else "does not fit"
+
+
+def claim(prediction: Prediction, need: Need) -> str:
+    """ "needs 12 GiB of 40 GiB: 10 GiB of ..., 2 GiB of ... . The peak is in the backward, in layers.3 (aten::mm)." """
+    parts = [f"{format_bytes(size)} {name}" for name, size in need.parts.items() if size]
+    if CONTEXT in need.parts and prediction.place.cuda_context is None:
+        parts[-1] += f" (an estimate: see {named('cuda_context')})"
+    consists = f": {', '.join(parts)}" if len(parts) > 1 else ""
+    ranks = prediction.place.ranks
+    if ranks is not None and ranks.kind == "fsdp" and len(need.parts) > 1:
+        consists += f". Published runs of FSDP2 reserved up to {RESERVED_MORE:.0%} more"
+    return f"needs {need}{room_words(prediction.place)}{consists}. {place_of_peak(prediction)}"
+
+
+def room_words(place: Place) -> str:
+    """ " of 40 GiB", or " of the limit of 8 GiB"; "" without a limit."""
+    if has_own_limit(place):
+        return f" of the limit of {format_bytes(place.limit_bytes or 0)}"
+    usable = place.for_device.usable_bytes
+    return "" if usable is None else f" of {format_bytes(usable + (place.for_device.context_bytes or 0))}"
+
+
+def place_of_peak(prediction: Prediction) -> str:
+    """Where the peak is, or where memory runs out."""
+    record, peak, refused = prediction.record, prediction.peak, prediction.refused
+    assert peak is not None
+    has_modules = any(allocation.module for allocation in peak.alive)
+    at_peak = place_words(peak.phase, peak.module, peak.operator, has_modules)
+    if record.status == "ok":
+        return f"The peak is {at_peak}."
+    if not record.oom_phase or refused is None:
+        return f"Its inputs alone do not fit. The peak would be {at_peak}."
+    runs_out = place_words(record.oom_phase, refused.module, refused.operator, has_modules)
+    if runs_out == at_peak:
+        return f"Memory runs out at the peak, {at_peak}."
+    return f"Memory runs out {runs_out}. The peak would be {at_peak}."
+
+
+def step_words(prediction: Prediction) -> str:
+    """What the figures are of: of a step in which no backward ran, only "a forward"."""
+    has_none = prediction.trace is not None and prediction.trace.no_backward is not None
+    return STEPS["inference" if has_none else prediction.record.mode or "train"]
+
+
+def start_words(prediction: Prediction) -> str:
+    """ " Backward from output[1]."; "" if there is but one way.
+
+    If no backward ran, " No backward ran: no output requires grad, ...".
+    """
+    record, trace = prediction.record, prediction.trace
+    if trace is not None and trace.no_backward is not None:
+        return f" {trace.no_backward[0].upper()}{trace.no_backward[1:]}."
+    return f" {start}" if (start := record.start_sentence()) else ""
+
+
+def certainty(prediction: Prediction) -> str:
+    """How the figures are known, in sentences; "" without figures."""
+    if not prediction.terms:
+        return ""
+    words = f"{how_known(prediction)}."
+    evidence, doubts = prediction.evidence, len(prediction.record.doubts)
+    words += f" {evidence}." if evidence is not None and evidence.rows else ""
+    if doubts:
+        words += f" {counted(doubts, 'point')} {'is' if doubts == 1 else 'are'} uncertain ({named('doubts')})."
+    return words
+
+
+def how_known(prediction: Prediction) -> str:
+    device, verified = prediction.device, prediction.certainty in ("exact", "verified")
+    if device.kind == "cpu":
+        how = "by rules that tests compare with measurements on CPUs" if verified else "from PyTorch's source"
+        unlike = "" if verified else ", not compared with measurements of this version of torch"
+        return f"Calculated{' to the byte' if prediction.exact else ''} {how}{unlike}"
+    target = f"Calculated{' to the byte' if prediction.exact else ''} for {with_article(device.name)}"
+    if verified:
+        return f"{target} by rules that published runs confirm"
+    like = prediction.evidence
+    return f"{target} from PyTorch's source{'' if like and like.rows else ', not measured on one'}"
+
+
+def with_article(name: str) -> str:
+    """ "an RTX-4090", "a T4", or "a GPU with 40GiB" for a size."""
+    if name[:1].isdigit():
+        return f"a GPU with {name}"
+    spelled = not name[1:2].islower()
+    return f"{'an' if name[:1].upper() in (SPOKEN_WITH_A_VOWEL if spelled else 'AEIO') else 'a'} {name}"
+
+
+def largest_words(word: str, size: int, step: int, at: Prediction | None, beyond: Prediction | None) -> str:
+    """The largest size that fits, what it needs, and why the next size does not fit. word: "batch"."""
+    after = f"{word} {size + step:,}"
+    if beyond is not None and beyond.fits is None:
+        return verdict(beyond)
+    needed = need_of(beyond) if beyond is not None else None
+    if at is None:
+        if beyond is None:
+            return f"No {word} was tried."
+        why = f"it {claim(beyond, needed)}{start_words(beyond)}" if needed else f"{beyond.record.reason}."
+        return f"Not even {after} fits {beyond.device.name}: {why}"
+    past = "The search ended there: more may fit."
+    if beyond is not None:
+        past = f"{after.capitalize()} needs {needed}. {place_of_peak(beyond)}" if needed else f"{after} does not fit."
+    need = need_of(at)
+    claimed = f": {step_words(at)} {claim(at, need)}" if need else "."
+    return f"The largest {word} that fits {at.device.name} is {size:,}{claimed} {past}{start_words(at)}"

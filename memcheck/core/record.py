@@ -15,15 +15,14 @@ import reprlib
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memcheck.core import html
 from memcheck.core.files import write_text
-from memcheck.core.units import format_bytes
-from memcheck.core.verdict import alive_words, few_lines
+from memcheck.core.html import html_of
+from memcheck.core.units import alive_words, few_lines, format_bytes
 
 
 class Certainty(str, enum.Enum):
@@ -90,6 +89,8 @@ class Doubt(str):
 
 
 SCHEMA = 1
+# Record field -> the bytes alive at that moment: name -> bytes.
+Terms = dict[str, dict[str, int]]
 R = typing.TypeVar("R", bound="Record")
 T = typing.TypeVar("T")
 PHASES = ("forward", "backward", "optimizer")  # Phases of a run, as far as it has them.
@@ -100,20 +101,6 @@ BARS = {
     "backward_peak_bytes": ("peak backward", "backward"),
     "optimizer_peak_bytes": ("peak optimizer", "optimizer"),
 }
-
-
-def layout_of(bsz: int | None, lengths: tuple[int, ...] | None) -> str | None:
-    """The layout of sequences of these lengths, two or more: "packed" or "padded"; None without lengths."""
-    if lengths is None:
-        return None
-    return "packed" if bsz == 1 else "padded"
-
-
-def sequence_words(lengths: Sequence[int]) -> str:
-    """ "sequences of 4096, 1000, 300", or "16 sequences of 12 to 4096" """
-    if len(lengths) <= 4:
-        return f"sequences of {', '.join(map(str, lengths))}"
-    return f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}"
 
 
 @dataclass
@@ -136,7 +123,6 @@ class Record:
     causal: bool | None = None  # The mask that was applied; None if the operator has no such option.
     mode: str | None = None  # "train", "inference" or "decode"; of whole models "forward", "backward" or "train".
     compiled: bool | None = None  # Under torch.compile.
-    lengths: tuple[int, ...] | None = None  # Positions of each sequence of a packed (B = 1) or padded batch.
     # Of a whole model, whose operator is its attention.
     size: str | None = None  # Of memcheck profile-model: "tiny", ... None: it is no such model.
     feed_forward: str | None = None  # "swiglu", ...
@@ -164,7 +150,7 @@ class Record:
     oom_in_use_bytes: int | None = None  # What was allocated at that moment.
     reason: str | None = None  # Why the status is not ok, in words.
 
-    backward_from: str | None = None  # What the backward starts from, and which other outputs stay alive, in words.
+    backward_from: str | None = None  # The path of what the backward starts from: "output[1]".
 
     # What the caller holds.
     input_bytes: int | None = None  # Inputs.
@@ -212,7 +198,7 @@ class Record:
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
     over_time: dict[str, list[int]] | None = None  # Phase -> bytes alive over time, in steps of a few allocations.
-    terms: dict[str, dict[str, int]] | None = None  # Predicted: field -> its summands, name -> bytes alive then.
+    terms: Terms | None = None  # Predicted: field -> its summands, name -> bytes alive then.
 
     def __post_init__(self) -> None:
         if self.source == "measured":
@@ -227,11 +213,6 @@ class Record:
     def bounds(self) -> tuple[str, ...]:
         """The fields of a prediction that are not known to the byte."""
         return tuple(sorted({field for doubt in self.doubts if doubt.kind == UNKNOWN for field in doubt.fields}))
-
-    @property
-    def layout(self) -> str | None:
-        """ "packed" or "padded"; None for a batch without lengths."""
-        return layout_of(self.bsz, self.lengths)
 
     def note_state(self, state_bytes: int, bsz: int, tokens: int | None) -> None:
         """Fills the fields of a decoding state that holds so many tokens of each sequence."""
@@ -291,46 +272,26 @@ class Record:
         alive = self.alive_then()
         doubts = [f"Doubt: {doubt}." for doubt in self.doubts[:2]]
         doubts += [f"{len(self.doubts) - 2} more doubts."] if len(self.doubts) > 2 else []
-        start = [f"Backward from {self.backward_from}."] if self.backward_from else []
         return few_lines(
             [
                 self.headline(),
                 *([f"{sizes[0][0].upper()}{', '.join(sizes)[1:]}."] if sizes else []),
                 *([f"Alive {alive[0]}: {alive_words(alive[1].items())}."] if alive else []),
-                *start,
+                *([start] if (start := self.start_sentence()) else []),
                 *doubts,
             ]
         )
+
+    def start_sentence(self) -> str:
+        """ "Backward from output[1]."; "" if there is but one output."""
+        return "" if self.backward_from in (None, "output") else f"Backward from {self.backward_from}."
 
     def bars(self) -> list[tuple[str, str, int]]:
         """The main figures that are known: words, the kind of bytes, and bytes."""
         return [(*name, size) for field, name in BARS.items() if (size := getattr(self, field)) is not None]
 
     def _repr_html_(self) -> str:
-        return self.to_html()
-
-    def to_html(
-        self,
-        *,
-        words: Sequence[str] = (),
-        steps: Sequence[tuple[str, int]] = (),
-        parts: Sequence[str] = (),
-    ) -> str:
-        """The record in a notebook: how it ended, its peaks, what was alive at the highest, and its doubts.
-
-        words: sentences about the result; by default its headline. steps: (phase, bytes alive), for a picture over
-        time. parts: HTML in place of the list of what was alive.
-        """
-        start = [f"Backward from {self.backward_from}."] if self.backward_from else []
-        bars, paragraphs = self.bars(), html.macros().paragraphs
-        shown = [paragraphs([*filter(None, words or [self.headline(), *start])])]
-        shown += [html.bars(bars)] if bars else []
-        steps = steps or [(phase, size) for phase, sizes in (self.over_time or {}).items() for size in sizes]
-        shown += [html.timeline(steps), *parts]
-        if not parts and (alive := self.alive_then()) is not None:
-            shown += [paragraphs([f"Alive {alive[0]}:"]), html.sizes_table(alive[1])]
-        doubts = [sentence(f"Not known: {doubt}" if doubt.kind == UNKNOWN else doubt) for doubt in self.doubts]
-        return html.fragment(*filter(None, shown), paragraphs(doubts, "note"))
+        return html_of(self)
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:

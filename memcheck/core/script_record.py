@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,6 +136,24 @@ class Course:
             states.append(sizes.copy())
         return states
 
+    def by(self, name_of: Callable[[Origin], str]) -> dict[str, list[int]]:
+        """The bytes of all places of a name at each point. ``name_of`` gives a place its name, such as its module."""
+        names = [name_of(place) for place in self.places]
+        sums: dict[str, list[int]] = {name: [] for name in names}
+        sizes, now = [0] * len(names), dict.fromkeys(sums, 0)
+        for point in self.points:
+            for place, size in point.changes:
+                now[names[place]] += size - sizes[place]
+                sizes[place] = size
+            for name, levels in sums.items():
+                levels.append(now[name])
+        return sums
+
+    @property
+    def sums(self) -> list[int]:
+        """The bytes of all places at each point."""
+        return self.by(lambda _: "")[""] if self.places else [0] * len(self.points)
+
     @classmethod
     def of(
         cls,
@@ -166,6 +184,7 @@ class Growth:
     bytes_per_step: int
     blocks_per_step: float
     bytes: int  # At the last step's end.
+    since: int | None = None  # The step from which on they grow; None: all of them.
 
 
 @dataclass(frozen=True)
@@ -241,6 +260,12 @@ class ScriptRecord:
     allocated_bytes: int | None = None  # The peak of blocks, as torch.cuda.max_memory_allocated() says.
     unwritten: list[Unwritten] = field(default_factory=list)
     line_doubts: list[LineDoubt] = field(default_factory=list)
+    gpus: int = 1  # Of the simulated machine.
+    rank: int | None = None  # Of a rank of torchrun's.
+    ranks: int | None = None  # Their number.
+    other_reserved: dict[str, int] = field(default_factory=dict)  # As other_peaks, by the allocators of GPUs.
+    children: int = 0  # Processes that the script started by multiprocessing, whose tensors are not counted.
+    children_bytes: int | None = None  # The resident memory of the largest one that has ended.
 
     @classmethod
     def read(cls, path: Path) -> ScriptRecord:
@@ -253,8 +278,15 @@ class ScriptRecord:
 
     @property
     def device_words(self) -> str:
-        """ "cpu", "cuda:0", or "a simulated RTX-4090"."""
-        return f"a simulated {self.device_name}" if self.simulated else self.device
+        """ "cpu", "cuda:0", "a simulated RTX-4090", or "cuda:1 of 4 simulated RTX-4090"."""
+        if not self.simulated:
+            return self.device
+        several = self.gpus > 1 and self.rank is None
+        return (
+            f"{self.device} of {self.gpus} simulated {self.device_name}"
+            if several
+            else f"a simulated {self.device_name}"
+        )
 
     @property
     def growth_per_step(self) -> int:

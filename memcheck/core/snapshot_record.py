@@ -94,7 +94,6 @@ class SnapshotRecord:
     steps: int
     growing: list[Growth]
     what_if: list[WhatIf]
-    levels: Levels
     course: Course
     source: str | None = None  # Where the file says it is from.
     gpu: tuple[str, int] | None = None  # Its name and bytes, if the caller says it.
@@ -104,13 +103,3 @@ class SnapshotRecord:
     def moment(self) -> Moment:
         """When memory ran out; in any other snapshot, the peak."""
         return self.peak if self.oom is None else self.oom.moment
-
-
-@dataclass(frozen=True)
-class Levels:
-    """The picture: at each of these events, what was alive by name, and what was reserved."""
-
-    events: list[int]
-    seconds: list[float]
-    layers: dict[str, list[int]]
-    reserved: list[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ class Place:
     device: Device | torch.device | str | None = option(
         None,
         f"a GPU by name ({', '.join(DEVICES)}), a size such as 40GiB, or a device of this machine: cpu, cuda, cuda:1; "
-        "default: the CPU in Python, in commands this machine's GPU, else its CPU",
+        "default: this machine's GPU, else its CPU",
         from_text=converters.text,
     )
     memory_limit: int | str | None = option(
@@ -89,7 +89,7 @@ class Place:
 
     @property
     def for_device(self) -> Device:
-        """The device to predict for; by default the CPU.
+        """The device to predict for; by default this machine's GPU, else its CPU.
 
         UsageError: there is no such device, or several have the name.
         """
@@ -150,6 +150,12 @@ class Step:
         from_text=converters.reference,
     )
     backward: bool = option(True, "with False the forward runs under no_grad", converters.switch, flag=False)
+    enable_grad: bool = option(
+        False,
+        "with backward=False the forward does not run under no_grad: its graph stays alive with what it returns, as in "
+        "a validation that forgot no_grad",
+        converters.switch,
+    )
     optimizer: str | Callable[..., Any] | None = option(
         None,
         f"the optimizer, whose step follows the backward: {', '.join(OPTIMIZERS)}, a class, or a function: parameters "
@@ -213,7 +219,7 @@ class Step:
     )
     compile: bool = option(
         False,
-        "the model under torch.compile, which compiles before the measurement; predictions need cloudpickle and triton",
+        "the model under torch.compile, which compiles before the measurement; predictions for a GPU need triton",
         converters.switch,
     )
     training: bool | None = option(
@@ -254,6 +260,7 @@ class Step:
         if not (isinstance(self.kwargs, dict) and all(isinstance(name, str) for name in self.kwargs)):
             raise UsageError(f"kwargs must be a dict of the model's keyword inputs, got {self.kwargs!r}")
         check_needs(self, backward=self.backward, optimizer=self.optimizer is not None)
+        check_enable_grad(self.enable_grad, self.backward)
         if self.optimizer is not None and self.optimizer_step is not None:
             both = f"{named('optimizer')} and {named('optimizer_step')}"
             raise UsageError(f"{both} exclude each other: each is the step that is measured")
@@ -261,11 +268,12 @@ class Step:
             raise UsageError(f"{named('steps')} {self.steps} needs a backward, got {named('backward=False')}")
 
     def check_inference_mode(self) -> None:
-        """UsageError: it has a backward, and torch.inference_mode() is on."""
+        """UsageError: it has a graph, and torch.inference_mode() is on."""
         import torch
 
-        if self.backward and torch.is_inference_mode_enabled():
-            raise UsageError(f"{named('backward')} must be False under torch.inference_mode(), got True")
+        name = "backward" if self.backward else "enable_grad"
+        if getattr(self, name) and torch.is_inference_mode_enabled():
+            raise UsageError(f"{named(name)} must be False under torch.inference_mode(), got True")
 
     @property
     def has_optimizer(self) -> bool:
@@ -289,7 +297,7 @@ class Step:
     @property
     def name(self) -> str:
         """The class of the module, or the name of the function."""
-        from memcheck.core.workload import module_called
+        from memcheck.core.tensors import module_called
 
         owner = module_called(self.model)
         return type(owner).__name__ if owner is not None else getattr(self.model, "__name__", repr(self.model))
@@ -297,8 +305,7 @@ class Step:
     @property
     def dtype(self) -> str | None:
         """The parameters' dtype, if they have one; else that of the inputs."""
-        from memcheck.core.tensors import dtype_name, tensors_in
-        from memcheck.core.workload import owner_of
+        from memcheck.core.tensors import dtype_name, owner_of, tensors_in
 
         for things in (owner_of(self.model), (self.inputs, self.kwargs)):
             dtypes = {dtype_name(tensor) for tensor in tensors_in(things) if tensor.is_floating_point()}
@@ -307,18 +314,11 @@ class Step:
         return None
 
 
+def check_enable_grad(enable_grad: bool, backward: bool) -> None:
+    """UsageError: it is asked for a step that has a backward, where gradients are enabled anyway."""
+    if enable_grad and backward:
+        raise UsageError(f"{named('enable_grad')} is for {named('backward=False')}: a backward has a graph anyway")
+
+
 # Options that only a measurement takes.
 MEASURED_ONLY = ("parameters", "optimizer_step")
-
-
-@dataclass(frozen=True)
-class Program:
-    """Steps of one model, one after another, of which the last is predicted. It begins with what the others left.
-
-    outputs_stay: what a step returned is alive until the next one has returned it. inputs_stay: the inputs of all steps
-    are alive from the start; else those of a step are made when it begins.
-    """
-
-    steps: Sequence[Step]
-    outputs_stay: bool = True
-    inputs_stay: bool = True

@@ -1,8 +1,9 @@
-"""Tensors in models and containers, their storages, and the backward's starting points."""
+"""Tensors in models and containers, their storages, the backward's starting points, and the module of a call."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
@@ -205,3 +206,16 @@ def overflow_as_out_of_memory() -> Iterator[None]:
         if "overflow" not in str(error):
             raise
         raise torch.OutOfMemoryError("a tensor of 2^63 bytes or more") from None
+
+
+def owner_of(model: Any) -> Any:
+    """What is called, or whose method is called: a module, or another object; for a function, the function."""
+    while isinstance(model, functools.partial):
+        model = model.func
+    return getattr(model, "__self__", model)
+
+
+def module_called(model: Any) -> torch.nn.Module | None:
+    """The module that is called, or whose method is called; None for any other callable."""
+    owner = owner_of(model)
+    return owner if isinstance(owner, torch.nn.Module) else None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from memcheck.core.record import Record
+from memcheck.core.script_record import Course, Origin, Point
 
 OTHER = "other"
 FREED = "freed, from before"
 LEFT = "left by the first step"
-# Names below this share of the highest sum are combined.
-SMALL = 0.01
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,7 @@ class Event:
     phase: str
 
 
+@dataclass
 class Timeline:
     """The allocations of a run over time. Events are numbered from 1; step 0 is before the first event.
 
@@ -67,10 +66,9 @@ class Timeline:
     record: the record of the run, whose bytes were counted independently.
     """
 
-    def __init__(self, blocks: list[Allocation], phases: list[tuple[str, int, int]], record: Record) -> None:
-        self.blocks = blocks
-        self.phases = phases
-        self.record = record
+    blocks: list[Allocation]
+    phases: list[tuple[str, int, int]]
+    record: Record
 
     @property
     def steps(self) -> list[int]:
@@ -85,41 +83,30 @@ class Timeline:
         return sorted(Event(index, size, block.name, self.phase_of(index)) for index, size, block in births + deaths)
 
     @cached_property
+    def course(self) -> Course:
+        """What was alive after each step, by Allocation.group and phase."""
+        places: dict[Origin, int] = {}
+        changes = [Counter[int]() for _ in self.steps]
+        for block in self.blocks:
+            place = places.setdefault(Origin(block.group, block.phase or "elsewhere"), len(places))
+            changes[block.born][place] += block.bytes
+            if block.died is not None:
+                changes[block.died][place] -= block.bytes
+        sizes, points = Counter[int](), list[Point]()
+        for step, change in enumerate(changes):
+            sizes.update(change)
+            points.append(Point(step, None, [(place, sizes[place]) for place in change]))
+        return Course(list(places), points)
+
+    @cached_property
     def alive(self) -> list[int]:
         """Bytes alive after each step."""
-        return self._sums(self.blocks)
+        return self.course.sums
 
     @cached_property
     def peak(self) -> dict[str, int]:
         """For each phase, the first step with the highest sum."""
         return {name: max(range(first, last + 1), key=self.alive.__getitem__) for name, first, last in self.phases}
-
-    @property
-    def series(self) -> dict[str, list[int]]:
-        """Bytes alive after each step, by name; see stacked()."""
-        return self.stacked()
-
-    def stacked(self, by: str = "name", top: int = 11) -> dict[str, list[int]]:
-        """Bytes alive after each step, by name in the order of allocation. They add up to `alive`; the rest is "other".
-
-        by: "name" combines the allocations of one operator, the inputs, the outputs and so on; "tensor" separates
-            them: "aten::bmm", "aten::bmm 2", ...
-        top: the number of names beside "other".
-        """
-        groups = self._grouped("group" if by == "name" else "name")
-        if by != "name":
-            groups = {
-                f"{name} {index}" if index > 1 else name: [block]
-                for name, blocks in groups.items()
-                for index, block in enumerate(blocks, 1)
-            }
-        sums = {name: self._sums(blocks) for name, blocks in groups.items()}
-        highest = {name: max(map(abs, levels)) for name, levels in sums.items()}
-        large = sorted(highest, key=lambda name: -highest[name])[:top]
-        named = {name for name in large if highest[name] >= SMALL * max(self.alive)}
-        rest = [block for name, blocks in groups.items() if name not in named for block in blocks]
-        series = {name: levels for name, levels in sums.items() if name in named}
-        return {**series, OTHER: self._sums(rest)} if rest or not series else series
 
     def alive_at_peak(self, phase: str, top: int = 10) -> list[dict[str, Any]]:
         """The blocks alive at the phase's peak, largest first, and the rest combined; they add up to the peak."""
@@ -145,17 +132,3 @@ class Timeline:
     def phase_of(self, event: int) -> str:
         """The name of the event's phase."""
         return next(name for name, _, last in self.phases if event <= last)
-
-    def _grouped(self, attribute: str) -> dict[str, list[Allocation]]:
-        groups: dict[str, list[Allocation]] = defaultdict(list)
-        for block in self.blocks:
-            groups[getattr(block, attribute)].append(block)
-        return groups
-
-    def _sums(self, blocks: list[Allocation]) -> list[int]:
-        changes = [0] * len(self.steps)
-        for block in blocks:
-            changes[block.born] += block.bytes
-            if block.died is not None:
-                changes[block.died] -= block.bytes
-        return list(itertools.accumulate(changes))

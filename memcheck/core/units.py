@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
 LONGEST_LIST = 10_000
+LINE_WIDTH, MOST_LINES = 120, 8  # Of what print() shows of a result.
 
 
 def parse_bytes(text: str) -> int:
@@ -88,6 +93,18 @@ def largest_first(sizes: Iterable[tuple[int, str]], most: int) -> list[tuple[int
     ordered = sorted(sizes, key=lambda entry: -entry[0])
     rest = ordered[most:]
     return [*ordered[:most], *([(sum(size for size, _ in rest), f"{len(rest)} more")] if rest else [])]
+
+
+def alive_words(sizes: Iterable[tuple[str, int]], most: int = 6) -> str:
+    """The largest of (name, bytes): "q 32 MiB, k 32 MiB, 7 more 1.5 MiB"."""
+    rows = largest_first(((size, name) for name, size in sizes), most)
+    return ", ".join(f"{name} {format_bytes(size)}" for size, name in rows)
+
+
+def few_lines(sentences: Iterable[str]) -> str:
+    """The sentences, wrapped, in at most eight lines: what print() shows of a result."""
+    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, LINE_WIDTH)]
+    return "\n".join(lines if len(lines) <= MOST_LINES else [*lines[: MOST_LINES - 1], "..."])
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -164,3 +181,16 @@ class Style:
     colour: str
     marker: Any
     dash: Any = "-"
+
+
+def highest(sums: npt.ArrayLike, most: int, kept: Iterable[int] = ()) -> list[int]:
+    """At most so many places and those to keep: of each group in a row that of the highest sum, and the last of all."""
+    import numpy as np
+
+    sizes = np.asarray(sums, np.int64)
+    if not len(sizes):
+        return sorted(kept)
+    few = -(-len(sizes) // most)
+    groups = np.append(sizes, np.full(-len(sizes) % few, sizes.min() - 1)).reshape(-1, few)
+    found = np.arange(len(groups)) * few + groups.argmax(axis=1)
+    return sorted({*found.tolist(), *kept, len(sizes) - 1})

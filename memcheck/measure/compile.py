@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from memcheck.core.errors import UnsupportedError
-from memcheck.core.workload import Operator
 from memcheck.measure.sdpa_backend import fused_backend
 
 T = TypeVar("T")
 
 
-def compiled(operator: Operator) -> Operator:
+def compiled(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, compiled at its first call for the shapes of that call."""
-    compiled: Operator = torch.compile(operator, dynamic=False)
+    compiled: Callable[..., Any] = torch.compile(operator, dynamic=False)
     return compiled
 
 

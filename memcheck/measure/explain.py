@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from memcheck.core.record import Doubt, Record
 from memcheck.core.timeline import Timeline
-from memcheck.core.units import format_bytes
-from memcheck.measure.allocation_events import NOWHERE
+from memcheck.core.units import format_bytes, highest
+from memcheck.measure.recorders import NOWHERE
 from memcheck.measure.run import MeasuredCall, MeasuredRun
 from memcheck.measure.timeline import recorded
 
@@ -19,7 +19,8 @@ def explain(record: Record, call: MeasuredCall, limit_bytes: int | None) -> None
     """Fills alive_at_peak, over_time and saved_tensors, in two passes, and adds a doubt if the passes disagree."""
     timeline, _ = recorded(call, limit_bytes)
     record.alive_at_peak = [row for phase in timeline.peak for row in timeline.alive_at_peak(phase, MOST_ROWS)]
-    record.over_time = {name: _highest_of(timeline.alive[first : last + 1]) for name, first, last in timeline.phases}
+    phases = {name: timeline.alive[first : last + 1] for name, first, last in timeline.phases}
+    record.over_time = {name: [sums[step] for step in highest(sums, MOST_STEPS)] for name, sums in phases.items()}
     record.doubts += _other_peaks(record, timeline)
     try:
         timeline, run = recorded(call, limit_bytes, hooks=True)
@@ -33,12 +34,6 @@ def explain(record: Record, call: MeasuredCall, limit_bytes: int | None) -> None
             for kept in run.saved_tensors
         ]
         record.doubts += _other_saved_bytes(record, timeline, run)
-
-
-def _highest_of(sizes: list[int]) -> list[int]:
-    """At most MOST_STEPS numbers: the highest of each group of neighbours."""
-    few = -(-len(sizes) // MOST_STEPS) or 1
-    return [max(sizes[first : first + few]) for first in range(0, len(sizes), few)]
 
 
 def _other_peaks(record: Record, timeline: Timeline) -> tuple[Doubt, ...]:

@@ -15,8 +15,8 @@ from memcheck.core.files import whole_file
 from memcheck.core.step import HERE, Place, Step
 from memcheck.core.timeline import Allocation, Timeline
 from memcheck.core.units import format_time
-from memcheck.measure.allocation_events import cuda_memory_history
 from memcheck.measure.measurement import timed_pass
+from memcheck.measure.recorders import cuda_memory_history
 from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around
 from memcheck.measure.timeline import recorded
 

@@ -33,7 +33,7 @@ class Machine:
         return {
             **_software(),
             "device": "cpu",
-            "device_name": proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+            "device_name": processor_name(),
             "device_total_bytes": memory_bytes("SC_PHYS_PAGES"),
             "device_free_bytes": free,
             "allocator": "memcheck tracking allocator",
@@ -140,6 +140,10 @@ def proc_field(path: str, name: str) -> str | None:
         return None
     lines = (line.partition(":") for line in Path(path).read_text(encoding="utf-8").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)
+
+
+def processor_name() -> str:
+    return proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def load() -> tuple[Doubt, ...]:

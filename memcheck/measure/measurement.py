@@ -21,8 +21,9 @@ from memcheck.core.units import format_time
 from memcheck.core.workload import Outputs
 from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain
+from memcheck.measure.gradients import gradients_aside
 from memcheck.measure.machine import load, machine_of
-from memcheck.measure.run import MeasuredCall, MeasuredRun, gradients_aside, range_around
+from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around
 
 # A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...
 WIDE = 0.20
@@ -202,9 +203,9 @@ def timed_pass(call: MeasuredCall) -> dict[str, float]:
         with range_around.get()(name):
             times[name] = call.machine.milliseconds(run)
 
-    with range_around.get()("pass"), call.arranged(), gradients_aside(call.leaves):
+    with range_around.get()("pass"), call.arranged(), gradients_aside([*call.given, *call.owned]):
         timed("forward", lambda: returned.append(call.forward()))
-        if roots := returned[0].roots:
+        if call.step.backward and (roots := returned[0].roots):
             gradients = gradients_for(roots, call.step.dense_grad)
             timed("backward", lambda: torch.autograd.backward(roots, gradients))
             if call.optimizer_step is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -30,14 +31,24 @@ from memcheck.core.tensors import (
     StorageWeakRef,
     attributes_of,
     gradients_for,
+    module_called,
     named_tensors_in,
+    owner_of,
     resolve_device,
     storages_alive,
     storages_of,
     tensors_in,
     with_data,
 )
-from memcheck.core.workload import ForwardOptions, Left, NamedTensors, Outputs, module_called, owner_of, why_no_backward
+from memcheck.core.workload import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
+from memcheck.measure.gradients import (
+    Aside,
+    clear_gradients,
+    gradients_aside,
+    gradients_of,
+    leaves_below,
+    let_go_of_failed_backward,
+)
 from memcheck.measure.machine import machine_of
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
@@ -77,8 +88,8 @@ class MeasuredCall:
         self.named_owned = self.named_owned_now()
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
-        self.named_leaves = _leaves(self.named_given, self.named_owned, step.backward)
-        self.leaves = [tensor for _, tensor in self.named_leaves]
+        _check_inputs(self.given, step.backward)
+        self._reached: list[weakref.ref[torch.Tensor]] = []
         self.device = resolve_device(device.kind if isinstance(device, Device) else device, [*self.given, *self.owned])
         # Bytes that the first step left alive: caches, or the state of an optimizer that was not given.
         self.unseen_bytes = 0
@@ -86,12 +97,35 @@ class MeasuredCall:
 
     def forward(self) -> Outputs:
         """Runs the callable once, and its loss, and returns what stays alive until the step ends."""
-        with torch.set_grad_enabled(self.step.backward):
+        with torch.set_grad_enabled(self.step.backward or self.step.enable_grad):
             return self.forward_options.run(self.device.type, self._function)
 
     def arranged(self) -> AbstractContextManager[None]:
         """Inside, the module has the checkpoints and is in the mode that the step asks for."""
         return arranged(self.step.model, self.step.checkpointing, self.step.training)
+
+    @property
+    def named_leaves(self) -> NamedTensors:
+        """The tensors whose .grad a backward fills: also inputs that began to require grad in the forward."""
+        named = [*self.named_given, *self.named_owned]
+        return [(name, tensor) for name, tensor in named if tensor.requires_grad and tensor.is_leaf]
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Those of named_leaves, and what else the backward reaches, such as a closure's weights."""
+        return [*(tensor for _, tensor in self.named_leaves), *self.reached]
+
+    @property
+    def reached(self) -> list[torch.Tensor]:
+        """Leaves that note_reached found, as far as they are alive."""
+        return [tensor for found in self._reached if (tensor := found()) is not None]
+
+    def note_reached(self, roots: list[torch.Tensor], aside: Aside) -> None:
+        """Finds the leaves that a backward from the roots reaches, and puts their gradients aside."""
+        known = set(map(id, self.leaves))
+        new = [leaf for leaf in leaves_below(roots) if id(leaf) not in known]
+        aside.put(new)
+        self._reached += map(weakref.ref, new)
 
     def named_owned_now(self) -> NamedTensors:
         """The tensors that the callable owns. A forward may replace buffers by new ones."""
@@ -122,11 +156,19 @@ class MeasuredRun:
 
     hooks: also record the tensors that autograd's hooks see. Hooks can change what is alive, and torch.func.grad
         refuses to run under any, so figures come from runs without them.
-    phase: a context entered around the forward and the backward.
+    phase: a context entered around the forward, the backward and the optimizer's step.
+    earlier: the same for those of the passes before.
+    beside_bytes: of tensors from before, besides the call's, that count in the peaks, too.
     """
 
     def __init__(
-        self, call: MeasuredCall, limit_bytes: int | None = None, hooks: bool = False, phase: Phase | None = None
+        self,
+        call: MeasuredCall,
+        limit_bytes: int | None = None,
+        hooks: bool = False,
+        phase: Phase | None = None,
+        earlier: Phase = nullcontext,
+        beside_bytes: int = 0,
     ) -> None:
         self.call = call
         self.machine = call.machine
@@ -134,12 +176,12 @@ class MeasuredRun:
             limit_bytes = max(limit_bytes - call.unseen_bytes, 1)
         held = (call.given, call.owned, call.state)
         self.memory = MemoryTracker(*held, device=call.device, memory_limit=limit_bytes, saved=hooks)
-        self._held_bytes = self.memory.held_bytes + call.unseen_bytes
+        self._held_bytes = self.memory.held_bytes + call.unseen_bytes + beside_bytes
         self._left_bytes = 0  # By the first step.
         self._older: set[StorageWeakRef] = set()
         self._left_gradients: Storages = {}
         self.hooks = hooks
-        self.phase = phase or range_around.get()
+        self.phase, self.earlier = phase or range_around.get(), earlier
         self.returned = Outputs(Left(), [], [], None)  # Stays alive until the step ends.
         self.output_gradients: list[torch.Tensor] = []
         self.saved_by_hooks: int | None = None  # saved_bytes as the hooks count it.
@@ -165,10 +207,15 @@ class MeasuredRun:
         self.machine.drop_library_workspaces()
         # Attributes that the forward replaces stay: their release would count if an earlier measurement saw them made.
         attributes = list(attributes_of(self.call.owners))
-        with self.call.arranged(), collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
+        with (
+            self.call.arranged(),
+            collector_at_rest(),
+            gradients_aside([*self.call.given, *self.call.owned]) as self._aside,
+            self.memory,
+        ):
             self._older = set(map(StorageWeakRef, storages_alive(self.call.device)))
             if self._before() and self._attempt("forward", self._forward):
-                if not self.returned.roots:
+                if not (self.call.step.backward and self.returned.roots):
                     self.record.doubts += self._why_no_backward()
                 elif self._attempt("backward", self._backward):
                     self._let_go_of_output_gradients()
@@ -190,7 +237,7 @@ class MeasuredRun:
         if first_step:
             if (ran := self._pass(call.optimizer_step)) is not True:
                 return ran is None
-            _clear_gradients(call)
+            clear_gradients(call.leaves, call.given, call.step)
         for _ in range(call.step.accumulate - 1):
             if (ran := self._pass()) is not True:
                 return ran is None
@@ -204,14 +251,15 @@ class MeasuredRun:
         False if out of memory; None if there is nothing to run a backward from.
         """
         returned: list[Outputs] = []  # Alive until the pass ends.
-        if not self._attempt("forward", lambda: returned.append(self.call.forward()), nullcontext):
+        if not self._attempt("forward", lambda: returned.append(self.call.forward()), self.earlier):
             return False
+        self.call.note_reached(returned[0].roots, self._aside)
         if not (roots := returned[0].roots):
             return None
         backward = functools.partial(torch.autograd.backward, roots, retain_graph=self.call.step.retain_graph)
-        if not self._attempt("backward", lambda: backward(self._gradients_for(roots)), nullcontext):
+        if not self._attempt("backward", lambda: backward(self._gradients_for(roots)), self.earlier):
             return False
-        return optimizer_step is None or self._attempt("optimizer", optimizer_step, nullcontext)
+        return optimizer_step is None or self._attempt("optimizer", optimizer_step, self.earlier)
 
     def _gradients_for(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
         return gradients_for(roots, self.call.step.dense_grad)
@@ -221,7 +269,7 @@ class MeasuredRun:
         call = self.call
         self.machine.drop_library_workspaces()
         self._left_bytes = self.memory.current_bytes
-        self._left_gradients = storages_of(_gradients_of(call.leaves), call.device)
+        self._left_gradients = storages_of(gradients_of(call.leaves), call.device)
         seen = sum(storages_of(call.state, call.device).values()) - state_bytes
         call.unseen_bytes += self._left_bytes - sum(self._left_gradients.values()) - seen
         self.memory.reset_peak()
@@ -243,7 +291,7 @@ class MeasuredRun:
         if self.memory.refusal is not None:
             self.record.oom_requested_bytes, self.record.oom_in_use_bytes = self.memory.refusal
         if phase == "backward":
-            _let_go_of_failed_backward(self.call.device)
+            let_go_of_failed_backward(self.call.device)
         return False
 
     def _forward(self) -> None:
@@ -253,6 +301,7 @@ class MeasuredRun:
         younger = {StorageWeakRef(storage): storage.nbytes() for storage in young}
         before = {*self._older, *held, *younger}
         self.returned = self.call.forward()
+        self.call.note_reached(self.returned.roots, self._aside)
         returned = [tensor for _, tensor in with_data(self.named_outputs)]
         record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
@@ -271,7 +320,7 @@ class MeasuredRun:
         record.output_bytes = sum(outputs.values())
         parts = (record.library_workspace_bytes or 0, record.output_bytes, renewed_bytes)
         # Gradients of a backward within the forward are part of saved_bytes.
-        self._left_gradients |= storages_of(_gradients_of(self.call.leaves), device)
+        self._left_gradients |= storages_of(gradients_of(self.call.leaves), device)
         record.saved_bytes = max(0, alive + gone_bytes - sum(parts))
         self._left_bytes += renewed_bytes - gone_bytes
         if self.hooks:
@@ -286,7 +335,7 @@ class MeasuredRun:
     def _backward(self) -> None:
         record, memory, roots = self.record, self.memory, self.returned.roots
         memory.reset_peak()
-        record.backward_from = self.returned.words
+        record.backward_from = self.returned.start
         self.output_gradients = self._gradients_for(roots)
         incoming = storages_of(self.output_gradients, self.call.device)
         torch.autograd.backward(roots, self.output_gradients, retain_graph=self.call.step.retain_graph)
@@ -294,7 +343,7 @@ class MeasuredRun:
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         record.backward_end_allocated_bytes = self._allocated_bytes()
         library_bytes = self.machine.drop_library_workspaces()
-        gradients = storages_of(_gradients_of(self.call.leaves), self.call.device)
+        gradients = storages_of(gradients_of(self.call.leaves), self.call.device)
         record.gradient_bytes = sum(gradients.values())
         # A union, because a gradient may be the same tensor as an output's gradient.
         appeared = {key: size for key, size in (gradients | incoming).items() if key not in self._left_gradients}
@@ -344,53 +393,6 @@ NO_STATE = Doubt(
 )
 
 
-def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-def _clear_gradients(call: MeasuredCall) -> None:
-    """Clears gradients as zero_grad does; those of inputs are dropped, because the next inputs are others.
-
-    If the step itself set all gradients to zero in place, they stay.
-    """
-    gradients = _gradients_of(call.leaves)
-    if not any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in gradients):
-        return
-    if call.step.set_to_none:
-        _drop_gradients(call.leaves)
-        return
-    _drop_gradients(call.given)
-    for gradient in _gradients_of(call.leaves):
-        gradient.zero_()
-
-
-def _drop_gradients(tensors: list[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.is_leaf:
-            tensor.grad = None
-
-
-def _let_go_of_failed_backward(device: torch.device) -> None:
-    """Runs a small backward, which frees what a failed one left in autograd's queue.
-
-    Otherwise the queue's gradients would be part of the next measurement.
-    """
-    torch.ones((), device=device, requires_grad=True).clone().backward()
-
-
-@contextmanager
-def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, the leaves have no .grad; afterwards they have their own again."""
-    gradients = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        yield
-    finally:
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            leaf.grad = gradient
-
-
 def _arguments(fn: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments by the names in the signature (of a module's forward); those without a name by number, from 0."""
     try:
@@ -434,9 +436,7 @@ def _named_parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, thing
 
 
-def _leaves(given: NamedTensors, owned: NamedTensors, backward: bool) -> NamedTensors:
-    """The tensors whose .grad a backward fills."""
-    for _, tensor in given:
+def _check_inputs(given: list[torch.Tensor], backward: bool) -> None:
+    for tensor in given:
         if backward and tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(f"inputs must be leaves, or backward runs on through their history: got {tensor.grad_fn}")
-    return [(name, tensor) for name, tensor in [*given, *owned] if tensor.requires_grad and tensor.is_leaf]

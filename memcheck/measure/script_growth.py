@@ -15,7 +15,7 @@ from memcheck.core.script_record import Growth, Origin, StepEnd
 from memcheck.measure.machine import proc_field
 
 if TYPE_CHECKING:
-    from memcheck.measure.script_recorders import Recorder
+    from memcheck.measure.recorders import Recorder
 
 T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
@@ -28,17 +28,19 @@ LEAST_BYTES_PER_STEP, MOST_STEPS_TO_DOUBLE = 4096, 100_000
 LEAST_PROCESS_BYTES = 16 * 2**20
 
 
-def growing_places(sizes: Ints, blocks: Ints) -> npt.NDArray[np.bool_]:
+def growing_places(sizes: Ints, blocks: Ints, inputs: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
     """The places whose memory grows from sample to sample, of arrays (samples, places) of bytes and of blocks.
 
     Each sample has as many blocks as the one before, and three in four and the last have more. Blocks that are as many
-    throughout may differ in size with the batch: only if each of eight samples has more bytes, they grow.
+    throughout may differ in size with the batch: only if each of eight samples has more bytes, they grow, unless the
+    inputs of the modules do so as well.
     """
     if len(sizes) < LEAST_SAMPLES:
         return np.zeros(sizes.shape[1], np.bool_)
     change, more = np.diff(sizes, axis=0), np.diff(blocks, axis=0)
     by_blocks = (more >= 0).all(axis=0) & (more[-1] > 0) & ((more > 0).mean(axis=0) >= GROWING_SHARE)
-    by_size = (change > 0).all(axis=0) & (len(sizes) >= MOST_SAMPLES)
+    longer = len(inputs) > 0 and bool((np.diff(inputs) > 0).all())
+    by_size = (change > 0).all(axis=0) & (len(sizes) >= MOST_SAMPLES) & (not longer)
     return (by_blocks & (sizes[-1] > sizes[0])) | by_size
 
 
@@ -47,6 +49,7 @@ class Sample(NamedTuple):
     process_bytes: int | None  # The resident memory of the process.
     cpu_bytes: int  # Of tensors on the CPU.
     counts: bytes  # See PeakLedger.counts().
+    input_size: int = 0  # Numbers in the inputs of the outermost module in its last call.
 
 
 class StepSamples:
@@ -54,8 +57,11 @@ class StepSamples:
 
     MOST = 32
 
-    def __init__(self, recorder: Recorder, cpu_bytes: Callable[[], int], warm_up: int) -> None:
+    def __init__(
+        self, recorder: Recorder, cpu_bytes: Callable[[], int], warm_up: int, input_size: Callable[[], int] = int
+    ) -> None:
         """warm_up: the number of first steps that have no sample."""
+        self._input_size = input_size
         self.samples: list[Sample] = []
         self._recorder, self._cpu_bytes, self._warm_up = recorder, cpu_bytes, warm_up
         self.steps, self._every = 0, 1
@@ -71,18 +77,36 @@ class StepSamples:
             self.samples = [sample for sample in self.samples if sample.step % self._every == 0]
         if self.steps > self._warm_up and self.steps % self._every == 0:
             counts = self._recorder.counts()
-            self.samples.append(Sample(self.steps, resident_bytes(), self._cpu_bytes(), counts))
+            now = Sample(self.steps, resident_bytes(), self._cpu_bytes(), counts, self._input_size())
+            self.samples.append(now)
 
     def growing(self, peak_bytes: int, places: Sequence[Origin]) -> list[Growth]:
-        """The lines and modules whose bytes grow, largest first. places: of the recorder's sites."""
-        if not self.are_enough:
+        """The lines and modules whose bytes grow, largest first: over all samples, else over the last half or quarter.
+
+        places: of the recorder's sites.
+        """
+        for first in (0, len(self.samples) // 2, 3 * len(self.samples) // 4):
+            if found := self._growing_since(first, peak_bytes, places):
+                return found
+        return []
+
+    def _growing_since(self, first: int, peak_bytes: int, places: Sequence[Origin]) -> list[Growth]:
+        """What grows from that sample on, and had no more before: what is emptied in each epoch has."""
+        samples = spread(self.samples[first:])
+        if len(samples) < LEAST_SAMPLES:
             return []
-        samples = spread(self.samples)
+        highest = np.zeros((1 + first, len(places)), np.int64)
+        for row, sample in zip(highest, self.samples[:first], strict=False):
+            row[: len(sample.counts) // 16] = counts_of(sample)[:, 0]
         counts = np.zeros((len(samples), len(places), 2), np.int64)
         for row, sample in zip(counts, samples, strict=True):
             row[: len(sample.counts) // 16] = counts_of(sample)
         sizes, blocks = counts[:, :, 0], counts[:, :, 1]
-        grows = growing_places(sizes, blocks)
+        grows = growing_places(sizes, blocks, [sample.input_size for sample in samples])
+        grows &= highest.max(axis=0) <= sizes[0]
+        if first:  # From where it begins.
+            begin = int((np.diff(sizes[:, grows].sum(axis=1)) > 0).argmax())
+            samples, sizes, blocks = samples[begin:], sizes[begin:], blocks[begin:]
         grown = np.where(grows, sizes[-1] - sizes[0], 0)
         if rise(sizes.sum(axis=1)) < rise(sizes[:, grows].sum(axis=1)) / 2:
             return []  # What some places have more, others have less.
@@ -98,6 +122,7 @@ class StepSamples:
                 int(grown[members].sum()) // steps,
                 float((blocks[-1] - blocks[0])[members].sum()) / steps,
                 int(sizes[-1][members].sum()),
+                samples[0].step if first else None,
             )
             for members in together.values()
             if grown[members].sum() >= grown.sum() / 100

@@ -9,7 +9,7 @@ import numpy as np
 from memcheck.core.script_record import Line
 
 if TYPE_CHECKING:
-    from memcheck.measure.script_recorders import Recorder
+    from memcheck.measure.recorders import Recorder
 
 
 class Now(NamedTuple):

@@ -11,10 +11,8 @@ import os
 import signal
 import sys
 import threading
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
 
 from memcheck.core.script_record import (
     KINDS,
@@ -37,232 +33,27 @@ from memcheck.core.script_record import (
     Refused,
     ScriptRecord,
 )
-from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
-from memcheck.measure.allocation_events import allocated_by
-from memcheck.measure.script_growth import StepSamples, resident_bytes
-from memcheck.measure.script_now import LargestLine, Now
-from memcheck.measure.script_recorders import (
-    BUFFER,
+from memcheck.measure.modules import ModuleWatch
+from memcheck.measure.recorders import (
     LEAST_BYTES,
-    OPTIMIZER_STATE,
-    PARAMETER,
-    ByIdentity,
-    CpuRecorder,
     CudaRecorder,
-    Interner,
-    Mark,
     Recorder,
+    allocated_by,
+    open_recorder,
 )
+from memcheck.measure.script_children import Children
+from memcheck.measure.script_growth import resident_bytes
+from memcheck.measure.script_now import LargestLine, Now
 from memcheck.measure.tracker import MemoryTracker
 
 MEMCHECK = Path(__file__).parents[1]
-# Modules that only wrap another one, by the name under which they hold it.
-WRAPPED = ("_orig_mod", "module")
-
-
-class ModuleWatch:
-    """Tells a recorder which module's forward runs, which optimizer steps, and what parameters and states are.
-
-    A step of the script is one of the optimizer that steps most often, as there may be one for each network or
-    parameter; in a script that makes hardly any, it is a call of the outermost module with the most parameters.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        device: torch.device,
-        cpu_bytes: Callable[[], int],
-        end_step: Callable[[int], None],
-    ) -> None:
-        """end_step: is called at the end of each step of the optimizer that steps most often, with its number."""
-        self._end_counted = end_step
-        self.names = Interner(None)
-        self._sampled = lambda warm_up: StepSamples(recorder, cpu_bytes, warm_up)
-        self._steps, self._calls = self._sampled(1), self._sampled(2)
-        self._stepping: Any = nothing  # References.
-        self._stepped: Any = nothing
-        self._called: Any = nothing
-        self._name_of_called = ""
-        self._recorder = recorder
-        self._device = device
-        self._numbers = ByIdentity()  # Module -> number of its name.
-        self._named = ByIdentity()  # Outermost module -> address of its first parameter when it was named.
-        self._weights = ByIdentity()  # Outermost module -> number of its parameters.
-        self._states = ByIdentity()  # Optimizer -> size of its state when it was marked.
-        self._own = threading.local()
-        self._hooks = ExitStack()
-
-    def open(self) -> None:
-        # torch.compile warns of hooks, which do nothing in what it compiles.
-        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
-        self._hooks.callback(forget_filter, warnings.filters[0])
-        for handle in (
-            module_hooks.register_module_parameter_registration_hook(self._register(PARAMETER)),
-            module_hooks.register_module_buffer_registration_hook(self._register(BUFFER)),
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, always_call=True),
-            optimizer_hooks.register_optimizer_step_pre_hook(self._begin_step),
-            optimizer_hooks.register_optimizer_step_post_hook(self._end_step),
-        ):
-            self._hooks.callback(handle.remove)
-
-    def close(self) -> None:
-        self._hooks.close()
-
-    def _register(self, kind: int) -> Callable[..., None]:
-        def register(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
-            if not torch.compiler.is_compiling():
-                number = self.names.of(type(module).__name__)
-                self._recorder.mark(Mark(address, kind, number) for address in self._addresses(tensor))
-
-        return register
-
-    def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
-        # Compiled code has no modules, and a call out of it would break its graph.
-        if torch.compiler.is_compiling():
-            return
-        outer = self._own.__dict__.setdefault("modules", [])
-        if not outer:
-            self._name_modules(module)
-            self._begin_call(module)
-        number = self._numbers.get(module)
-        if number is None:
-            number = self.names.of(type(module).__name__)
-            self._numbers.set(module, number)
-        outer.append(self._recorder.set_module(number))
-
-    def _leave(self, _module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if not torch.compiler.is_compiling() and self._own.modules:
-            self._recorder.set_module(self._own.modules.pop())
-
-    def _name_modules(self, root: torch.nn.Module) -> None:
-        """Names the modules of the outermost one, and its parameters and buffers; again if they have moved.
-
-        A module that had a name inside of another one keeps it: checkpoints run layers alone, in the backward.
-        """
-        held = inside(root)
-        parameters = [each for _, module in modules_in(held) for each in module._parameters.values()]
-        first = next((address for each in parameters for address in self._addresses(each)), 0)
-        if self._named.get(root) == first:
-            return
-        self._named.set(root, first)
-        self._weights.set(root, len(parameters))
-        marks: list[Mark] = []
-        own_name = self.names.things[self._numbers.get(held) or 0] or type(held).__name__
-        for path, module in modules_in(held, own_name):
-            number = self.names.of(path)
-            self._numbers.set(module, number)
-            for kind, tensors in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):
-                addresses = [address for tensor in tensors.values() for address in self._addresses(tensor)]
-                marks += [Mark(address, kind, number) for address in addresses]
-        self._recorder.mark(marks)
-
-    def _begin_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if self._states.get(optimizer) is None:
-            self._states.set(optimizer, 0)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._recorder.mark(Mark(address, PARAMETER) for each in parameters for address in self._addresses(each))
-        self._recorder.begin_step()
-
-    def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._recorder.end_step()
-        size = sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
-        if size != self._states.get(optimizer):
-            self._states.set(optimizer, size)
-            self._recorder.mark(
-                Mark(address, OPTIMIZER_STATE, like=next(self._addresses(parameter), 0))
-                for parameter, state in optimizer.state.items()
-                for tensor in tensors_in(state)
-                for address in self._addresses(tensor)
-            )
-        self._count_step(optimizer)
-
-    @property
-    def samples(self) -> tuple[StepSamples, str]:
-        """The samples at the ends of steps, and what a step is."""
-        if self._steps.are_enough or not self._name_of_called:
-            return self._steps, "step"
-        return self._calls, f"call of {self._name_of_called}"
-
-    @property
-    def progress(self) -> tuple[str, int]:
-        """What a step is, and the number of them so far."""
-        is_called = self._name_of_called and not self._steps.steps
-        return (f"call of {self._name_of_called}", self._calls.steps) if is_called else ("step", self._steps.steps)
-
-    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
-        counted = self._stepping()
-        if optimizer is not counted:
-            again, self._stepped = self._stepped() is optimizer, weakref.ref(optimizer)
-            if counted is not None and not again:
-                return
-            self._stepping = self._stepped
-            if counted is not None:
-                self._steps = self._sampled(1)
-        self._stepped = self._stepping
-        self._steps.end_step()
-        self._end_counted(self._steps.steps)
-
-    def _begin_call(self, root: torch.nn.Module) -> None:
-        """A call begins where the one before has ended, with what the script keeps of it."""
-        if self._steps.are_enough:
-            return
-        counted = self._called()
-        if root is not counted:
-            weight = self._weights.get(root) or 0
-            if counted is not None and weight <= (self._weights.get(counted) or 0):
-                return
-            self._called, self._name_of_called = weakref.ref(root), type(inside(root)).__name__
-            if counted is not None:
-                self._calls = self._sampled(2)
-        self._calls.end_step()
-
-    def _addresses(self, tensor: Any) -> Iterator[int]:
-        """The addresses of the tensor's storages on the device."""
-        with suppress(RuntimeError, ValueError, NotImplementedError):  # Without data, as on meta.
-            for storage in storages_in(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if storage.device.type == self._device.type and storage.data_ptr():
-                    yield storage.data_ptr()
-
-
-def nothing() -> None:
-    """A reference to an object that is gone."""
-
-
-def forget_filter(entry: Any) -> None:
-    with suppress(ValueError):
-        warnings.filters.remove(entry)  # type: ignore[attr-defined]
-
-
-def modules_in(
-    module: torch.nn.Module, path: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module once, with its path. Unlike named_modules(), it takes modules that have no hash."""
-    seen = set() if seen is None else seen
-    if id(module) not in seen:
-        seen.add(id(module))
-        yield path, module
-        for name, child in module._modules.items():
-            if child is not None:
-                yield from modules_in(child, f"{path}.{name}", seen)
-
-
-def inside(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that torch.compile or a data-parallel wrapper holds; any other module is itself."""
-    for name in WRAPPED if type(module).__module__.startswith("torch.") else ():
-        if isinstance(held := module._modules.get(name), torch.nn.Module) and len(module._modules) == 1:
-            return inside(held)
-    return module
 
 
 class ScriptWatch:
     """Tracks and records between `with` and its end. Call record() after the block.
 
+    all_devices: of GPUs, the record is of the one where memory ran out at last, else of that with the highest peak.
     after_step: of a GPU, is called at the end of each step of the optimizer that steps most often, with its number, the
         number of steps of all optimizers, and what CudaRecorder.allocated() returns.
     """
@@ -273,28 +64,27 @@ class ScriptWatch:
         limit_bytes: int | None = None,
         *,
         keep_history: bool = False,
+        all_devices: bool = False,
         after_step: Callable[[int, int, tuple[int, ...]], None] | None = None,
     ) -> None:
         self.device = device
-        self._keep_history = keep_history
+        self._how = {"keep_history": keep_history, "all_devices": all_devices}
         self._after_step = after_step
         self.tracker = MemoryTracker(device=device, memory_limit=limit_bytes, saved=False)
         self._limit_bytes = limit_bytes
         self._largest_line: LargestLine | None = None
-        self._other_peaks: dict[str, int] = {}
-        self._left_bytes, self._seconds = 0, 0.0
+        self._peaks: dict[str, int] = {}
+        self._seconds = 0.0
 
     def __enter__(self) -> ScriptWatch:
         self.tracker.__enter__()
-        self._recorder: Recorder = (
-            CudaRecorder(self.device.index, keep_history=self._keep_history)
-            if self.device.type == "cuda"
-            else CpuRecorder()
-        )
+        self._recorder = open_recorder(self.device, **self._how)
         self._modules = ModuleWatch(
             self._recorder, self.device, lambda: self.tracker.by_device["cpu"].current_bytes, self._end_step
         )
         self._modules.open()
+        self._children = Children()
+        self._children.open()
         self._process_bytes = resident_bytes()
         self._largest_line = LargestLine(self._recorder)
         return self
@@ -303,18 +93,30 @@ class ScriptWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._largest_line = None
+        self._children.close()
         self._modules.close()
-        samples = self._modules.samples[0]
+        samples = self._modules.samples[0][0]
         highest, end = resident_bytes("VmHWM"), resident_bytes()
         if highest is not None and end is not None:
             highest = max(highest, end)  # Linux updates its highest later.
         self._process = Process(self._process_bytes, highest, end, samples.process_growth())
         self._recorder.close()
         self._seconds = self._recorder.ledger.seconds
-        self._left_bytes = self._recorder.ledger.level
-        peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
-        self._other_peaks = {name: peak for name, peak in peaks.items() if peak and name != str(self.device)}
+        self._peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
         self.tracker.__exit__(kind, error, traceback)
+
+    def _largest(self) -> tuple[torch.device, Any, dict[int, int]]:
+        """The device of the record, its ledger, and what the allocators of devices reserved."""
+        recorder = self._recorder
+        if not isinstance(recorder, CudaRecorder):
+            return self.device, recorder.ledger, {}
+
+        def rank(index: int) -> tuple[int, int, bool]:
+            ledger = recorder.ledgers[index]
+            return ledger.last_refusal()[0][1] if ledger.refusals else 0, ledger.peak()[0], index == self.device.index
+
+        index = max(recorder.ledgers, key=rank)
+        return torch.device("cuda", index), recorder.ledgers[index], recorder.reserved_by_device
 
     def _end_step(self, step: int) -> None:
         if self._after_step is not None and isinstance(self._recorder, CudaRecorder):
@@ -332,24 +134,32 @@ class ScriptWatch:
         return self._recorder.snapshot
 
     def record(self, command: Sequence[str], exit_code: int, error: BaseException | None) -> ScriptRecord:
-        ledger, naming = self._recorder.ledger, _Naming(self._recorder, self._modules.names.things)
+        device, ledger, reserved = self._largest()
+        name, naming = str(device), _Naming(self._recorder, self._modules.names.things)
         peak = naming.moment(ledger.peak())
-        samples, step_name = self._modules.samples
+        places = [naming.place(*site) for site in self._recorder.ledger.sites()]
+        found = [(each.growing(peak.bytes, places), each, name) for each, name in self._modules.samples]
+        growing, samples, step_name = next((each for each in found if each[0]), found[0])
         doubts = []
-        if peak.bytes != self.tracker.peak_bytes:
-            doubts = [f"the recorder's peak is {peak.bytes:,} bytes and the tracker's {self.tracker.peak_bytes:,}"]
+        if peak.bytes != (tracked := self._peaks.get(name, 0)):
+            doubts = [f"the recorder's peak is {peak.bytes:,} bytes and the tracker's {tracked:,}"]
         return ScriptRecord(
             command=list(command),
-            device=str(self.device),
+            device=name,
             limit_bytes=self._limit_bytes,
             peak=peak,
             alive=naming.alive(ledger.alive_at_peak()),
             phase_peaks=dict(zip(PHASES, ledger.phase_peaks(), strict=True)),
-            left_bytes=self._left_bytes,
-            other_peaks=self._other_peaks,
+            left_bytes=ledger.level,
+            other_peaks={other: peak for other, peak in self._peaks.items() if peak and other != name},
+            other_reserved={
+                f"cuda:{index}": size for index, size in reserved.items() if size and index != device.index
+            },
             events=ledger.events,
             steps=ledger.steps,
-            growing=samples.growing(peak.bytes, [naming.place(*site) for site in ledger.sites()]),
+            growing=growing,
+            children=self._children.started,
+            children_bytes=self._children.most_bytes,
             process=self._process,
             step_name=step_name,
             step_ends=samples.ends(),
@@ -357,9 +167,9 @@ class ScriptWatch:
             seconds=self._seconds,
             refusals=ledger.refusals,
             refused=[Refused(naming.place(*site), count) for site, count in self._recorder.refused.items()],
-            reserved_bytes=self._recorder.reserved_bytes,
+            reserved_bytes=reserved.get(device.index),
             refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,
-            least_bytes=LEAST_BYTES if self.device.type == "cpu" else 0,
+            least_bytes=LEAST_BYTES if device.type == "cpu" else 0,
             exit_code=exit_code,
             error=None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": "),
             ran_out=isinstance(error, torch.OutOfMemoryError),

@@ -14,7 +14,7 @@ from memcheck.core.arguments import takes_step
 from memcheck.core.step import HERE, Place, Step
 from memcheck.core.tensors import StorageWeakRef, dtype_name, storages_on
 from memcheck.core.timeline import FREED, LEFT, Allocation, Timeline
-from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
+from memcheck.measure.recorders import AllocationEvent, Recorder, allocated_by, open_recorder
 from memcheck.measure.run import MeasuredCall, MeasuredRun, NamedTensors, range_around
 
 
@@ -51,14 +51,14 @@ class _Watch:
     def __init__(self, call: MeasuredCall) -> None:
         self.call = call
         self.phases: list[tuple[str, int, int]] = []
-        self._recorder: AllocationRecorder | None = None
+        self._recorder: Recorder | None = None
         self._roles: list[_Role] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         # The allocator is installed only once the run's tracker is open.
         if self._recorder is None:
-            self._recorder = open_recorder(self.call.device)
+            self._recorder = open_recorder(self.call.device, keep_history=True)
         first = self.phases[-1][2] if self.phases else 0
         try:
             with range_around.get()(name):
@@ -70,7 +70,10 @@ class _Watch:
             self.phases.append((name, first, self._recorder.count()))
 
     def close(self) -> list[AllocationEvent]:
-        return [] if self._recorder is None else self._recorder.close()
+        if self._recorder is None:
+            return []
+        self._recorder.close()
+        return self._recorder.events()
 
     def blocks_of(self, events: list[AllocationEvent]) -> list[Allocation]:
         last = self.phases[-1][2] if self.phases else 0  # Later events belong to the run's cleanup.

@@ -432,11 +432,12 @@ def track(
     Bytes are those requested. Trackers nest. All threads count, but for saved_bytes only the thread that opened the
     tracker. The figures stay readable after the block. On CUDA torch.cuda's own peak statistics are reset.
 
-    On the CPU, all memory counts that torch's CPU allocator hands out while any tracker is open. These do not count:
-    NumPy's memory and tensors that share it (torch.from_numpy, torch.frombuffer); files mapped into memory
-    (torch.load(mmap=True), torch.from_file); pinned memory; what MKL and oneDNN allocate themselves. A tensor no
-    longer counts after share_memory_() has moved it. Freeing, growing (resize_) or emptying a storage that was made
-    while no tracker was open changes nothing.
+    On the CPU, every byte counts that torch allocates for tensors and storages while any tracker is open, whoever asks:
+    operators, copy.deepcopy, pickle, torch.UntypedStorage. These do not count: NumPy's memory and tensors that share it
+    (torch.from_numpy, torch.frombuffer); files mapped into memory (torch.load(mmap=True), torch.from_file); pinned
+    memory; what MKL and oneDNN allocate themselves. A tensor no longer counts after share_memory_() has moved it.
+    Freeing or emptying a storage that was made while no tracker was open changes nothing; what it gets when it grows
+    (resize_) counts.
 
     A tracker must be opened around a compiled function. Inside one, torch.compile breaks the graph, and with
     fullgraph=True raises.

@@ -176,7 +176,11 @@ class CompressedSelfAttention(HeadedSelfAttention):
         """Arguments of both operators."""
         options = {"factor": self.factor, "causal": self.causal, "strict": self.strict}
         options |= {} if self.window is None else {"window": self.window}
-        return {**options, "scale": self.scale, "sink": self.sink}
+        return {**options, "scale": self.scale, "sink": self.score_of_sink()}
+
+    def score_of_sink(self) -> Tensor | None:
+        """The sink in float32, or in float64, as the operators take it."""
+        return None if self.sink is None else self.sink.to(torch.promote_types(self.sink.dtype, torch.float32))
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D). Means are of whole blocks only, for `step`."""
@@ -223,7 +227,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         if self.window is not None and (continued or sequences):
             blocks = Blocks(self.factor, self.window, self.compress)
             options = {"causal": True, "strict": self.strict, "scale": self.scale, "return_lse": False}
-            y, after = go_on(name, (q, k, v), self.sink, initial_state, blocks, options, **sequences)
+            y, after = go_on(name, (q, k, v), self.score_of_sink(), initial_state, blocks, options, **sequences)
             pair = self.leave(y), after
         elif sequences:
             pair = self.extend_sequences((q, k, v), initial_state, sequences)

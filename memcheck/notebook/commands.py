@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 import io
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +19,10 @@ from memcheck.cli.options import Request
 from memcheck.cli.run_requests import ProfileAttention, Sweep
 from memcheck.cli.running import profile_all
 from memcheck.core.errors import UsageError, did_you_mean
-from memcheck.core.options import options_of
+from memcheck.core.options import Option, options_of
 from memcheck.core.step import Place, Step
 from memcheck.notebook.results import Results
+from memcheck.predict.api import predict_memory
 
 R = TypeVar("R", bound=Request)
 
@@ -31,40 +32,41 @@ FILES = ("timeline", "snapshot", "trace", "nvtx")
 OF_STEPS = ("device", "memory_limit", "passes", "no_time", "predict", "explain")
 
 
-def takes_options(
-    kind: type[R], without: Sequence[str]
-) -> Callable[[Callable[[R, list[Step]], Results]], Callable[..., Results]]:
-    """Makes a function of a request and of Steps one that takes the request's options.
-
-    The first position is for the attention type or for Steps. place: a Place in place of device and
-    memory_limit. Signature and docstring list the options. without: options that make no sense in a function.
-    """
+def options_without(kind: type[Request], *without: str) -> dict[str, Option]:
+    """The options of a request that its function takes, the attention type first."""
     known = {name: option for name, option in options_of(kind).items() if name not in without}
-    known = {"attention_type": known.pop("attention_type"), **known}
+    return {"attention_type": known.pop("attention_type"), **known}
 
-    def decorate(function: Callable[[R, list[Step]], Results]) -> Callable[..., Results]:
-        @functools.wraps(function)
-        def public(attention_type: Any = None, *, place: Place | None = None, **options: Any) -> Results:
-            for name, value in options.items():
-                if name not in known:
-                    hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
-                    raise UsageError(f"{function.__name__}: {name}={value!r} is no argument{hint}")
-            if place is not None:
-                options |= options_of_place(place, options)
-            first = [attention_type] if isinstance(attention_type, Step) else attention_type
-            steps = [step for step in first or () if isinstance(step, Step)]
-            return function(kind(**options, attention_type=None if steps else first), steps)
 
-        helps = {name: option.help for name, option in known.items()}
-        helps["place"] = "a memcheck.Place, in place of device and memory_limit"
-        kinds = [inspect.Parameter.POSITIONAL_OR_KEYWORD, *[inspect.Parameter.KEYWORD_ONLY] * len(known)]
-        parameters = [inspect.Parameter(name, kind, default=None) for name, kind in zip(helps, kinds, strict=True)]
-        public.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
-        lines = [f"    {name}: {in_python(words)}" for name, words in helps.items()]
-        public.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keywords:", "", *lines])
-        return public
+def request_of(
+    kind: type[R], known: Mapping[str, Option], attention_type: Any, place: Place | None, options: dict[str, Any]
+) -> tuple[R, list[Step]]:
+    """The request of a call, and the Steps that stand in place of attention types.
 
-    return decorate
+    UsageError: a keyword or a value is wrong.
+    """
+    for name, value in options.items():
+        if name not in known:
+            caller = "sweep" if kind is Sweep else "profile"
+            hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
+            raise UsageError(f"{caller}: {name}={value!r} is no argument{hint}")
+    if place is not None:
+        options = options | options_of_place(place, options)
+    first = [attention_type] if isinstance(attention_type, Step) else attention_type
+    steps = [step for step in first or () if isinstance(step, Step)]
+    return kind(**options, attention_type=None if steps else first), steps
+
+
+def describe(function: Callable[..., Results], known: Mapping[str, Option]) -> None:
+    """Lists the options in the function's signature and docstring, which help() shows."""
+    helps = {name: option.help for name, option in known.items()}
+    helps["place"] = "a memcheck.Place, in place of device and memory_limit"
+    first, *others = helps
+    parameters = [inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)]
+    parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in others]
+    function.__signature__ = inspect.Signature(parameters, return_annotation="Results")  # type: ignore[attr-defined]
+    lines = [f"    {name}: {in_python(words)}" for name, words in helps.items()]
+    function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Keywords:", "", *lines])
 
 
 def options_of_place(place: Place, options: dict[str, Any]) -> dict[str, Any]:
@@ -83,8 +85,11 @@ def in_python(text: str) -> str:
     return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
 
 
-@takes_options(ProfileAttention, without=(*PRINTED, *FILES, "preset", "plugin"))
-def profile(request: ProfileAttention, steps: list[Step]) -> Results:
+PROFILE = options_without(ProfileAttention, *PRINTED, *FILES, "preset", "plugin")
+SWEEP = options_without(Sweep, "format", "dry_run")
+
+
+def profile(attention_type: Any = None, *, place: Place | None = None, **options: Any) -> Results:
     """Measures memory and time of attention operators in this process, and returns their records. Writes no file.
 
     Examples:
@@ -98,24 +103,26 @@ def profile(request: ProfileAttention, steps: list[Step]) -> Results:
     Raises:
         UsageError: a keyword or a value is wrong.
     """
+    request, steps = request_of(ProfileAttention, PROFILE, attention_type, place, options)
     if steps:
         if wrong := [name for name in request.asked if name not in OF_STEPS]:
             raise UsageError(f"profile: {wrong[0]} is for operators, not for Steps")
-        place = Place(request.device, request.memory_limit)
+        here = Place(request.device, request.memory_limit)
         how: dict[str, Any] = {
             "passes": request.passes,
             "timed": not request.no_time,
             "details": request.explain is not None,
         }
-        pairs = [profile_step(step, place, predicted=request.predict, **how) for step in steps]
-    else:
-        pairs = list(profile_all(cases_of(request), request))
+        records = [profile_step(step, here, **how) for step in steps]
+        there = [dataclasses.replace(here, device=str(record.device)) for record in records]
+        predicted = [predict_memory(step, at).record for step, at in zip(steps, there, strict=True) if request.predict]
+        return Results([*records, *predicted])
+    pairs = list(profile_all(cases_of(request), request))
     predictions = [predicted for _, predicted in pairs if predicted is not None]
     return Results([*(measured for measured, _ in pairs), *predictions])
 
 
-@takes_options(Sweep, without=("format", "dry_run"))
-def sweep(request: Sweep, steps: list[Step]) -> Results:
+def sweep(attention_type: Any = None, *, place: Place | None = None, **options: Any) -> Results:
     """Runs a grid of cases in processes of their own, and returns their records.
 
     Examples:
@@ -128,8 +135,13 @@ def sweep(request: Sweep, steps: list[Step]) -> Results:
     Raises:
         UsageError: a keyword or a value is wrong.
     """
+    request, steps = request_of(Sweep, SWEEP, attention_type, place, options)
     if steps:
         raise UsageError("sweep takes operators of the catalog; profile takes Steps")
     with ExitStack() as stack:
         folder = request.asked.get("output") or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         return Results(sweep_command.run_plan(sweep_command.plan(request, folder), io.StringIO()))
+
+
+describe(profile, PROFILE)
+describe(sweep, SWEEP)

@@ -22,6 +22,7 @@ from memcheck.ops.checks import (
     check_plain,
     check_rank,
     check_states,
+    dtype_name,
     explain_refusal,
     in_autocast_dtype,
     is_symbolic,
@@ -68,12 +69,16 @@ def check_scale(op: str, scale: object) -> None:
 
 
 def check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
-    """The sink in the accumulation type. The operator checks its shape and its device."""
+    """The sink. TypeError if it is not of the accumulation type. The operator checks its shape and its device."""
     if sink is None or is_symbolic(sink):
         return sink
     check_plain(op, "sink", sink)
     check_floating(op, "sink", sink)
-    return sink.to(torch.promote_types(q.dtype, torch.float32))
+    expected = torch.promote_types(q.dtype, torch.float32)
+    if isinstance(q, Tensor) and q.is_floating_point() and sink.dtype != expected:
+        rule = f"must be {dtype_name(expected)} to match the accumulation type of q"
+        raise TypeError(f"{op}: sink {rule}, got {dtype_name(sink.dtype)}")
+    return sink
 
 
 def attend(

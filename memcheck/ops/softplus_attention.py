@@ -93,7 +93,8 @@ def softplus_attention(
         initial_state: (Z, A), the sums over the positions before the first, each (B,R), packed (N,R), in the
             accumulation type (float32; float64 for float64). Or (Z, A, Z_rest, A_rest).
         return_state: whether to return the state after the last position, too.
-        state_rest: whether that state is (Z, A, Z_rest, A_rest), with what rounding has left out of the sums.
+        state_rest: whether that state is (Z, A, Z_rest, A_rest), with what rounding has left out of the sums; needs
+            return_state.
 
     Packed or padded, each sequence gives the bits that it gives alone. Nothing of padding is read; its rows of y and of
     the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
@@ -131,6 +132,8 @@ def softplus_attention(
     prepare_input(op, "q", q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options: dict[str, Any] = {"causal": causal, "eps": eps}
+    if state_rest and not return_state:
+        raise ValueError(f"{op}: state_rest needs return_state=True, got return_state={return_state}")
     if not sequences and initial_state is None and not return_state:
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), **options)

@@ -7,13 +7,10 @@ larger sizes, mainly round ones, and continues from any that fits. The result an
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import math
-import os
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +19,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck.core.arguments import argument, place_of, takes_step
 from memcheck.core.converters import count
-from memcheck.core.devices import Device, running
-from memcheck.core.errors import UnsupportedError, UsageError, unknown_name
-from memcheck.core.optimizers import collector_at_rest
+from memcheck.core.devices import Device
+from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named, options_of
-from memcheck.core.prediction import COMPILED_BUFFER, AllocationLog, Largest, Prediction, Trace
-from memcheck.core.step import MEASURED_ONLY, Place, Program, Step
-from memcheck.core.workload import Case
-from memcheck.predict import process
-from memcheck.predict.probed import Probe
-from memcheck.predict.replay import Replay
+from memcheck.core.prediction import Largest, Prediction
+from memcheck.core.step import MEASURED_ONLY, Place, Step
+from memcheck.predict.replay import MORE_THAN_ROOM, ONLY_FITS, refusal
 
-# Whether a step on a GPU is predicted by running it on a simulated one. Else it is traced on meta tensors.
-SIMULATES = os.environ.get("MEMCHECK_PREDICTS_BY") == "simulation"
 # Factors beyond the answer at which larger sizes are tried.
 FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
+# After so many guesses every other size is bisected.
+MOST_GUESSES = 6
 
 Guess = Callable[[dict[int, Prediction], int], bool | None]
 
@@ -49,6 +42,8 @@ class Search:
     """
 
     def __init__(self, predict: Callable[[int], Prediction], step: int, most: int, guess: Guess | None = None) -> None:
+        if most < step:
+            raise UsageError(f"{named('up_to')} must be at least the step of {step}, got {most}")
         self.predict = predict
         self.step = step
         self.top = most // step
@@ -59,8 +54,12 @@ class Search:
     def fits(self, size: int) -> bool:
         """Whether the predicted status of the size is "ok"."""
         if size not in self.found:
-            self.found[size] = self.predict(size)
+            self.found[size] = copy_context().run(self._predict_quickly, size)
         return self.found[size].record.status == "ok"
+
+    def _predict_quickly(self, size: int) -> Prediction:
+        ONLY_FITS.set(True)
+        return self.predict(size)
 
     def largest(self, start: int) -> Largest:
         """The largest size that fits. start: the first size that is tried."""
@@ -79,7 +78,11 @@ class Search:
     def found_at(self, count: int) -> Largest:
         """The result, if so many steps are the most that fit."""
         size = count * self.step
-        return Largest(size, self.step, self.found.get(size), self.found.get(size + self.step), len(self.found))
+        beyond = self.found.get(size + self.step)
+        if beyond is not None and beyond.record.reason == MORE_THAN_ROOM:
+            beyond = self.predict(size + self.step)  # With the place where it runs out.
+        gaps = tuple(one for one in sorted(self.found) if one < size and not self.fits(one))
+        return Largest(size, self.step, self.found.get(size), beyond, len(self.found), gaps)
 
     def edge(self, count: int) -> int:
         """A number of steps that fits, the next of which does not, both predicted; 0 if none fits.
@@ -87,7 +90,7 @@ class Search:
         It tries `count`, then twice or half as many until some fit and others do not, then those between. With a guess,
         it tries the guessed edge instead.
         """
-        low, high = 0, self.top + 1
+        low, high, turn = 0, self.top + 1, 0
         while True:
             if self.fits(count * self.step):
                 low = count
@@ -95,7 +98,9 @@ class Search:
                 high = count
             if high - low < 2:
                 return low
-            if (guessed := self.guessed_edge(low, high)) is not None:
+            turn += 1
+            trusts = turn < MOST_GUESSES or turn % 2  # Wrong guesses alone could narrow the range step by step.
+            if trusts and (guessed := self.guessed_edge(low, high)) is not None:
                 count = max(guessed, low + 1)
             elif self.guess is not None and len(self.found) == 1 and low:
                 count = max(min(self.in_proportion(low), self.top), low + 1)
@@ -142,150 +147,78 @@ class Search:
 def fits_by_interpolation(predicted: Mapping[int, Prediction], size: int) -> bool | None:
     """Whether the size fits, if the bytes of each allocation are a polynomial of the size.
 
-    predicted: the predictions of up to three other sizes.
-
-    Returns None if these differ in more than bytes, so that nothing can be guessed, except for compiled programs.
+    predicted: the predictions of up to three other sizes. If their allocations differ in more than bytes, those of
+    compiled code for example, what the two largest take that fit lies on a straight line. None if it cannot tell.
     """
-    traces = {each: prediction.trace for each, prediction in predicted.items() if prediction.trace is not None}
-    with collector_at_rest(generation=0):  # It would look through all traces for each of the many allocations.
-        trace = interpolated(traces, size) if len(traces) == len(predicted) else None
-        if trace is None:
-            named = (allocation.name for trace in traces.values() for allocation in trace.log.allocations)
-            return fits_by_peaks(predicted, size) if COMPILED_BUFFER in named else None
-        one = next(iter(predicted.values()))
-        return Replay(trace, one.case, one.place, one.record).fits()
-
-
-def fits_by_peaks(predicted: Mapping[int, Prediction], size: int) -> bool | None:
-    """Whether the size fits, if what the two largest sizes that fit take of the allocator lies on a straight line.
-
-    For compiled programs, whose allocations differ between sizes. None with fewer than two such sizes.
-    """
-    fitting = [(each, found.record) for each, found in sorted(predicted.items()) if found.record.status == "ok"]
-    room = next(iter(predicted.values())).place.room_bytes
-    if len(fitting) < 2 or room is None:
+    one = next(iter(predicted.values()), None)
+    if len(predicted) < 2 or one is None or one.place.room_bytes is None:
         return None
-    (x, low), (y, high) = ((each, one.reserved_bytes or one.max_allocated_bytes or 0) for each, one in fitting[-2:])
+    traces = {each: found.trace for each, found in predicted.items() if found.trace is not None}
+    shapes = [[(one.born, one.died) for one in trace.log.allocations] for trace in traces.values()]
+    if len(traces) < len(predicted) or any(shape != shapes[0] for shape in shapes):
+        return fits_by_line(predicted, size, one.place.room_bytes)
+    weights = [math.prod((size - y) / (x - y) for y in traces if y != x) for x in traces]
+    each = zip(*(trace.log.allocations for trace in traces.values()), strict=True)
+    sizes = [max(0, round(sum(weight * one.bytes for weight, one in zip(weights, ones, strict=True)))) for ones in each]
+    return refusal(next(iter(traces.values())).log, one.place, sizes) is None
+
+
+def fits_by_line(predicted: Mapping[int, Prediction], size: int, room: int) -> bool | None:
+    """Whether the size fits by a straight line through the two largest that fit; None if there are not two."""
+    known = [(each, it.record) for each, it in sorted(predicted.items()) if it.record.status == "ok"]
+    if len(known) < 2:
+        return None
+    (x, low), (y, high) = ((each, it.reserved_bytes or max(it.peaks.values(), default=0)) for each, it in known[-2:])
     return low + (high - low) / (y - x) * (size - x) <= room
 
 
-def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:
-    """The events of the size, without roles of allocations. None if the traces differ in more than bytes."""
-    first, *others = traces.values()
-    shape = shape_of(first)
-    if any(shape_of(other) != shape for other in others):
-        return None
-    weights = [math.prod((size - y) / (x - y) for y in traces if y != x) for x in traces]
-    log = AllocationLog(begun=first.log.begun)
-    for allocations in zip(*(trace.log.allocations for trace in traces.values()), strict=True):
-        found = sum(weight * allocation.bytes for weight, allocation in zip(weights, allocations, strict=True))
-        log.allocations.append(allocations[0].resized(max(0, round(found))))
-    new = dict(zip(map(id, first.log.allocations), log.allocations, strict=True))
-    log.events = [(new[id(allocation)], taken) for allocation, taken in first.log.events]
-    return Trace(log, first.phases)
+# What predicts first arguments that are no model, by their class. Cases, which are above this package, add theirs.
+INSTEAD: dict[type, Callable[..., Prediction]] = {}
 
 
-def shape_of(trace: Trace) -> tuple[object, ...]:
-    """Everything about the events that does not depend on bytes."""
-    return trace.phases, trace.beyond, [(allocation.born, allocation.died) for allocation in trace.log.allocations]
-
-
-def predicted_of_case(case: Case, *places: Any, **options: Any) -> Prediction:
-    """predict_memory of a case. The catalog is above this package, so the function is found by its name."""
-    function = pkgutil.resolve_name("memcheck.bench.case_predictions:predicted_of_case")
-    prediction: Prediction = function(case, *places, **options)
-    return prediction
-
-
-@takes_step(without=MEASURED_ONLY, instead={Case: predicted_of_case})
-def predict_memory(step: Step, place: Place, *, probes: Path | str | Probe | bool = True) -> Prediction:
+@takes_step(without=MEASURED_ONLY, instead=INSTEAD)
+def predict_memory(step: Step, place: Place, *, probes: Path | str | bool = True) -> Prediction:
     """The record that measuring the step at the place would give. Nothing of its size is allocated.
 
     Examples:
         >>> memcheck.predict_memory(model, x, optimizer="adamw", device="A100-40GB")
-        >>> memcheck.predict_memory(Step(model, x), Place("A100-40GB", torch_version="2.13"))
+        >>> memcheck.predict_memory(Step(model, x), Place("cpu", memory_limit="16GiB"))
         >>> memcheck.predict_memory(model, x, probes="cpu.jsonl")
+
+    The step is measured on a device that is simulated: PyTorch itself runs it there, without memory and kernels. A GPU
+    has a process of its own, to which the step is sent; the CPU is simulated in the calling thread.
 
     Args:
         model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only
-            input. Model and inputs may be real or on meta. They are copied to meta and are not modified. Side effects
-            of the model's code are named in a warning, with the line that clears them.
+            input. Model and inputs may be real or on meta. They are copied and are not modified.
         inputs: its positional inputs.
         kwargs, keywords: its keyword inputs, as a dict or one by one. One with the name of an argument of this function
             must be given in kwargs; with kwargs={} the name is this function's.
-        probes: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and
-            in a table on disk (memcheck.predict.probed.table_path). With a file, that is the table: the prediction
-            is for the CPU whose rows it has, and if that is this one, or there are no rows, what it lacks is run and
-            added. With False these operators are unknown. A Probe replaces it.
+        probes: on the CPU, kernels run once, alone, where they are small or no rule knows their scratch, and a table on
+            disk keeps what they allocate (memcheck.simulated.probes.table_path). With a file, that is the table: the
+            prediction is for the CPU whose rows it has; if it has none, or those of this CPU, what it lacks is run and
+            added. With False no kernel runs, and what no rule knows is a doubt; a step may be "skipped".
 
-    Running out of memory is a result: status "oom", the phase, the request and the bytes in use. A model that reads
-    values which do not follow from inputs and parameters is "skipped", and so are compiled models without cloudpickle
-    and triton. Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA the
-    allocator of the process has cached nothing yet. If the version to predict for, or the installed one, is newer than
+    Running out of memory is a result: status "oom", the phase, the request and the bytes in use. A step that the
+    simulated device cannot run is "skipped". Allocations that shapes do not determine are named in `unknown` and in the
+    record's doubts. On CUDA the allocator of the process has cached nothing yet. If the version of torch is newer than
     the newest that predictions were compared with, no figure is exact. The record's backward_from says which tensor the
-    backward starts from.
+    backward starts from. Errors of the model itself are raised here.
 
     Raises:
         UsageError: an option breaks its rule or does not fit the others.
+        UnsupportedError: the model cannot be sent to the GPU's process; the message says what works instead.
         TypeError: a keyword belongs to the model as well as to this function, or to neither; or a case is given what it
             says itself.
     """
-    if not isinstance(probes, bool | str | Path | None) and not hasattr(probes, "check"):
-        raise ValueError(f"probes must be a file, True, False or a Probe, got {probes!r}")
-    from memcheck.predict.model import predict_last  # Loaded with the first prediction.
-    from memcheck.predict.probe import probe_for
-    from memcheck.predict.python_functions import CompiledCodeError, ElsewhereError
+    from memcheck.predict.targets import predicted_at  # Loaded with the first prediction.
 
-    place = place.resolved()
-    if step.compile and not process.IS_CHILD:
-        if place.ranks is not None:
-            raise UsageError(f"{named('compile')} is not predicted for a model that is split over processes")
-        return predicted_elsewhere(step, place, probes)
-    if SIMULATES and is_simulated_at(place):
-        return predicted_elsewhere(step, place, probes, simulates=True)
-    probe, place = probe_for(probes, place)
-    predict = functools.partial(predict_last, Program([step], outputs_stay=False), place, probe)
-    try:
-        return predict()
-    except CompiledCodeError:
-        return predicted_elsewhere(step, place, probes)
-    except ElsewhereError:
-        with contextlib.suppress(UnsupportedError):
-            if place.ranks is None:
-                return predicted_elsewhere(step, place, probes)
-    process.STAYS.append(True)  # What the model asks is answered for this machine, with a doubt.
-    try:
-        return predict()
-    finally:
-        process.STAYS.clear()
-
-
-def is_simulated_at(place: Place) -> bool:
-    """Whether the GPU of the place can be simulated with the installed torch."""
-    if torch.is_inference_mode_enabled() or process.IS_CHILD:
-        return False
-    device = place.for_device
-    is_known = device.kind == "cuda" and device.usable_bytes is not None
-    return is_known and place.ranks is None and place.torch_version in (None, running())
-
-
-def predicted_elsewhere(step: Step, place: Place, probes: Any, simulates: bool = False) -> Prediction:
-    """predict_memory in a process of its own. simulates: which simulates the GPU."""
-    prediction: Prediction = process.predicted(
-        place.for_device, predicted_to_send, step, place, probes, simulates=simulates
-    )
-    return dataclasses.replace(prediction, case=step)
-
-
-def predicted_to_send(step: Step, place: Place, probes: Any) -> Prediction:
-    """predict_memory, called in that process. The step itself is not sent back."""
-    if process.HOME:
-        from memcheck.predict.simulated import predict_simulated
-
-        prediction = predict_simulated(Program([step], outputs_stay=False), place)
-    else:
-        prediction = predict_memory(step, place, probes=probes)
-    return dataclasses.replace(prediction, case=None)
+    if not isinstance(probes, bool | str | Path):
+        raise ValueError(f"probes must be a file, True or False, got {probes!r}")
+    step.check_inference_mode()
+    if place.ranks is not None and step.compile:
+        raise UsageError(f"{named('compile')} is not predicted for a model that is split over processes")
+    return predicted_at(place.resolved(), step, probes=probes)
 
 
 # Sizes that `largest` finds by the inputs of a model: the dimension of a tensor.
@@ -327,7 +260,7 @@ def largest(
     start: int = 256,
     **options: Any,
 ) -> Largest:
-    """The largest size n that fits the device: of make(n), a Step, of model(*make(n)), or of a model and its inputs.
+    """The largest size n that fits the device: of the step make(n), of model(*make(n)), or of a model and its inputs.
 
     Examples:
         >>> memcheck.largest(lambda n: Step(model, torch.empty(n, 512), optimizer="adamw"), device="A100-40GB")
@@ -335,8 +268,8 @@ def largest(
         >>> memcheck.largest(model, x, "A100-40GB", find="bsz", optimizer="adamw")
 
     Args:
-        make: returns the step of a size, or its inputs: a tensor, a tuple of arguments, or a dict of keyword arguments.
-            It is called with meta as the default device, so that factories allocate nothing.
+        make: returns the step or the case of a size, or its inputs: a tensor, a tuple of arguments, or a dict of
+            keyword arguments. It is called with meta as the default device, so that factories allocate nothing.
         model, options: as of predict_memory.
         find: "bsz" or "seq_len". Then the first argument is the model and the second one its inputs. The size is the
             first or the second dimension of the first tensor that has it, and of each other one that is as large there.
@@ -350,15 +283,13 @@ def largest(
         TypeError: make returns a Step, and a model is given, too.
     """
     step, start = argument("step", step, count), argument("start", start, count)
-    most = argument("up_to", up_to, functools.partial(count, least=step))
+    most = argument("up_to", up_to, count)
     if find is not None:
         if (found := find.replace("-", "_")) not in DIMENSIONS:
             raise unknown_name(named("find"), find, DIMENSIONS)
         make, model = resized_inputs(model, found), make
     elif isinstance(make, torch.nn.Module):
         raise TypeError("largest takes a function of the size first; for a model and its inputs say find='bsz'")
-    if isinstance(model, Case):
-        raise TypeError("largest takes a model; memcheck.bench.capacity.find_capacity and memcheck fit take a case")
     of_place = {name: options.pop(name) for name in (*options_of(Place), "place") if name in options}
     place = place_of("largest", [] if device is None else [device], of_place).resolved()
     if place.room_bytes is None:
@@ -367,7 +298,7 @@ def largest(
     def predict(size: int) -> Prediction:
         with torch.device("meta"):
             made = make(size)
-        if isinstance(made, Step):
+        if isinstance(made, (Step, *INSTEAD)):
             if model is not None:
                 raise TypeError("largest takes a model or a function that makes Steps, got both")
             return predict_memory(made, place, **options)

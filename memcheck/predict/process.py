@@ -1,96 +1,133 @@
-"""Predictions in a process of their own, which compiles for a device that is not here.
+"""The processes that simulate GPUs, each one: a step is sent there, and measured.
 
-`predicted` sends a call of a function that predicts, with models whose tensors are on meta, and returns what the
-process returns. A process serves one device, and stays for later calls until this process ends. Why a process: see
-compiled and pretended_gpu.
+A process stays for later calls until this one ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
-import importlib.util
-import io
 import os
-import pickle
 import pkgutil
-import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections import OrderedDict
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memcheck.core.errors import MemcheckError, UnsupportedError
+from memcheck.core.after_import import after_import
+from memcheck.core.devices import Device, Version
+from memcheck.core.errors import UnsupportedError, failure
 
-if TYPE_CHECKING:
-    import torch
-
-    from memcheck.core.devices import Device
-
-NEEDED = {"cpu": ("cloudpickle",), "cuda": ("cloudpickle", "triton")}
-# Contents of a storage decide sizes only if it is small.
-MOST_BYTES = 2**16
-IS_CHILD: list[bool] = []  # Filled in the process that predicts.
-HOME: list[str] = []  # Filled in the process that simulates a GPU: where tensors are unpacked.
-STAYS: list[bool] = []  # Filled while a model that asks for a GPU is predicted without a process of its own.
 INSTEAD = "run its script by `memcheck run --device`, or call memcheck.simulate before torch is imported"
-MOST_CHILDREN = 2  # Each takes about a GiB.
-# By the process that started it, its device, and whether it simulates that; the oldest first.
-CHILDREN: dict[tuple[int, Device, bool], Child] = {}
-LOCK = threading.Lock()
+MOST_CHILDREN = 2  # Each takes half a GiB.
+NO_LIMIT = -1
+ONE_THREAD = threading.Lock()
+Key = tuple[int, Device, Version | None]  # The process that calls, the GPU, and the version of torch.
+CHILDREN: dict[Key, Child] = {}  # The oldest first.
+HERE: list[Key] = []  # The GPU that this process itself simulates.
 
 
-def missing(kind: str) -> str | None:
-    """Why compiled programs are not predicted for a kind of device; None if they are."""
-    if lacking := [name for name in NEEDED[kind] if importlib.util.find_spec(name) is None]:
-        return f"predicting compiled code needs {' and '.join(lacking)}: pip install {' '.join(lacking)}"
-    from memcheck.predict.pretended_gpu import library
-
-    if kind == "cuda" and library() is None:
-        return "predicting compiled code for a GPU needs memcheck's compiled extension"
-    return None
+def key_of(device: Device, version: Version | None) -> Key:
+    total = device.total_bytes or device.usable_bytes or 2**47
+    return os.getpid(), replace(device, total_bytes=total, usable_bytes=total), version
 
 
-def predicted(device: Device, function: Callable[..., Any], *args: Any, simulates: bool = False, **kwargs: Any) -> Any:
-    """What the function returns in the device's process. Its errors are raised here.
+def simulate_here(device: Device) -> None:
+    """Makes this process, which has not imported torch yet, that of the GPU. A command then needs no other process."""
+    from memcheck.simulated.library import Target
+    from memcheck.simulated.load import load
 
-    simulates: the process simulates the GPU, and torch runs there.
+    HERE.append(key_of(device, None))
+    load(Target(HERE[0][1], None, 1))
+    after_import("torch", without_triton)
+    atexit.register(gc.unfreeze)  # Packages complain of objects that are left.
 
-    UnsupportedError: a package or the extension is missing, or the process ended without an answer.
+
+def without_triton() -> None:
+    """torch loads Triton, for kernels of sparse products, as soon as it finds a GPU. None runs here."""
+    calls = sys.modules["torch"].cuda._queued_calls
+    calls[:] = [queued for queued in calls if queued[0].__name__ != "_register_triton_kernels"]
+
+
+def called(
+    device: Device,
+    version: Version | None,
+    limit: int,
+    function: Callable[..., Any],
+    *args: Any,
+    expandable_segments: bool = False,
+) -> Any:
+    """What the function returns in the process of the GPU, where the tensors of its arguments are on it.
+
+    version: of torch, whose allocator and kernels are simulated; None: the installed one. limit: the bytes that the
+    driver gives to torch's allocator, or NO_LIMIT. expandable_segments: of the allocator, from the first tensor on. The
+    function's errors are raised here.
+
+    UnsupportedError: the arguments cannot be sent, or the process ended without an answer.
     """
-    if words := missing("cpu" if simulates else device.kind):
-        raise UnsupportedError(words)
-    key = os.getpid(), device, simulates
-    with LOCK:
-        if key not in CHILDREN or CHILDREN[key].process.poll() is not None:
-            end_all(but=MOST_CHILDREN - 1)
-            CHILDREN[key] = Child(device, simulates)
-        return CHILDREN[key].call(f"{function.__module__}:{function.__qualname__}", args, kwargs)
+    key, memory = key_of(device, version), (limit, expandable_segments)
+    if key in HERE and begin(*memory):
+        with contextlib.redirect_stdout(sys.stderr):
+            return function(*unpacked(sent_there(args), "cuda"))
+    with ONE_THREAD:
+        for _ in range(2):
+            if key not in CHILDREN or CHILDREN[key].process.poll() is not None:
+                end_all(but=MOST_CHILDREN - 1)
+                CHILDREN[key] = Child(*key[1:])
+            returned = CHILDREN[key].call(memory, f"{function.__module__}:{function.__qualname__}", args)
+            if returned is not LEFTOVERS:
+                return returned
+            CHILDREN.pop(key).end()  # An earlier model left tensors behind.
+    raise UnsupportedError("the process that simulates the GPU begins with memory in use")
+
+
+def sent_there(thing: Any) -> bytes:
+    """UnsupportedError: the model cannot be sent."""
+    try:
+        return packed(thing)
+    except Exception as refused:
+        words = "the model cannot be sent to the process that simulates the GPU"
+        raise UnsupportedError(f"{words}: {in_one_line(refused)}; {INSTEAD}") from refused
+
+
+def packed(thing: Any) -> bytes:
+    from memcheck.predict import sent  # It imports torch, before which a process has to load the device.
+
+    return sent.packed(thing)
+
+
+def unpacked(data: bytes, device: str = "cpu") -> Any:
+    from memcheck.predict import sent
+
+    return sent.unpacked(data, device)
+
+
+class LEFTOVERS:
+    """The answer of a process in which tensors are alive."""
 
 
 class TracebackError(Exception):
-    """The traceback of an error in a process that predicts."""
+    """The traceback of an error in a process that simulates a GPU."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class Child:
-    """The process of a device."""
+    """The process of a GPU."""
 
-    def __init__(self, device: Device, simulates: bool) -> None:
-        self.device, self.simulates = device, simulates
+    def __init__(self, device: Device, version: Version | None) -> None:
+        self.device = device
         ours, theirs = os.pipe(), os.pipe()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         code = f"from memcheck.predict.process import serve; serve({theirs[0]}, {ours[1]})"
@@ -102,44 +139,49 @@ class Child:
             os.close(end)
         self.answers = Connection(ours[0], writable=False)
         self.requests = Connection(theirs[1], readable=False)
-        self.requests.send((device, simulates))
+        self.requests.send((device, version))
 
-    def call(self, name: str, args: Any, kwargs: Any) -> Any:
+    def call(self, memory: tuple[int, bool], name: str, args: Any) -> Any:
+        """memory: the limit, and whether segments are expandable."""
+        sent = sent_there((name, args))
         try:
-            call = packed((name, args, kwargs, settings()))
-        except Exception as refused:
-            words = "the model cannot be sent to the process that predicts it"
-            instead = f"; {INSTEAD}" if self.simulates else ""
-            raise UnsupportedError(f"{words}: {in_one_line(refused)}{instead}") from refused
-        try:
-            self.requests.send_bytes(call)
+            self.requests.send((memory, settings()))
+            self.requests.send_bytes(sent)
             self._wait()
-            returned, error, words = unpacked(self.answers.recv_bytes())
+            returned, error, words, there = unpacked(self.answers.recv_bytes())
         except (EOFError, OSError):
-            self.errors.seek(0)
-            *_, last = [b"no message", *filter(None, self.errors.read().splitlines())]
-            raise UnsupportedError(
-                f"the process that predicts compiled code ended with exit code {self.process.wait()}: {last.decode()}"
-            ) from None
+            raise UnsupportedError(f"the process that simulates the GPU {self._end_words()}") from None
+        except BaseException:
+            CHILDREN.clear()  # Of an interrupt: an answer to this call may still come.
+            self.end()
+            raise
         if error is not None:
-            raise error from (TracebackError(words) if self.simulates else None)
+            error.failure_there = there
+            raise error from TracebackError(words)
         return returned
+
+    def _end_words(self) -> str:
+        """ "ended with exit code 1: MESSAGE", or "crashed inside torch (SIGSEGV)"."""
+        if (code := self.process.wait()) < 0:
+            return f"crashed inside torch ({signal.Signals(-code).name})"
+        self.errors.seek(0)
+        *_, last = [b"no message", *filter(None, self.errors.read().splitlines())]
+        return f"ended with exit code {code}: {last.decode()}"
 
     def _wait(self) -> None:
         """Waits for the answer. A terminal shows for how long."""
         start, terminal = time.monotonic(), sys.stderr is not None and sys.stderr.isatty()
         while not self.answers.poll(1.0):
             if terminal:
-                line = (
-                    f"memcheck: torch.compile generates code for {self.device.name}: {time.monotonic() - start:.0f} s"
-                )
-                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+                line = f"memcheck: torch runs the step on a simulated {self.device.name}"
+                print(f"\r{line}: {time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
         if terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         self.process.terminate()
         self.process.wait()
+        self.errors.close()
 
 
 @atexit.register
@@ -153,163 +195,99 @@ def end_all(but: int = 0) -> None:
 def serve(requests_from: int, answers_to: int) -> None:
     """The process's own work: answers calls until the other side closes. torch is not imported yet."""
     requests, answers = Connection(requests_from, writable=False), Connection(answers_to, readable=False)
-    device, simulates = requests.recv()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(device))
-    begin, runs = simulated_runs(device) if simulates else pretended_runs(device)
+    device, version = requests.recv()
+    from memcheck.simulated.library import Target
+    from memcheck.simulated.load import load
+
+    load(Target(device, None, 1, version))
+    import torch
+
+    without_triton()
+    torch.cuda.init()
     with contextlib.suppress(EOFError):
         while True:
+            memory, asked = requests.recv()
+            request = requests.recv_bytes()
             returned = error = None
-            words = ""
+            words = there = ""
             try:
-                request = requests.recv_bytes()
-                begin()
-                name, args, kwargs, asked = unpacked(request)
-                apply(*asked)
-                with contextlib.redirect_stdout(sys.stderr):
-                    returned = runs(partial(pkgutil.resolve_name(name), *args, **kwargs))
-            except EOFError:
-                raise
+                if begin(*memory):
+                    apply(*asked)
+                    with contextlib.redirect_stdout(sys.stderr):
+                        name, args = unpacked(request, "cuda")
+                        returned = partial(pkgutil.resolve_name(name), *args)()
+                else:
+                    returned = LEFTOVERS
             except Exception as found:
-                words = traceback.format_exc()
+                words, there = traceback.format_exc(), failure(found)
                 print(words, file=sys.stderr)  # Into the file of errors.
-                is_own = simulates or isinstance(found, MemcheckError | TypeError)
-                error = found.with_traceback(None) if is_own else UnsupportedError(in_one_line(found))
+                error = found.with_traceback(None)
             try:
-                answer = packed((returned, error, words))
+                answer = packed((returned, error, words, there))
             except Exception as refused:  # Of an error that holds what cannot be sent.
-                answer = packed((None, UnsupportedError(in_one_line(error or refused)), words))
-            args = kwargs = returned = error = None
+                answer = packed((None, UnsupportedError(in_one_line(error or refused)), words, there))
+            args = returned = error = None
             answers.send_bytes(answer)
 
 
-Runs = Callable[[Callable[[], Any]], Any]
-
-
-def simulated_runs(device: Device) -> tuple[Callable[[], Any], Runs]:
-    """Simulates the GPU in this process. Returns what comes before a call, and what calls a function."""
-    from memcheck.simulated import simulate
-    from memcheck.simulated.library import library
-
-    simulate(device)
-    HOME.append("cuda")
+def begin(limit: int, expandable_segments: bool) -> bool:
+    """Begins a log, and limits the memory. False: an earlier call left tensors behind."""
     import torch
 
-    torch.cuda.init()
-    library().lift_limits()
+    from memcheck.simulated import rules
+    from memcheck.simulated.library import library
 
-    def begin() -> None:
-        gc.collect()  # Models of earlier calls.
-        library().log(1)
-
-    return begin, lambda function: function()
-
-
-def pretended_runs(device: Device) -> tuple[Callable[[], Any], Runs]:
-    """Prepares this process for the prediction of compiled code. Returns the same."""
-    from memcheck.predict import pretended_gpu
-
-    if device.kind == "cuda":
-        pretended_gpu.load()
-    IS_CHILD.append(True)
-    from memcheck.predict import compiled
-
-    if device.kind == "cuda":
-        pretended_gpu.answer_as(device)
-    compiled.prepare(device)
-    return bool, compiled.in_both_ways
+    if "torch._dynamo" in sys.modules and (frames := torch._dynamo.utils.counters["frames"]):
+        torch._dynamo.reset()  # It gives functions up that it has compiled for several calls.
+        frames.clear()
+    gc.collect()
+    gc.freeze()  # What is alive here belongs to packages. Each measurement looks through the collector's objects.
+    library().drop_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # It has another name in newer versions.
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable_segments}")
+    library().limit(limit)
+    library().log(1)
+    library().forget_plans(bool(rules.SEARCHED))
+    rules.SEARCHED.clear()
+    return torch.cuda.memory_reserved() == 0
 
 
 def settings() -> tuple[Any, ...]:
-    """What this process decides for all of torch."""
+    """The current folder, and what this process decides for all of torch."""
     import torch
 
-    return torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    backends = torch.backends.cuda
+    return (
+        os.getcwd(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.benchmark,
+        [torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()],
+        [getattr(backends, f"{name}_sdp_enabled")() for name in SDP],
+    )
 
 
-def apply(threads: int, dtype: Any, precision: str) -> None:
+SDP = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def apply(
+    folder: str, threads: int, dtype: Any, precision: str, benchmark: bool, deterministic: list[bool], sdp: list[bool]
+) -> None:
     import torch
 
+    os.chdir(folder)
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
-
-
-def cache_folder(device: Device) -> Path:
-    """Where Inductor keeps the code that it generates for the device: a later prediction of the same graph finds it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "memcheck", "compiled", re.sub(r"\W+", "-", device.name))
+    torch.backends.cudnn.benchmark = benchmark
+    torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    for name, is_on in zip(SDP, sdp, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
 
 
 def in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def packed(thing: Any) -> bytes:
-    """The thing as bytes: functions by value, storages above MOST_BYTES without their contents."""
-    import cloudpickle
-    import torch
-
-    class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, part: Any) -> Any:
-            if isinstance(part, torch.storage.TypedStorage):
-                storage = part._untyped_storage
-            elif isinstance(part, torch.UntypedStorage):
-                storage = part
-            else:
-                return None
-            has_data = storage.device.type == "cpu" and storage.nbytes() <= MOST_BYTES
-            data = contents_of(storage) if has_data else None
-            typed = part.dtype if isinstance(part, torch.storage.TypedStorage) else None
-            return typed, storage._cdata, storage.nbytes(), data
-
-        def reducer_override(self, part: Any) -> Any:
-            from memcheck.predict.compiled import reduced
-
-            if type(part) is torch.Tensor and part.is_meta:  # With its storage, which others may share.
-                shape = part.storage_offset(), part.size(), part.stride(), part.requires_grad
-                return torch._utils._rebuild_tensor_v2, (part._typed_storage(), *shape, OrderedDict())
-            made = reduced(part)
-            return made if made is not NotImplemented else super().reducer_override(part)
-
-    for name, module in list(sys.modules.items()):
-        is_top_level = "." not in name and name != "__main__" and getattr(module, "__file__", None)
-        if " " in name or (is_top_level and PathFinder.find_spec(name) is None):
-            cloudpickle.register_pickle_by_value(module)  # It was loaded by its path, as a plugin is.
-    file = io.BytesIO()
-    Pickler(file).dump(thing)
-    return file.getvalue()
-
-
-def contents_of(storage: torch.UntypedStorage) -> bytes:
-    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
-
-
-def unpacked(data: bytes) -> Any:
-    """What `packed` was given."""
-    import torch
-
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, named: Any) -> Any:
-            dtype, identity, size, contents = named
-            if identity not in storages:
-                storages[identity] = unpacked_storage(size, contents)
-            storage = storages[identity]
-            if dtype is None:
-                return storage
-            return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
-    try:
-        return Unpickler(io.BytesIO(data)).load()
-    finally:
-        storages.clear()  # The class refers to them, and itself lives until the collector finds it.
-
-
-def unpacked_storage(size: int, contents: bytes | None) -> torch.UntypedStorage:
-    import torch
-
-    device = HOME[0] if HOME else "meta" if contents is None else "cpu"
-    if contents:
-        return torch.frombuffer(bytearray(contents), dtype=torch.uint8).to(device).untyped_storage()
-    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

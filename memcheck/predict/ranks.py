@@ -1,25 +1,25 @@
-"""A pretended group of processes, and what its collectives and the operators of FSDP2 take."""
+"""A pretended group of processes, over which a model is split."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.core.errors import UsageError
-from memcheck.core.prediction import GATHERED_COPY, REDUCED_COPY
 from memcheck.core.ranks import RESERVED_MORE, Ranks
-from memcheck.predict.scratch import Facts, FreedLate, OperatorCall, Scratch, Unknown, add, doubt, nothing
-
-if TYPE_CHECKING:
-    from memcheck.core.prediction import AllocationLog
-    from memcheck.predict.allocation_mode import AllocationMode
+from memcheck.core.tensors import storages_in, tensors_in
+from memcheck.core.trace import BUFFERS
+from memcheck.predict.sent import MOST_BYTES
+from memcheck.simulated.facts import facts_of, scratch_of
+from memcheck.simulated.log import DeviceLog
+from memcheck.simulated.scratch import FreedLate, OperatorCall, Target, Unknown
+from memcheck.simulated.world import OF_NCCL, WAITING, answer_reducer, reduced
 
 
 @contextmanager
@@ -44,171 +44,98 @@ def pretended(ranks: Ranks | None, kind: str) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-class Stream(torch.cpu.Stream):
-    """A stream that runs nothing. number: 0 for the default stream."""
+def split(model: Any, ranks: Ranks, mesh: Any) -> Any:
+    """The model as one process of several has it."""
+    from torch.nn.parallel import DistributedDataParallel
 
-    def __init__(self, priority: int = 0, number: int = 0) -> None:
+    parts = ranks.split(model, mesh)
+    if isinstance(parts, DistributedDataParallel):
+        answer_reducer(parts, named_and_reduced)
+    if mesh.device_type == "cuda":
+        allocate_anew(parts)
+    return parts
+
+
+def allocate_anew(parts: Any) -> None:
+    """Programs make the parts alone: nothing of the whole model is in the allocator's segments."""
+    storages = {storage._cdata: storage for x in tensors_in(parts) for storage in storages_in(x)}
+    sizes = [(storage, size) for storage in storages.values() if (size := storage.nbytes()) > MOST_BYTES]
+    for storage, _ in sizes:
+        storage.resize_(0)
+    torch.cuda.empty_cache()
+    for storage, size in sizes:
+        storage.resize_(size)
+
+
+def named_and_reduced(state, bucket):  # type: ignore[no-untyped-def]  # As of `reduced`.
+    future = reduced(state, bucket)
+    gc.collect(0)  # The buffer has an object of Python here alone, and would count as one that the model made.
+    for followed in FOLLOWED:
+        followed.name([future.value()], BUFFERS["c10d::allreduce_"]["tensors"])
+    return future
+
+
+class Collectives(TorchDispatchMode):
+    """Inside, the device's log names the buffers of collectives. On the CPU what gloo takes for them is allocated.
+
+    Those of DDP are known by its hook alone: as a mode, this would make objects of Python for the parts of buckets.
+    """
+
+    def __init__(self, log: DeviceLog, ranks: Ranks, target: Target, hear: Callable[[str], Any]) -> None:
         super().__init__()
-        self.number = number
+        self.log, self.target, self.hear = log, target, hear
+        self.is_mode = ranks.kind != "ddp"
 
-    def record_event(self) -> Any:
-        return torch.cpu.Event()
+    def __enter__(self) -> Any:
+        FOLLOWED.append(self)
+        return super().__enter__() if self.is_mode else self
 
+    def __exit__(self, *error: Any) -> None:
+        FOLLOWED.remove(self)
+        if self.is_mode:
+            super().__exit__(*error)
 
-def streams_followed(log: AllocationLog) -> dict[str, Any]:
-    """What FSDP2 asks of torch.cuda, for a machine without a GPU. The log notes on which stream memory is allocated."""
-    numbers = itertools.count(1)
-    current = [Stream()]
-
-    @contextmanager
-    def stream(entered: Stream | None) -> Iterator[None]:
-        current.append(current[-1] if entered is None else entered)
-        log.stream = current[-1].number
-        try:
-            yield
-        finally:
-            current.pop()
-            log.stream = current[-1].number
-
-    return {
-        "Stream": lambda device=None, priority=0: Stream(number=next(numbers)),
-        "Event": torch.cpu.Event,
-        "current_stream": lambda device=None: current[-1],
-        "stream": stream,
-        "current_device": lambda: 0,
-    }
-
-
-OF_NCCL = "NCCL's own buffers, which torch's allocator does not count"
-# FSDP2 keeps what its streams use until they are done with it, and so decides itself when it is free.
-OF_FSDP = f"up to {RESERVED_MORE:.0%} more in the allocator's segments, which published runs of FSDP2 had"
-WAITING = "how long memory of collectives waits for their stream"
-
-
-@contextmanager
-def distributed_followed(mode: AllocationMode) -> Iterator[None]:
-    """Inside, collectives take meta tensors, storages that are resized count, and DTensors decide without data."""
-    import torch.distributed._tools.fake_collectives
-    from torch.distributed import Logger, Reducer
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    resize, rebuild = torch.UntypedStorage.resize_, Reducer._rebuild_buckets
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        mode.storages.note_resized(storage)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__module__.startswith("torch.distributed.") for kind in types):
+            return NotImplemented  # A DTensor, for example, which calls operators of its parts.
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in BUFFERS or name.startswith(("c10d::", "_c10d_functional::")):
+            names = (argument.name for argument in func._schema.arguments)
+            arguments = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            for argument, title in BUFFERS.get(name, {}).items():
+                self.name(tensors_in(arguments[argument]), title)
+            if self.target.kind == "cpu" and facts_of(name).cpu is not None:
+                self._take(OperatorCall(name, arguments, tuple(tensors_in(result)), self.target))
         return result
 
-    def propagate_alone(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            return propagate(*args)
+    def name(self, tensors: Iterable[Tensor], title: str) -> None:
+        self.log.read()
+        for one in self.log.allocations_of(tensors):
+            one.name = title
 
-    def rebuild_with_numbers(reducer: Any) -> Any:
-        mode.works.clear()  # They hold the buckets of the first step.
-        with mode.real_integers():
-            return rebuild(reducer)
-
-    with ExitStack() as stack:
-        if mode.target.kind == "cuda":
-            stack.enter_context(mock.patch.multiple(torch.cuda, **streams_followed(mode.log)))
-        for owner, name, function in (
-            (torch.UntypedStorage, "resize_", resize_counted),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_alone),
-            (Logger, "set_runtime_stats_and_log", lambda logger: None),  # It warns of meta.
-            (Reducer, "_rebuild_buckets", rebuild_with_numbers),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
-        yield
+    def _take(self, call: OperatorCall) -> None:
+        taken = []
+        for part in scratch_of(call):
+            if isinstance(part, Unknown):
+                self.hear(part)
+            elif part.bytes:
+                taken.append(torch.empty(part.bytes, dtype=torch.uint8))
+                self.name(taken[-1:], part.name)
 
 
-# A build of torch without torch.distributed has none.
-Work: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "Work", object)
+# Of this process, those that are entered.
+FOLLOWED: list[Collectives] = []
 
 
-class Done(Work):
-    """The work of a collective that is over."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__()
-        self.future: Any = torch.futures.Future()
-        self.future.set_result(tensor)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        return self.future
-
-
-def is_reduction(func: Any) -> bool:
-    """Whether it is the collective whose result DDP asks for."""
-    return func is torch.ops.c10d.allreduce_.default
-
-
-def is_wrapper(func: Any) -> bool:
-    """Whether it wraps the result of a collective in another tensor, of the same storage."""
-    return bool(func.name() == "_c10d_functional::_wrap_tensor_autograd")
-
-
-def is_collective(name: str) -> bool:
-    """Whether a probe of the operator would say nothing, as it would run in the pretended group."""
-    return name.startswith(("c10d::", "_c10d_functional"))
-
-
-FREED_LATER = "gloo's copies, if its threads free them only after the operator returned"
-
-
-# It works on a copy of its own, which a thread of gloo holds until it has ended its work.
-reduced_result = doubt(FreedLate("results of all-reduce, if threads of gloo free them only after their last use"))
+# FSDP2 keeps what its streams use until they are done with it, and so decides itself when it is free.
+OF_FSDP = f"up to {RESERVED_MORE:.0%} more in the allocator's segments, which published runs of FSDP2 had"
 # DDP sends the order of its buckets, four bytes for each parameter.
 ORDER = "the order of DDP's buckets, if a thread of gloo frees it only after the forward began"
 
 
-def gathered_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """gloo gathers into a copy of the result."""
-    yield Scratch(GATHERED_COPY, call.outputs[0].nbytes)
-    yield FreedLate(FREED_LATER)
-
-
-def reduced_input(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """gloo reduces a copy of the operand."""
-    yield Scratch(REDUCED_COPY, call.input.nbytes)
-    yield FreedLate(FREED_LATER)
-
-
-def reduced_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """gloo reduces a copy of the operand. For a mean, it divides the sum by a number, which becomes two tensors.
-
-    FSDP2 asks for the mean in dtypes with the range of float32, and for the sum in others.
-    """
-    yield Scratch(REDUCED_COPY, call.input_tensor.nbytes)
-    if call.input_tensor.dtype in (torch.float32, torch.bfloat16):
-        yield Scratch("number of ranks", 8)
-        yield Scratch("number of ranks, in the type of the sum", call.input_tensor.element_size())
-    yield FreedLate(FREED_LATER)
-
-
-RANKS: Facts = {"measured_in": "tests/predict/test_ranks.py"}
-GLOO: Facts = {"cuda": nothing, "source": "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp", **RANKS}
-add("c10d::allreduce_", "dist.all_reduce(real)", cpu=nothing, **GLOO)
-add("c10d::broadcast_", "dist.broadcast(real, 0)", cpu=doubt(FreedLate(ORDER)), **GLOO)
-add("c10d::_allgather_base_", "dist.all_gather_into_tensor(torch.cat([real] * 2), real)", cpu=gathered_copy, **GLOO)
-SCATTER = "dist.reduce_scatter_tensor(real, torch.cat([real] * 2))"
-add("c10d::_reduce_scatter_base_", SCATTER, cpu=reduced_copy, **GLOO)
-FUNCTIONAL: Facts = {**GLOO, "source": "torch/csrc/distributed/c10d/Functional.cpp"}
-F = "_c10d_functional::"
-add(f"{F}all_reduce", "functional.all_reduce(real, 'sum', group)", cpu=reduced_result, **FUNCTIONAL)
-GATHER = "functional.all_gather_into_tensor(real, 2, group)"
-add(f"{F}all_gather_into_tensor", GATHER, cpu=gathered_copy, **FUNCTIONAL)
-SCATTER = "functional.reduce_scatter_tensor(torch.cat([real] * 2), 'sum', 2, group)"
-add(f"{F}reduce_scatter_tensor", SCATTER, cpu=reduced_input, **FUNCTIONAL)
-add(f"{F}wait_tensor", "functional.wait_tensor(real)", cpu=nothing, **FUNCTIONAL)
-add(f"{F}_wrap_tensor_autograd", "functional._wrap_tensor_autograd(real)", cpu=nothing, **FUNCTIONAL)
-addresses = doubt(Unknown("the addresses of tensors that {} copies to the GPU, some bytes for each"))
-FSDP: Facts = {"source": "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", **RANKS}
-GATHER = "torch.ops.fsdp.all_gather_copy_in([real], real.new_empty(2 * real.numel()), [real.numel()], real.numel(), 0)"
-add("fsdp::all_gather_copy_in", GATHER, cuda=nothing, **FSDP)
-add("fsdp::chunk_cat", "torch.ops.fsdp.chunk_cat([real], 0, 2, out=real.new_empty(2, 0))", cuda=addresses, **FSDP)
-SPLIT = "torch.ops.fsdp.split_with_sizes_copy(real, [1, len(real) - 1], 0, out=[real[:1] * 1, real[1:] * 1])"
-add("fsdp::split_with_sizes_copy", SPLIT, cuda=addresses, **FSDP)
+def unknown_of(ranks: Ranks, kind: str) -> dict[str, tuple[str, ...]]:
+    """Phase -> what is unknown on a device of the kind, of a model that is split over the ranks."""
+    if kind == "cuda":
+        return {"inputs": (OF_NCCL, OF_FSDP if ranks.kind == "fsdp" else WAITING)}
+    return {"forward": (FreedLate(ORDER),)} if ranks.kind == "ddp" else {}

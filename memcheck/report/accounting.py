@@ -174,17 +174,17 @@ def fit_exponent(points: Sequence[Point]) -> Exponent | None:
     points = [(x, y) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in points}) < 2:
         return None
-    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
-    slope, intercept = statistics.linear_regression(xs, ys)
+    import numpy as np
+
+    xs, ys = np.log([x for x, _ in points]), np.log([y for _, y in points])
     freedom = len(points) - 2
     if freedom == 0:
-        return Exponent(slope, None, None)
-    residuals = sum((y - slope * x - intercept) ** 2 for x, y in zip(xs, ys, strict=True))
-    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+        return Exponent(float(np.polyfit(xs, ys, 1)[0]), None, None)
+    (slope, _), covariance = np.polyfit(xs, ys, 1, cov=True)
     # The two-sided 95 % quantile; with more degrees of freedom than the table has, that of the normal distribution.
     quantile = STUDENT_95[freedom - 1] if freedom <= len(STUDENT_95) else statistics.NormalDist().inv_cdf(0.975)
-    margin = quantile * math.sqrt(residuals / freedom / spread)
-    return Exponent(slope, slope - margin, slope + margin)
+    margin = quantile * math.sqrt(covariance[0, 0])
+    return Exponent(float(slope), float(slope - margin), float(slope + margin))
 
 
 def factors_per_doubling(points: Sequence[Point]) -> list[float | None]:

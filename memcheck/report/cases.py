@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 from memcheck.core.devices import KNOWN_AS
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
-from memcheck.core.record import BARS, PHASES, Record, sequence_words
+from memcheck.core.record import BARS, PHASES, Record
 from memcheck.core.units import format_bytes
 
 R = TypeVar("R", bound=Record)
 # size, feed_forward, autocast and checkpointing are those of whole models.
 CASE_FIELDS = (
-    *("operator", "size", "bsz", "query_len", "kv_len", "lengths", "dim", "heads", "core_dim", "factor", "window"),
+    *("operator", "size", "bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor", "window"),
     *("dtype", "causal", "mode", "compiled", "feed_forward", "autocast", "checkpointing"),
 )
 WORDS = {
@@ -118,8 +118,6 @@ def describe(record: Record, fields: Sequence[str]) -> str:
             continue
         if name == "kv_len" and value == record.query_len and "query_len" in fields:
             words[-1] = f"S = T = {value}"
-        elif name == "lengths":
-            words.append(f"{sequence_words(value)}, {record.layout}")
         elif name in YES_AND_NO:
             words.append(YES_AND_NO[name][0 if value else 1])
         else:
@@ -127,18 +125,6 @@ def describe(record: Record, fields: Sequence[str]) -> str:
     if record.source == "predicted":
         words.append("predicted")
     return ", ".join(words)
-
-
-def tokens_that_count(record: Any) -> int | None:
-    """The number of tokens of a packed or padded batch, without padding; None without lengths."""
-    return None if record.lengths is None else sum(record.lengths)
-
-
-def counted_percent(record: Any) -> int:
-    """Tokens that count, in percent of the padded batch, for padded and packed batches alike; 0 without lengths."""
-    if record.lengths is None:
-        return 0
-    return max(1, round(100 * sum(record.lengths) / (len(record.lengths) * max(record.lengths))))
 
 
 def count_of(records: Sequence[Any]) -> str:
@@ -154,9 +140,6 @@ def common_case(records: Sequence[Any]) -> str:
             parts.append(WORDS.get(name, "{}").format(values.pop()))
     if len(causal := values_of(records, "causal")) == 1:
         parts.insert(-1, YES_AND_NO["causal"][0 if causal.pop() else 1])
-    batches = {getattr(record, "lengths", None) for record in records}
-    if len(batches) == 1 and (shared := batches.pop()):
-        parts.insert(-1, sequence_words(shared))
     if {getattr(record, "source", None) for record in records} == {"predicted"}:
         parts.append("predicted")
     return ", ".join(parts)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memcheck.core.layers import Layer, Layers
+from memcheck.core.trace import OUTSIDE
 from memcheck.core.units import counted
-from memcheck.core.verdict import OUTSIDE
 from memcheck.report.tables import BYTES, COUNT, Cell, Column, Table
 
 FIGURES = ("parameters", "parameter_bytes", "saved_bytes", "peak_bytes")

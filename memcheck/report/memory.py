@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from memcheck.core.html import to_json
 from memcheck.core.script_record import Course, Line, Origin
-from memcheck.core.units import colour_of, format_bytes
+from memcheck.core.units import colour_of, format_bytes, highest
 from memcheck.report.plots.style import COLOURS
 
 MOST_BYTES = 220_000  # Of a picture's JSON.
@@ -72,7 +72,7 @@ class MemoryPicture:
         sites, site_of = self._sites(states, operators, lambda text: names.setdefault(text, len(names)))
         events = [point.event for point in points]
         moments = [max(place for place, event in enumerate(events) if event <= mark[0]) for mark in self.marks]
-        chosen = highest([sum(sizes) for sizes in states], most, moments)
+        chosen = highest(self.course.sums, most, moments)
         rows, before = list[Any](), Counter[int]()
         for place in chosen:
             now = Counter[int]()
@@ -127,11 +127,3 @@ def path_of(origin: Origin, stack: Sequence[Line] = ()) -> list[str]:
     line = [str(origin.line)] if origin.line else []
     calls = [*map(str, stack)] or [origin.module or OUTSIDE, *line]
     return [*calls, f"{origin.kind} ({origin.operator})" if origin.kind else origin.operator]
-
-
-def highest(sums: Sequence[int], most: int, kept: Iterable[int]) -> list[int]:
-    """At most so many places and those to keep: of each group in a row that of the highest sum, and the last of all."""
-    few = -(-len(sums) // most) or 1
-    groups = (range(first, min(first + few, len(sums))) for first in range(0, len(sums), few))
-    last = range(len(sums))[-1:]
-    return sorted({*(max(group, key=sums.__getitem__) for group in groups), *kept, *last})

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from memcheck.core.script_record import Course, Origin
-from memcheck.core.units import format_bytes
-from memcheck.report.memory import HELD, MODULES, MOST_POINTS, MemoryPicture, highest, marks_of
+from memcheck.core.units import format_bytes, highest
+from memcheck.report.memory import HELD, MODULES, MOST_POINTS, MemoryPicture, marks_of
 from memcheck.report.page import environment_facts, render_page
 from memcheck.report.predictions import kinds_of
 from memcheck.report.tables import Table

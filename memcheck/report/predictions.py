@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memcheck.core.options import named
+from memcheck.core.prediction import largest_words, need_of
 from memcheck.core.record import Record
-from memcheck.core.units import format_bytes
-from memcheck.core.verdict import OUTSIDE, alive_words, largest_words, need_of
+from memcheck.core.script_record import Alive, Origin
+from memcheck.core.trace import OUTSIDE
+from memcheck.core.units import alive_words, format_bytes
+from memcheck.report.alive import module_table, unit_of
 from memcheck.report.cases import (
     CASE_FIELDS,
     FIELD_WORDS,
@@ -24,10 +27,11 @@ from memcheck.report.cases import (
     varying,
 )
 from memcheck.report.rows import MIB, PREDICTED, quotient
-from memcheck.report.tables import Cell, Column, Table, by_size, size_cells, unit_of
+from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
-    from memcheck.core.prediction import Allocation, Largest, Prediction, Trace
+    from memcheck.core.prediction import Largest, Prediction
+    from memcheck.core.trace import Allocation, Trace
 
 
 COMPARED = (
@@ -130,8 +134,7 @@ def case_words(record: Record) -> str:
     """ "softplus: cuda, RTX-4090, float32, batch 8, dim 256, causal, train, predicted, S 4096, T 4096"."""
     lengths = f"S {record.query_len}" + (f", T {record.kv_len}" if record.kv_len else "")
     backend = f", {record.backend}" if record.backend else ""
-    layout = f", {record.layout}" if record.layout else ""
-    return f"{record.operator}: {common_case([record])}{layout}, {lengths}{backend}"
+    return f"{record.operator}: {common_case([record])}, {lengths}{backend}"
 
 
 def alive_sentence(prediction: Prediction) -> str:
@@ -145,14 +148,14 @@ NUMBER = r"(?<![^.])\d+(?![^.])"  # A whole word of a path.
 # Kinds of memory that a table of modules tells apart.
 KINDS = ("parameters", "gradients", "optimizer state", "kept for backward", "other")
 NOTE = (
-    "name.*: layers with the same place in a list; name.1,3: those of them with this class. kept for backward: by the "
-    "forward. other: everything else."
+    "name.* (Nx): N modules with the same place in the blocks of a list. kept for backward: by the forward. other: "
+    "everything else."
 )
 
 
 def tensors_of(prediction: Prediction) -> int | None:
     """The highest sum of tensors that is alive at once, whether it fits or not. None if it is not predicted."""
-    return prediction.peak.bytes if prediction.peak is not None and prediction.terms else None
+    return prediction.peak.bytes if prediction.peak is not None else None
 
 
 def buffers_words(prediction: Prediction) -> str:
@@ -162,68 +165,31 @@ def buffers_words(prediction: Prediction) -> str:
 
 
 def modules_table(prediction: Prediction) -> Table:
-    """What is alive at the peak by module and kind. Layers of a list are one row."""
+    """What is alive at the peak by module and kind. Equal modules of the blocks in a list are one row."""
     trace, peak = prediction.trace, prediction.peak
     assert trace is not None
     assert peak is not None
-    members = kinds_of(trace)
-    kinds = {path: module.kind for path, module in trace.modules.items()}
-    sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
-    paths: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for piece in peak.alive:
-        group = (pattern_of(piece.module), kinds.get(piece.module, "") if piece.module else "")
-        sums[group][members.get(piece, "other")] += piece.bytes
-        paths[group].add(piece.module)
-    names, rest = by_size(sums, MOST_ROWS)
-    unit = unit_of(peak.bytes)
-
-    def row(label: str, kind: str | None, members: Sequence[tuple[str, str]], *, count: bool = True) -> list[Cell]:
-        modules = sum(len(paths[name]) for name in members) if count else None
-        return [label, kind, modules, *size_cells(sums, members, KINDS, unit)]
-
-    labels = names_of(paths)
-    rows = [row(labels[name] or OUTSIDE, name[1] or None, [name]) for name in names]
-    rows += [row("others", None, rest)] if rest else []
-    rows.append(row("all", None, [*sums], count=False))
-    columns = [Column("module", "module"), Column("class", "class", rank=5), Column("count", "modules", rank=4)]
-    columns += [Column(kind.replace(" ", "_"), kind, "", ",.2f", rank=3 - (kind in KINDS[3:])) for kind in KINDS]
-    columns.append(Column("sum", "sum", "", ",.2f"))
+    kinds, unit = kinds_of(trace), unit_of(peak.bytes)
+    names = block_names([*trace.modules, *(piece.module for piece in peak.alive)])
+    alive = [
+        Alive(Origin(piece.name, peak.phase, kinds.get(piece, "other"), names[piece.module]), piece.bytes, 1)
+        for piece in peak.alive
+    ]
     title = f"Alive at the peak, in the {peak.phase}, by module, {unit}"
-    return Table("modules", title, columns, rows, [NOTE])
+    return module_table(alive, title, unit, MOST_ROWS, KINDS, NOTE)
 
 
-def pattern_of(path: str) -> str:
-    """ "layers.*.mlp" for "layers.3.mlp"."""
-    return re.sub(NUMBER, "*", path)
+def block_names(paths: Iterable[str]) -> dict[str, str]:
+    """The names of modules in tables. The number of a block with modules in it is a star: "layers.*.mlp (12x)"."""
+    paths = dict.fromkeys(paths)
+    owners = {path.rpartition(".")[0] for path in paths}
 
+    def starred(path: str) -> str:
+        return re.sub(NUMBER, lambda number: "*" if path[: number.end()] in owners else number[0], path)
 
-def names_of(groups: Mapping[tuple[str, str], Collection[str]]) -> dict[tuple[str, str], str]:
-    """A name for each group of modules, no name twice. groups: (pattern, class) -> paths.
-
-    Where groups of one pattern have other numbers, these stand in place of the star: "layers.*.mlp.1,3".
-    """
-    names: dict[tuple[str, str], str] = {}
-    for group, paths in groups.items():
-        rivals = [numbers_in(others) for (pattern, _), others in groups.items() if pattern == group[0]]
-        numbers = iter(zip(numbers_in(paths), *rivals, strict=True))
-        words = (ranges(own) if any(own != other for other in others) else "*" for own, *others in numbers)
-        name = re.sub(r"\*", lambda _, words=words: next(words), group[0])  # type: ignore[misc]
-        names[group] = f"{name} ({group[1]})" if name in names.values() else name
-    return names
-
-
-def numbers_in(paths: Collection[str]) -> list[set[int]]:
-    """The numbers at each place of paths of one pattern."""
-    found = [list(map(int, re.findall(NUMBER, path))) for path in paths]
-    return [set(numbers) for numbers in zip(*found, strict=True)]
-
-
-def ranges(numbers: Collection[int]) -> str:
-    """ "0-3,7" for 0, 1, 2, 3, 7."""
-    ordered = sorted(numbers)
-    starts = [number for number in ordered if number - 1 not in numbers]
-    ends = [number for number in ordered if number + 1 not in numbers]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+    names = {path: starred(path) or OUTSIDE for path in paths}
+    counts = Counter(names.values())
+    return {path: f"{name} ({counts[name]}x)" if counts[name] > 1 else name for path, name in names.items()}
 
 
 def operators_table(prediction: Prediction) -> Table:
@@ -231,13 +197,14 @@ def operators_table(prediction: Prediction) -> Table:
     trace, peak = prediction.trace, prediction.peak
     assert trace is not None
     assert peak is not None
+    names = block_names([*trace.modules, *(piece.module for piece in [*peak.alive, *trace.saved])])
     sums: dict[str, Counter[str]] = defaultdict(Counter)
     places: dict[str, Counter[str]] = defaultdict(Counter)
     for moment, allocations in {"peak": peak.alive, "kept": trace.saved}.items():
         for name, piece in trace.named_by_operator(allocations):
             sums[name][moment] += piece.bytes
             sums[name]["tensors"] += moment == "peak"
-            places[name][pattern_of(piece.module) or OUTSIDE] += piece.bytes
+            places[name][names[piece.module]] += piece.bytes
     ordered = sorted(sums, key=lambda name: (-sums[name]["peak"], -sums[name]["kept"]))
     total = sum(sums.values(), Counter[str]())
 

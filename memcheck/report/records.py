@@ -37,16 +37,13 @@ from memcheck.report.models import models_table
 from memcheck.report.predictions import prediction_table
 from memcheck.report.rows import (
     BACKEND,
-    BATCHES,
     DECODING,
     LEAST,
     MASK,
     MIB,
     PEAKS,
-    PER_TOKEN,
     TIMES,
     UNITS,
-    batch_columns,
     decoding_columns,
     figure_columns,
     lengths_column,
@@ -56,7 +53,7 @@ from memcheck.report.rows import (
     quotient,
     value_or_verdict,
 )
-from memcheck.report.tables import THREE_DIGITS, TIME, Cell, Column, Table, write_files
+from memcheck.report.tables import THREE_DIGITS, TIME, Cell, Column, Table, data_rows, write_files
 
 BYTE_FIELDS = [
     field.name for field in dataclasses.fields(Record) if "_bytes" in field.name and "device" not in field.name
@@ -121,16 +118,14 @@ def case_columns(records: Sequence[Record]) -> list[Column]:
         column if column.key in changing else dataclasses.replace(column, audience="programs")
         for column in CASE_COLUMNS
     ]
-    return [*columns, lengths_column(records), *batch_columns(records)]
+    return [*columns, lengths_column(records)]
 
 
 def by_need(records: Sequence[Record]) -> list[tuple[Record, float | None]]:
     """The records by size, and those of equal sizes by their highest peak, each with its multiple of the least one."""
     groups: dict[object, list[Record]] = {}
     for record in records:
-        # Padded and packed batches of the same sequences differ in these sizes.
-        sizes = ("bsz", "query_len", "kv_len") if record.lengths else ()
-        groups.setdefault(settings_of(record, (*OPERATORS_OWN, *sizes)), []).append(record)
+        groups.setdefault(settings_of(record, OPERATORS_OWN), []).append(record)
     rows: list[tuple[Record, float | None]] = []
     for group in sorted(groups.values(), key=lambda group: [getattr(group[0], size) or 0 for size in SIZES]):
         group.sort(key=lambda record: math.inf if (size := need(record)) is None else size)
@@ -165,16 +160,14 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
     """One row per record. units: U and bytes per query and key besides MiB."""
     parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
     more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
-    batches = any(record.lengths for record in records)
     figures = [
         *(mib_column(field, audience="programs") for field in ("input_bytes", "output_bytes", "parameter_bytes")),
         *figure_columns(units, any(record.optimizer_peak_bytes is not None for record in records)),
-        *([PER_TOKEN] if batches else []),
         *(mib_column(field, audience="programs") for field in more),
         *named_columns(("passes", "device_name", "torch_version", "threads"), "programs"),
     ]
     timed = any(record.forward_ms is not None for record in records)
-    notes = [PEAKS, *([TIMES] if timed else []), *([BATCHES] if batches else []), *([UNITS] if units else [])]
+    notes = [PEAKS, *([TIMES] if timed else []), *([UNITS] if units else [])]
     return rows_table("records", "", records, figures, notes)
 
 
@@ -266,16 +259,14 @@ def stacked_pivot(records: Sequence[Record], field: str) -> Table:
     """All pivots of a field in a single table whose rows name their case, for files and the HTML page."""
     pivots = pivot_tables(records, field)
     columns = {column.key: column for pivot in pivots for column in pivot.columns[1:]}
-    rows = []
-    for pivot in pivots:
-        what = pivot.title.partition(": ")[2]
-        keys = [column.key for column in pivot.columns]
-        for row in pivot.rows:
-            cells = dict(zip(keys, row, strict=True))
-            rows.append([what, cells["length"], *(cells.get(key) for key in columns)])
+    rows = [
+        {**dict.fromkeys(columns), "case": pivot.title.partition(": ")[2], **row}
+        for pivot in pivots
+        for row in data_rows(pivot)
+    ]
     heads = [Column("case", "case"), Column("length", "N"), *columns.values()]
     title = f"{pivot_title(field)}, by length and {'dimension' if 'dim' in varying(records) else 'operator'}"
-    return Table(f"pivot {field}", title, heads, rows)
+    return Table.of(f"pivot {field}", title, heads, rows)
 
 
 def pivot_title(field: str) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from memcheck.core.record import Record, sequence_words
+from memcheck.core.record import Record
 from memcheck.core.units import format_bytes, largest_first
-from memcheck.report.cases import FIELD_WORDS, NEEDS, lengths, need, tokens_that_count
+from memcheck.report.cases import FIELD_WORDS, NEEDS, lengths
 from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Verdict
 
 MIB = 2**20
@@ -29,10 +29,6 @@ UNITS = (
 )
 PREDICTED = (
     "predicted: from the shapes alone, nothing was run for it. same: equal to the byte; otherwise measured / predicted."
-)
-BATCHES = (
-    "batch: padded, a row for each sequence; packed, one row with a sequence behind the other. per token: the highest "
-    "peak of all phases, for each token that is no padding."
 )
 
 
@@ -150,31 +146,6 @@ def lengths_column(records: Sequence[Any]) -> Column:
     return Column("lengths", title, format="d", audience="people", read=read)
 
 
-def batch_columns(records: Sequence[Any]) -> list[Column]:
-    """The columns of packed and padded batches, if there are any."""
-    if all(record.lengths is None for record in records):
-        return []
-
-    def padding(record: Any) -> Cell:
-        tokens = tokens_that_count(record)
-        return None if tokens is None else 100 - 100 * tokens / (record.bsz * record.query_len)
-
-    def words(record: Any) -> Cell:
-        return None if record.lengths is None else sequence_words(record.lengths)
-
-    return [
-        Column("layout", "batch"),
-        Column("sequences", "sequences", audience="programs", read=words),
-        Column("tokens", "tokens that count", format="d", read=tokens_that_count),
-        Column("padding_percent", "padding", "%", ".0f", read=padding, rank=4),
-    ]
-
-
-def bytes_per_token(record: Record) -> float | None:
-    return quotient(need(record), tokens_that_count(record))
-
-
-PER_TOKEN = Column("peak_bytes_per_token", "per token", "B", ".0f", read=bytes_per_token)
 BACKEND = Column("backend", "backend", rank=5)
 MASK = Column("causal", "mask", read=mask, rank=6)
 

@@ -1,32 +1,34 @@
-"""Reports what a script needed, and what changed between two runs: text, tables and an HTML page."""
+"""Reports what a script needed: text, tables and an HTML page."""
 
 from __future__ import annotations
 
 import shlex
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
-from memcheck.core import units
 from memcheck.core.options import named
-from memcheck.core.script_record import LAYERS, Alive, Growth, Line, LineDoubt, Moment, Origin, ScriptRecord
+from memcheck.core.script_record import Line, LineDoubt, Moment, Origin, ScriptRecord
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.memory import HELD, MODULES, NO_LINE, OUTSIDE, MemoryPicture, marks_of
+from memcheck.report.alive import (
+    FORMAT,
+    MOST_ROWS,
+    MOST_ROWS_OF_PAGE,
+    group_table,
+    growth_table,
+    in_unit,
+    line_of,
+    module_table,
+    size_of,
+    unit_of,
+)
+from memcheck.report.memory import HELD, MODULES, NO_LINE, MemoryPicture, marks_of
 from memcheck.report.page import render_page
-from memcheck.report.tables import Column, Screen, Table, by_size, in_unit, size_cells, to_text, unit_of
+from memcheck.report.tables import BYTES, Cell, Column, Screen, Table, to_text
 
-# Rows of a table in text and on the page; the rest is combined in one row.
-MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
 MOST_FILES = 4  # Of those that were not written.
 LINE_DOUBTS = "line_doubts"
-FORMAT = ",.2f"
-# On a narrow screen the last of these columns are left out first.
-IMPORTANCE = (
-    *("from forward", "from backward", "parameters", "optimizer state", "gradients"),
-    *("from elsewhere", "from optimizer step", "buffers"),
-)
 
 
 def script_report(record: ScriptRecord, screen: Screen | None = None, *, doubts: bool = False) -> str:
@@ -96,7 +98,8 @@ def paragraphs(record: ScriptRecord) -> list[str]:
     """Whether it fits a simulated GPU, how the script ended, what grew, and its peak."""
     lines = [simulated_verdict(record)] if record.simulated else []
     lines += [ending(record), *filter(None, [record.ended]), *out_of_memory(record)]
-    lines += [*growth_sentences(record), peak_sentence(record), *unwritten_sentences(record)]
+    lines += [*growth_sentences(record), peak_sentence(record), *other_gpus(record), *child_sentences(record)]
+    lines += unwritten_sentences(record)
     if record.steps and not record.phase_peaks.get("backward"):
         lines.append(f"{counted(record.steps, 'optimizer step')} ran, and no backward did.")
     if record.snapshot is not None:
@@ -112,11 +115,30 @@ def simulated_verdict(record: ScriptRecord) -> str:
     ended = "was stopped" if record.error == "KeyboardInterrupt" else "failed"
     until = ", and fitted until then" if record.peak.bytes else " before it allocated memory"
     fits = "it does not fit" if record.ran_out else f"it {ended}{until}" if record.error else "it fits"
-    verdict = f"Simulated {record.device_name} ({format_bytes(record.usable_bytes or 0)} for torch): {fits}."
+    usable, several = format_bytes(record.usable_bytes or 0), record.gpus > 1 and record.rank is None
+    gpus = f"{record.gpus} {record.device_name} ({usable} for torch on each)"
+    one = f"{record.device_name} ({usable} for torch)" + ("" if record.rank is None else f", {rank_words(record)}")
+    verdict = f"Simulated {gpus if several else one}: {fits}."
     if not record.peak.bytes:
         return verdict
+    place = f"{at(record.peak.place)}{f', on {record.device}' if several else ''}"
     reserved = format_bytes(record.reserved_bytes or 0)
-    return f"{verdict} Peak {format_bytes(record.peak.bytes)} of tensors, {reserved} reserved, {at(record.peak.place)}."
+    return f"{verdict} Peak {format_bytes(record.peak.bytes)} of tensors, {reserved} reserved, {place}."
+
+
+def rank_words(record: ScriptRecord) -> str:
+    return f"rank {record.rank} of {record.ranks}"
+
+
+def other_gpus(record: ScriptRecord) -> Iterator[str]:
+    """The peaks of the other GPUs that the script used."""
+    others = {name: peak for name, peak in record.other_peaks.items() if name in record.other_reserved}
+    if others:
+        peaks = (
+            f"{format_bytes(peak)} on {name} ({format_bytes(record.other_reserved[name])} reserved)"
+            for name, peak in others.items()
+        )
+        yield f"Peaks of the other GPUs: {', '.join(peaks)}."
 
 
 def at(place: Origin) -> str:
@@ -172,12 +194,23 @@ def growth_sentences(record: ScriptRecord) -> Iterator[str]:
         part = f"{format_bytes(first.bytes_per_step)} of it " if others else ""
         module = f", in {first.place.module}" if first.place.module else ""
         whole = format_bytes(record.growth_per_step)
-        yield f"Grows {whole} a {record.step_name}, {part}from {first.place.where}{module}."
+        since = f" since step {first.since}" if first.since else ""
+        yield f"Grows {whole} a {record.step_name}{since}, {part}from {first.place.where}{module}."
     if record.process.growth_per_step:
         more = format_bytes(record.process.growth_per_step)
         yield (
             f"The process grows {more} a {record.step_name} beside its tensors: NumPy arrays, Python objects or a C "
             "library hold it."
+        )
+
+
+def child_sentences(record: ScriptRecord) -> Iterator[str]:
+    if record.children:
+        started = "a process" if record.children == 1 else f"{record.children:,} processes"
+        largest = f" The largest took {format_bytes(record.children_bytes)} (RSS)." if record.children_bytes else ""
+        yield (
+            f"The script started {started}, whose tensors are not part of these figures.{largest} To measure them, "
+            "call what they run in the script itself, as with num_workers=0."
         )
 
 
@@ -211,6 +244,7 @@ def figures_of(record: ScriptRecord) -> dict[str, int]:
         "reserved, at most": record.reserved_bytes,
         "alive at the end": record.left_bytes,
         **{f"peak of {device}": size for device, size in record.other_peaks.items()},
+        **{f"reserved of {device}": size for device, size in record.other_reserved.items()},
         "process, at the beginning": process.begin_bytes,
         "process, at most": process.peak_bytes,
         "process, at the end": process.end_bytes,
@@ -252,57 +286,21 @@ def figures_table(record: ScriptRecord) -> Table:
     return Table.of("figures", "Figures", columns, figures_of(record).items(), notes)
 
 
-def module_table(alive: Sequence[Alive], title: str, unit: str, most: int) -> Table:
-    """What is alive by module, in a column per layer; each row adds up to its sum."""
-    sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for each in alive:
-        sums[each.place.module or OUTSIDE][each.place.layer] += each.bytes
-    names, rest = by_size(sums, most)
-    groups = [(name, [name]) for name in names]
-    groups += [(f"{len(rest)} others", rest)] if rest else []
-    groups += [("all", [*sums])] if len(sums) > 1 else []
-    rows = [[label, *size_cells(sums, members, LAYERS, unit)] for label, members in groups]
-    keys = [f"{layer.replace(' ', '_')}_{unit.lower()}" for layer in LAYERS]
-    pairs = zip(keys, LAYERS, strict=True)
-    columns = [
-        Column("module", "module"),
-        *(Column(key, layer, "", FORMAT, rank=1 + IMPORTANCE.index(layer)) for key, layer in pairs),
-        Column(unit.lower(), "sum", "", FORMAT),
+def ranks_table(records: Sequence[ScriptRecord]) -> Table:
+    """What each rank needed, and the most of them."""
+    rows: list[list[Cell]] = [
+        [str(each.rank), each.peak.bytes, each.reserved_bytes, not each.ran_out] for each in records
     ]
-    notes = ["from forward, from backward, ...: all other blocks, by the phase that allocated them."]
-    return Table("modules", title, columns, rows, notes)
-
-
-def group_table(
-    alive: Sequence[Alive], name: str, title: str, heading: str, key: Callable[[Origin], str], unit: str, most: int
-) -> Table:
-    """What is alive by the key, largest first, and the rest combined; the rows add up to the whole."""
-    groups: dict[str, list[Alive]] = defaultdict(list)
-    for each in alive:
-        groups[key(each.place)].append(each)
-    ordered = sorted(groups.items(), key=lambda item: -size_of(item[1]))
-    if rest := ordered[most:]:
-        ordered = [*ordered[:most], (f"{len(rest)} others", [each for _, members in rest for each in members])]
-    whole = size_of(alive) or 1
+    if len(rows) > 1:
+        most = (max(value for row in rows if isinstance(value := row[place], int)) for place in (1, 2))
+        rows.append(["most", *most, not any(each.ran_out for each in records)])
     columns = [
-        Column(heading, heading, read=lambda group: group[0]),
-        Column(unit.lower(), unit, "", FORMAT, read=lambda group: in_unit(size_of(group[1]), unit)),
-        Column("percent", "%", "", ".1f", read=lambda group: 100 * size_of(group[1]) / whole),
-        Column("blocks", "blocks", "", ",", read=lambda group: sum(each.blocks for each in group[1])),
+        Column("rank", "rank"),
+        Column("peak_bytes", "peak", "", BYTES),
+        Column("reserved_bytes", "reserved", "", BYTES),
+        Column("fits", "fits"),
     ]
-    return Table.of(name, title, columns, ordered)
-
-
-def growth_table(growing: Sequence[Growth], step_name: str = "step") -> Table:
-    unit, one = "MiB", step_name.partition(" ")[0]
-    columns = [
-        Column("line", "line", read=lambda growth: growth.place.where),
-        Column("per_step", f"per {one}", unit, FORMAT, read=lambda growth: in_unit(growth.bytes_per_step, unit)),
-        Column("blocks", f"blocks per {one}", "", ".3g", read=lambda growth: growth.blocks_per_step),
-        Column("alive", "alive", unit, FORMAT, read=lambda growth: in_unit(growth.bytes, unit)),
-    ]
-    title = f"Alive more and more, by line of Python, and at the last {step_name}"
-    return Table.of("growing", title, columns, growing[:MOST_ROWS])
+    return Table("ranks", f"Ranks of {script_title(records[0]).removeprefix('Memory of ')}", columns, rows)
 
 
 def line_doubt_table(line_doubts: Sequence[LineDoubt]) -> Table:
@@ -315,157 +313,6 @@ def line_doubt_table(line_doubts: Sequence[LineDoubt]) -> Table:
     return Table.of(LINE_DOUBTS, title, columns, line_doubts)
 
 
-def size_of(alive: Iterable[Alive]) -> int:
-    return sum(each.bytes for each in alive)
-
-
 def operator_and_line(place: Origin) -> str:
     name = f"{place.kind} ({place.operator})" if place.kind else place.operator
     return f"{name}, {line_of(place)}"
-
-
-def line_of(place: Origin) -> str:
-    return str(place.line) if place.line else NO_LINE
-
-
-# What makes two lines the same, the best match first: nothing changed, the line moved, its file has another folder, or
-# its text was edited.
-MATCHES: tuple[Callable[[Line], Any], ...] = (
-    lambda line: (line.file, line.function, line.text, line.number),
-    lambda line: line.text and (line.file, line.function, line.text),
-    lambda line: line.text and (Path(line.file).name, line.function, line.text),
-    lambda line: (line.file, line.function, line.number),
-)
-
-
-COMPARED = ("peak", "growth per step")  # By --fail-on-growth.
-
-
-def run_sentences(before: ScriptRecord, now: ScriptRecord) -> list[str]:
-    """How the peak and the growth changed, how the runs ended if they failed, and which settings differ."""
-    old, new = figures_of(before), figures_of(now)
-    lines = [
-        f"The {name} {went(old.get(name, 0), new.get(name, 0))}."
-        for name in COMPARED
-        if name == "peak" or name in old | new
-    ]
-    lines += [f"{when} it failed: {record.error}." for when, record in sides(before, now) if record.error]
-    settings = [settings_of(record) for _, record in sides(before, now)]
-    names = [name for name in settings[0] | settings[1] if settings[0].get(name) != settings[1].get(name)]
-    different = [f"{name}: {' -> '.join(str(each.get(name, 'unknown')) for each in settings)}" for name in names]
-    return [*lines, *([f"These differ: {'; '.join(different)}."] if different else [])]
-
-
-def sides(before: ScriptRecord, now: ScriptRecord) -> Iterable[tuple[str, ScriptRecord]]:
-    return ("Before", before), ("Now", now)
-
-
-def settings_of(record: ScriptRecord) -> dict[str, object]:
-    limit = "none" if record.limit_bytes is None else format_bytes(record.limit_bytes)
-    given = {"command": shlex.join(record.command), "device": record.device_words, "limit": limit}
-    return {**given, "optimizer steps": record.steps, **record.environment}
-
-
-def run_tables(before: ScriptRecord, now: ScriptRecord, most: int) -> list[Table]:
-    """Figures, and what was alive by line and by module, each before and now."""
-    unit = unit_of(max(before.peak.bytes, now.peak.bytes))
-    old, new = figures_of(before), figures_of(now)
-    # The process's own figures differ from run to run.
-    names = [name for name in {**old, **new} if not name.startswith("process")]
-    known = {name: (old.get(name, 0), new.get(name, 0)) for name in names}
-    modules = by_name(before, now, lambda place, _: place.module or OUTSIDE)
-    moment = "when memory ran out" if before.ran_out and now.ran_out else "at the peak"
-    return [
-        change_table("figures", f"Figures, {unit}", "figure", known, unit),
-        change_table("lines", f"Alive {moment}, by line of Python, {unit}", "line", by_line(before, now), unit, most),
-        change_table("modules", f"Alive {moment}, by module, {unit}", "module", modules, unit, most),
-    ]
-
-
-def by_name(
-    before: ScriptRecord, now: ScriptRecord, name_of: Callable[[Origin, bool], str]
-) -> dict[str, tuple[int, int]]:
-    """Name -> bytes alive before and now. name_of: is given a place, and whether it is one of before."""
-    old, new = Counter[str](), Counter[str]()
-    for sums, record in ((old, before), (new, now)):
-        for each in record.alive_then:
-            sums[name_of(each.place, sums is old)] += each.bytes
-    return {name: (old[name], new[name]) for name in {**old, **new}}
-
-
-def by_line(before: ScriptRecord, now: ScriptRecord) -> dict[str, tuple[int, int]]:
-    """Line -> bytes before and now. A line that moved has its number of now, and says that of before."""
-    lines = [{each.place.line for each in record.alive_then if each.place.line} for record in (before, now)]
-    same = matched(*lines)
-    moved = {new: f"{new}, was {old.number}" for old, new in same.items() if old.number != new.number}
-
-    def name_of(place: Origin, is_before: bool) -> str:
-        line = place.line
-        if line is not None and is_before:
-            line = same.get(line, line)
-        return NO_LINE if line is None else moved.get(line, str(line))
-
-    return by_name(before, now, name_of)
-
-
-def matched(before: Iterable[Line], now: Iterable[Line]) -> dict[Line, Line]:
-    """Line of before -> the line of now that is the same code, see MATCHES. Each has at most one."""
-    found: dict[Line, Line] = {}
-    for key in MATCHES:
-        free = defaultdict(list)
-        for line in sorted(set(now) - set(found.values()), key=lambda line: line.number):
-            free[key(line)].append(line)
-        for line in sorted(set(before) - found.keys(), key=lambda line: line.number):
-            if key(line) and free[key(line)]:
-                found[line] = free[key(line)].pop(0)
-    return found
-
-
-def change_table(
-    name: str, title: str, heading: str, sizes: Mapping[str, tuple[int, ...]], unit: str, most: int | None = None
-) -> Table:
-    """Bytes before and now, sorted by their difference.
-
-    most: rows of names that changed. The others are added up in one row, and all in another.
-    """
-    names = sorted(sizes, key=lambda name: -abs(sizes[name][1] - sizes[name][0]))
-    rows = [(name, *sizes[name]) for name in names]
-    if most is not None:
-        changed = [row for row in rows if row[1] != row[2]][:most]
-        others = rows[len(changed) :]
-        rest = [(f"{len(others)} others", *sums(others))] if others and changed else []
-        rows = [*changed, *rest, ("all", *sums(rows))]
-    columns = [
-        Column(heading, heading, read=lambda row: row[0]),
-        Column(f"before_{unit.lower()}", "before", unit, FORMAT, read=lambda row: in_unit(row[1], unit)),
-        Column(f"now_{unit.lower()}", "now", unit, FORMAT, read=lambda row: in_unit(row[2], unit)),
-        Column(f"change_{unit.lower()}", "change", unit, f"+{FORMAT}", read=lambda row: in_unit(row[2] - row[1], unit)),
-    ]
-    return Table.of(name, title, columns, rows)
-
-
-def sums(rows: Iterable[tuple[Any, ...]]) -> tuple[int, int]:
-    return sum(row[1] for row in rows), sum(row[2] for row in rows)
-
-
-def growth_of_runs(before: ScriptRecord, now: ScriptRecord, allowed: units.Growth) -> list[str]:
-    """Figures that grew by more than is allowed, and that the script failed where it did not before."""
-    sides = [figures_of(record) for record in (before, now)]
-    pairs = {name: (sides[0].get(name, 0), sides[1].get(name, 0)) for name in COMPARED}
-    grown = [
-        f"The {name} grew by more than {allowed}: {format_bytes(old)} -> {format_bytes(new)}, {new - old:+,} B."
-        for name, (old, new) in pairs.items()
-        if not allowed.allows(old, new)
-    ]
-    return grown + ([f"It fails now: {now.error}."] if now.error and not before.error else [])
-
-
-def went(old: int, new: int) -> str:
-    if new == old:
-        return f"stayed at {format_bytes(old)} ({old:,} bytes)"
-    return f"went from {format_bytes(old)} to {format_bytes(new)}: {change(new - old)} ({new - old:+,} bytes)"
-
-
-def change(size: int) -> str:
-    """ "1.5 MiB less"."""
-    return f"{format_bytes(abs(size))} {'more' if size > 0 else 'less'}" if size else "no change"

@@ -7,17 +7,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.devices import DEVICES
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.memory import HELD, MODULES, MemoryPicture, marks_of
-from memcheck.report.page import render_page
-from memcheck.report.script_tables import (
+from memcheck.report.alive import (
     FORMAT,
     MOST_ROWS,
     MOST_ROWS_OF_PAGE,
-    change,
     change_table,
     group_table,
     growth_table,
@@ -25,6 +21,8 @@ from memcheck.report.script_tables import (
     module_table,
     unit_of,
 )
+from memcheck.report.memory import HELD, MODULES, MemoryPicture, marks_of
+from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, to_text
 
 BEFORE_THE_FIRST = -1
@@ -72,7 +70,6 @@ def snapshot_sentences(record: SnapshotRecord) -> list[str]:
     sentences = [
         *out_of_memory(record),
         peak_sentence(record),
-        *fragmentation(record),
         *what_if_sentence(record),
         *([] if record.what_if else [replay_words(record)]),
     ]
@@ -107,20 +104,6 @@ def out_of_memory(record: SnapshotRecord) -> Iterator[str]:
             "The GPU had room for it: the process had a limit (torch.cuda.set_per_process_memory_fraction), or asked "
             "for more than the request because of its settings."
         )
-    yield from held_by_others(record, oom.moment.reserved_bytes + oom.free_bytes)
-
-
-def held_by_others(record: SnapshotRecord, known: int) -> Iterator[str]:
-    """Memory that other processes or libraries held. known: bytes that torch reserved or that were free."""
-    totals = {name: device.total_bytes for name, device in DEVICES.items()}
-    gpus = [record.gpu] if record.gpu else [gpu for gpu in totals.items() if 0.75 * gpu[1] <= known]
-    gpus = [gpu for gpu in gpus if gpu[1] >= known]
-    if gpus:
-        name, total = min(gpus, key=lambda gpu: gpu[1])
-        yield (
-            f"Reserved and free memory add up to {format_bytes(known)}; CUDA's context, other libraries and other "
-            f"processes held the rest: {format_bytes(total - known)} if it was a GPU such as {name}."
-        )
 
 
 def peak_sentence(record: SnapshotRecord) -> str:
@@ -135,21 +118,6 @@ def peak_sentence(record: SnapshotRecord) -> str:
         f"({peak.allocated_bytes:,} bytes) {when(peak)}{place_words(peak.place)}; at most "
         f"{format_bytes(record.peak_reserved_bytes)} were reserved."
     )
-
-
-def fragmentation(record: SnapshotRecord) -> Iterator[str]:
-    """Whether memory ran out because no hole in the segments was large enough."""
-    oom, free = record.oom, sum(holes.free_bytes for holes in record.moment.holes)
-    if oom is None or not free:
-        return
-    missing = oom.requested_bytes - free - oom.free_bytes
-    if missing <= 0:
-        yield (
-            f"Fragmentation is why it failed: the {format_bytes(free)} in holes of the segments and what was free on "
-            "the GPU add up to more than the request."
-        )
-    else:
-        yield f"Fragmentation is not why it failed: without any hole, {format_bytes(missing)} more were needed."
 
 
 def what_if_sentence(record: SnapshotRecord) -> Iterator[str]:
@@ -257,18 +225,13 @@ def holes_table(holes: Iterable[Holes], title: str) -> Table:
 
 
 def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[str], Table]:
-    """Two snapshots: their peaks in a sentence, and what was alive at them by line, by change."""
+    """Two snapshots: what was reserved in a sentence, and what was alive at the peaks by line, by change."""
     sides = [sums_by_line(record.peak.alive) for record in (before, after)]
     unit = unit_of(max(before.peak.allocated_bytes, after.peak.allocated_bytes))
     lines = {line: (sides[0].get(line, 0), sides[1].get(line, 0)) for line in sides[0] | sides[1]}
     title = f"Alive at the peaks, by line: {name_of(before)}, then {name_of(after)}"
-    sentences = [
-        f"The peak went from {format_bytes(old)} {word} to {format_bytes(new)}: {change(new - old)}."
-        for word, old, new in (
-            ("allocated", before.peak.allocated_bytes, after.peak.allocated_bytes),
-            ("reserved", before.peak_reserved_bytes, after.peak_reserved_bytes),
-        )
-    ]
+    reserved = [format_bytes(record.peak_reserved_bytes) for record in (before, after)]
+    sentences = [f"Reserved at most: {reserved[0]}, then {reserved[1]}."]
     return sentences, change_table("comparison", title, "line", lines, unit, 2 * MOST_ROWS)
 
 

@@ -10,12 +10,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from memcheck.core import html
 from memcheck.core.errors import unknown_name
 from memcheck.core.files import write_text
-from memcheck.core.units import UNITS, format_bytes, format_time, short_count, three_digits
+from memcheck.core.units import format_bytes, format_time, short_count, three_digits
 
 # Number formats besides format specifications.
 THREE_DIGITS = "three digits"
@@ -25,7 +25,6 @@ BYTES = "bytes"  # Shown with their unit.
 COUNT = "count"  # Shown as "163M".
 Cell = str | int | float | bool | None
 GAP = "  "
-K = TypeVar("K")
 SHORT = 8  # The most letters of a heading that is never wrapped.
 NOTE_WIDTH = 120  # Of notes, where the width of the output is not limited.
 BOLD, RED, PLAIN = "\033[1m", "\033[31m", "\033[0m"
@@ -328,25 +327,3 @@ def write_files(tables: Sequence[Table], folder: Path) -> list[Path]:
     for name, text in texts.items():
         write_text(folder / name, text + "\n")
     return [folder / name for name in texts]
-
-
-def unit_of(whole: int) -> str:
-    return "KiB" if whole < 8 * UNITS["MIB"] else "MiB" if whole < 64 * UNITS["GIB"] else "GiB"
-
-
-def in_unit(size: int, unit: str) -> float:
-    return size / UNITS[unit.upper()]
-
-
-def by_size(sums: Mapping[K, Mapping[str, int]], most: int) -> tuple[list[K], list[K]]:
-    """The names with the largest sums, and all other names."""
-    names = sorted(sums, key=lambda name: -sum(sums[name].values()))
-    return names[:most], names[most:]
-
-
-def size_cells(
-    sums: Mapping[K, Mapping[str, int]], members: Sequence[K], kinds: Sequence[str], unit: str
-) -> list[Cell]:
-    """The bytes of the members by kind, and their sum."""
-    sizes = [sum(sums[name][kind] for name in members) for kind in kinds]
-    return [*(in_unit(size, unit) if size else None for size in sizes), in_unit(sum(sizes), unit)]

@@ -17,19 +17,24 @@ from memcheck.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from memcheck.simulated.library import Target
+    from memcheck.simulated.world import World
 
-# For child processes: the device, the limit in bytes, and the number of GPUs.
+# For child processes: the device, the limit in bytes, the number of GPUs, and of a rank of torchrun's its rank and
+# their number.
 VARIABLE = "MEMCHECK_SIMULATED"
 _target: list[Target] = []
 
 
-def simulate(device: str | Device, *, memory_limit: int | str | None = None, gpus: int = 1) -> None:
+def simulate(
+    device: str | Device, *, memory_limit: int | str | None = None, gpus: int = 1, world: World | None = None
+) -> None:
     """Lets torch, imported afterwards, find this GPU. It stays until the process ends.
 
     Args:
         device: a GPU of the catalog, such as "A100-80GB", or a size, such as "40GiB".
         memory_limit: bytes, or a text such as "40GiB", that torch's allocator may reserve of each GPU.
         gpus: how many of them there are.
+        world: the ranks of torchrun's, if this process is one of them.
 
     Raises:
         UsageError: there is no such GPU, torch is imported already, or a different one is simulated.
@@ -45,18 +50,30 @@ def simulate(device: str | Device, *, memory_limit: int | str | None = None, gpu
             "torch is imported already, and it looks for GPUs once: call memcheck.simulate before anything imports "
             "torch (in a notebook: restart the kernel, and begin with it), or run the script by memcheck run --device"
         )
-    from memcheck.simulated.library import load
+    from memcheck.simulated.load import load
+    from memcheck.simulated.threads import keep_threads
+    from memcheck.simulated.world import answer_groups, enter
 
     load(target)
+    answer_groups()
+    keep_threads()
     _target.append(target)
-    os.environ[VARIABLE] = f"{target.device.name};{target.limit_bytes or ''};{gpus}"
+    ranks = ""
+    if world is not None:
+        enter(world)
+        ranks = f"{world.rank},{world.ranks}"
+    os.environ[VARIABLE] = f"{target.device.name};{target.limit_bytes or ''};{gpus};{ranks}"
 
 
 def simulate_as_parent() -> None:
     """Simulates the GPU of the process that started this one, if it simulates one."""
     if (text := os.environ.get(VARIABLE)) and "torch" not in sys.modules:
-        device, limit, gpus = text.split(";")
-        simulate(device, memory_limit=int(limit) if limit else None, gpus=int(gpus))
+        from memcheck.simulated.world import World
+
+        device, limit, gpus, ranks = text.split(";")
+        rank, _, of = ranks.partition(",")
+        world = World(int(rank), int(of), int(gpus)) if ranks else None
+        simulate(device, memory_limit=int(limit) if limit else None, gpus=int(gpus), world=world)
 
 
 def simulated_device() -> Device | None:

@@ -1,7 +1,8 @@
 """Finds the library that simulates GPUs, and compiles it at first use where none fits the torch that is installed.
 
 It is two files: the library itself, which is loaded before torch, and a module for Python with its rules, which is
-imported after torch. setup.py builds both with the extension. This module imports no torch.
+imported after torch. A third file is the model of CUDA's caching allocator alone, for any torch. setup.py builds them
+with the extension. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,18 +19,27 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 from memcheck.core.errors import ExtensionError
-from memcheck.simulated.flags import COMPILE_FLAGS, LIBRARIES, RULES_LIBRARIES, gpu_files
+from memcheck.simulated.flags import (
+    ALLOCATOR_FILES,
+    ALLOCATOR_FLAGS,
+    COMPILE_FLAGS,
+    LIBRARIES,
+    RULES_LIBRARIES,
+    gpu_files,
+)
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 NAMES = (f"_simulated{SUFFIX}", f"_simulated_rules{SUFFIX}")
+ALLOCATOR = f"_allocator{SUFFIX}"
+MODEL = "memcheck's model of CUDA's allocator"
 
 
 def library() -> tuple[Path, Path]:
@@ -42,8 +52,29 @@ def library() -> tuple[Path, Path]:
         return in_folder(PACKAGE)
     cached = cache_folder(folder)
     if not cached.is_dir():
-        fill(cached, folder)
+        require_compiler()
+        fill(cached, lambda made: compile_into(made, folder))
     return in_folder(cached)
+
+
+def allocator() -> Path:
+    """The library with the model of CUDA's caching allocator.
+
+    ExtensionError: there is neither this library nor what compiles it.
+    """
+    if (PACKAGE / ALLOCATOR).is_file():
+        return PACKAGE / ALLOCATOR
+    headers = ("caching_allocator.h", "exports.h")
+    words = digest(ALLOCATOR_FLAGS, [sources() / "simulated" / name for name in (*ALLOCATOR_FILES, *headers)])
+    cached = cache_root() / f"{sys.implementation.cache_tag}-allocator-{words}"
+    if not cached.is_dir():
+        if shutil.which(compiler()[0]) is None:
+            raise ExtensionError(
+                f"{MODEL} is compiled at its first use, by {compiler()[0]}, which is missing: install it (on Debian: "
+                "apt-get install g++), or a wheel of memcheck for this Python"
+            )
+        fill(cached, compile_allocator)
+    return cached / ALLOCATOR
 
 
 def in_folder(folder: Path) -> tuple[Path, Path]:
@@ -99,12 +130,21 @@ def sources() -> Path:
 
 def cache_folder(folder: Path) -> Path:
     """Where the library is kept. A change of torch, the sources or the C library gives another folder."""
+    words = digest(COMPILE_FLAGS, [folder / "version.py", *sorted((sources() / "simulated").glob("*.*"))])
+    return cache_root() / f"{sys.implementation.cache_tag}-torch-{torch_version(folder)}-{words}"
+
+
+def cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memcheck"
+
+
+def digest(flags: list[str], paths: Iterable[Path]) -> str:
+    """Names what is compiled: the flags, this machine and the files."""
     libc = os.confstr("CS_GNU_LIBC_VERSION") if sys.platform == "linux" else platform.release()
-    words = hashlib.sha256(f"{COMPILE_FLAGS} {platform.machine()} {libc} ".encode())
-    for path in [folder / "version.py", *sorted((sources() / "simulated").glob("*.*"))]:
+    words = hashlib.sha256(f"{flags} {platform.machine()} {libc} ".encode())
+    for path in paths:
         words.update(path.read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memcheck"
-    return root / f"{sys.implementation.cache_tag}-torch-{torch_version(folder)}-{words.hexdigest()[:12]}"
+    return words.hexdigest()[:12]
 
 
 def compiler() -> list[str]:
@@ -120,19 +160,18 @@ def require_compiler() -> None:
         )
 
 
-def fill(cached: Path, folder: Path) -> None:
+def fill(cached: Path, compiled_into: Callable[[Path], None]) -> None:
     """Compiles into a folder that is complete as soon as it exists, unless another process has done so meanwhile."""
     import fcntl  # Windows, for which memcheck does not compile, lacks it.
 
-    require_compiler()
     with lock_of(cached) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if cached.is_dir():
             return
-        with tempfile.TemporaryDirectory(dir=cached.parent, prefix="compiling-") as temporary, told(folder):
+        with tempfile.TemporaryDirectory(dir=cached.parent, prefix="compiling-") as temporary:
             made = Path(temporary, "made")
             made.mkdir()
-            compile_into(made, folder)
+            compiled_into(made)
             made.rename(cached)
 
 
@@ -142,7 +181,7 @@ def lock_of(cached: Path) -> TextIO:
         return open(f"{cached}.lock", "w")
     except OSError as error:
         raise ExtensionError(
-            f"memcheck's simulated GPU is compiled into {cached.parent}, which cannot be written ({error.strerror}): "
+            f"memcheck compiles a library into {cached.parent}, which cannot be written ({error.strerror}): "
             "set XDG_CACHE_HOME to another folder"
         ) from None
 
@@ -169,7 +208,7 @@ def compile_into(made: Path, folder: Path) -> None:
     members = gpu_files(path.name for path in (sources() / "simulated").glob("*.cpp"))
     python = [f"-I{sysconfig.get_path('include')}", f"-DTORCH_EXTENSION_NAME={NAMES[1].partition('.')[0]}"]
     path, rules_path = in_folder(made)
-    with ThreadPoolExecutor() as both:
+    with told(folder), ThreadPoolExecutor() as both:
         jobs = [
             both.submit(compile_unit, members, path, folder, LIBRARIES, []),
             both.submit(compile_unit, ["rules.cpp"], rules_path, folder, RULES_LIBRARIES, python),
@@ -180,18 +219,26 @@ def compile_into(made: Path, folder: Path) -> None:
 
 def compile_unit(members: list[str], to: Path, folder: Path, libraries: list[str], flags: list[str]) -> None:
     """ExtensionError: the compiler fails. It has the compiler's first error."""
-    unit = "".join(f'#include "simulated/{name}"\n' for name in members)
     includes = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
-    command = [*compiler(), *COMPILE_FLAGS, *flags, f"-I{sources()}", *(f"-isystem{path}" for path in includes)]
-    command += ["-fPIC", "-shared", "-x", "c++", "-", "-o", str(to), f"-L{folder / 'lib'}"]
-    command += [f"-l{name}" for name in libraries]
+    flags = [*COMPILE_FLAGS, *flags, *(f"-isystem{path}" for path in includes)]
+    links = [f"-L{folder / 'lib'}", *(f"-l{name}" for name in libraries)]
     if sys.platform == "darwin":
-        command += ["-undefined", "dynamic_lookup"]  # Python's own symbols.
+        links += ["-undefined", "dynamic_lookup"]  # Python's own symbols.
+    call_compiler(
+        members, to, flags, links, f"memcheck's simulated GPU does not compile against torch {torch_version(folder)}"
+    )
+
+
+def compile_allocator(made: Path) -> None:
+    call_compiler(ALLOCATOR_FILES, made / ALLOCATOR, ALLOCATOR_FLAGS, [], f"{MODEL} does not compile")
+
+
+def call_compiler(members: list[str], to: Path, flags: list[str], links: list[str], failure: str) -> None:
+    """Compiles files of csrc/simulated as one unit. ExtensionError: the failure, with the compiler's first error."""
+    unit = "".join(f'#include "simulated/{name}"\n' for name in members)
+    command = [*compiler(), *flags, f"-I{sources()}", "-fPIC", "-shared", "-x", "c++", "-", "-o", str(to), *links]
     ended = subprocess.run(command, input=unit, capture_output=True, text=True)
     if ended.returncode != 0:
         lines = ended.stderr.splitlines()
         first = next((line for line in lines if "error" in line), lines[0] if lines else "no output")
-        raise ExtensionError(
-            f"memcheck's simulated GPU does not compile against torch {torch_version(folder)}, by {command[0]} "
-            f"(exit status {ended.returncode}): {first}"
-        )
+        raise ExtensionError(f"{failure}, by {command[0]} (exit status {ended.returncode}): {first}")

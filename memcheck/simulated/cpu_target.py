@@ -7,24 +7,27 @@ would measure on this CPU: sizes, results and scratch, in the order of the kerne
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import importlib.util
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from memcheck._extension import extension
+from memcheck.core.after_import import after_import
 from memcheck.core.devices import running
 from memcheck.core.errors import ExtensionError, UsageError
 from memcheck.core.tensors import tensors_in
-from memcheck.predict.operators import scratch_of
-from memcheck.predict.probe import OF_ANY_INTEGERS
-from memcheck.predict.scratch import OperatorCall, Target, Unknown, are_plain, facts_of, is_view
 from memcheck.simulated.doubts import Doubt, line_of_user
-from memcheck.simulated.rules import operator
+from memcheck.simulated.facts import scratch_of
+from memcheck.simulated.probes import Table
+from memcheck.simulated.rules import UNKNOWN, operator
+from memcheck.simulated.scratch import OperatorCall, RunDependent, Target, Unknown, are_plain, facts_of, is_view
 
 # Storages up to this size are real, so that what decides by their numbers is right.
 KEPT_BYTES = 64 * 2**10
@@ -33,6 +36,18 @@ PROBED_FIRST_BYTES = 2**20
 # The largest sum of operands that is probed.
 MOST_PROBED_BYTES = 2**30
 
+# Operators whose allocations depend on no value of their integer operands.
+INTEGER_NAMES = """
+    adaptive_max_pool2d_backward adaptive_max_pool3d_backward argmax argmin _linalg_check_errors embedding
+    mkldnn_rnn_layer_backward fractional_max_pool2d_backward gather index index_add index_add_ index_copy
+    index_copy_ index_fill index_fill_ index_put index_put_ _index_put_impl_ index_select max
+    max_pool2d_with_indices_backward masked_scatter_backward masked_select max_pool3d_with_indices_backward min
+    multi_margin_loss multi_margin_loss_backward nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+    nll_loss_forward scatter scatter_add scatter_ scatter_add_ sort topk
+    """
+OF_ANY_INTEGERS = frozenset(INTEGER_NAMES.split())
+# Of these kernels one run does not show how many threads have their scratch at once.
+BY_THREADS = {"_scaled_dot_product_flash_attention_for_cpu_backward"}
 RANDOM_FILLS = {
     f"aten::{name}_" for name in ("cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
 }
@@ -43,7 +58,9 @@ class SimulatedCpu:
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._hearers: list[Callable[[str], None]] = []
         self._touched, self._probes = _module().touched_bytes(), _module().probes()
+        self._blocks = _module().blocks_without_memory()
 
     @property
     def doubts(self) -> list[Doubt]:
@@ -55,12 +72,29 @@ class SimulatedCpu:
         """Bytes of tensors without memory that something read or wrote, in pages, which then have memory."""
         return int(_module().touched_bytes() - self._touched)
 
+    def keeps_tensors(self) -> bool:
+        """Whether tensors without memory that were made since the start are alive."""
+        if _module().blocks_without_memory() > self._blocks:
+            gc.collect()
+        return bool(_module().blocks_without_memory() > self._blocks)
+
     @property
     def probes(self) -> int:
         """Kernels that ran once, alone."""
         return int(_module().probes() - self._probes)
 
+    @contextmanager
+    def heard_by(self, hear: Callable[[str], None]) -> Iterator[None]:
+        """Inside, the function is called with the words of every answer."""
+        self._hearers.append(hear)
+        try:
+            yield
+        finally:
+            self._hearers.remove(hear)
+
     def note(self, what: str) -> None:
+        for hear in self._hearers:
+            hear(what)
         key = what, *line_of_user()
         self._counts[key] += 1
 
@@ -70,6 +104,7 @@ def simulated_cpu(
     kept_bytes: int = KEPT_BYTES,
     probed_first_bytes: int = PROBED_FIRST_BYTES,
     most_probed_bytes: int = MOST_PROBED_BYTES,
+    table: Table | None = None,
 ) -> Iterator[SimulatedCpu]:
     """Simulates the CPU in this thread. What memcheck measures inside is the prediction for this CPU.
 
@@ -84,6 +119,7 @@ def simulated_cpu(
         probed_first_bytes: with operands up to this size an operator's kernel runs once, alone, even if a rule knows
             what it allocates.
         most_probed_bytes: with larger operands no kernel runs alone.
+        table: has what kernels took in earlier probes. If it does not grow, no kernel runs alone.
 
     Tensors from before are not changed: small ones that operators write to are restored at the end, as is the state of
     the random number generator. Tensors that are made inside and outlive it may have no numbers.
@@ -97,7 +133,13 @@ def simulated_cpu(
     state = torch.default_generator.get_state()
     simulation = SimulatedCpu()
     _running.append(simulation)
-    module.configure(kept_bytes, probed_first_bytes, most_probed_bytes)
+    if table is not None and not table.grows:
+        probed_first_bytes = most_probed_bytes = -1
+    options = kept_bytes, probed_first_bytes, most_probed_bytes
+    if table is None:
+        module.configure(*options, 0)
+    else:
+        table.configure(module, *options)
     core.keep_installed()
     module.switch(True)
     try:
@@ -107,6 +149,8 @@ def simulated_cpu(
         core.let_go()
         _running.remove(simulation)
         torch.default_generator.set_state(state)
+        if table is not None:
+            table.add(module.take_probed())
 
 
 # Simulations that run, of all threads.
@@ -118,6 +162,10 @@ def _note(what: str) -> None:
         _running[-1].note(what)
 
 
+def collect() -> None:
+    gc.collect()
+
+
 @functools.cache
 def _module() -> Any:
     """The compiled module, connected with the rules."""
@@ -125,14 +173,21 @@ def _module() -> Any:
     if importlib.util.find_spec("memcheck._simulated_cpu") is None:
         raise ExtensionError("the simulated CPU is not built: build memcheck's extension again")
     module = importlib.import_module("memcheck._simulated_cpu")
-    module.begin(core.block_source(), _scratch, _note, set(OF_ANY_INTEGERS))
+    # Meta kernels in Python import it while a model runs. torch.fx.wrap leaves its frame in a cycle, and so all frames
+    # below it with their tensors.
+    if "torch._dynamo" not in sys.modules:
+        after_import("torch._dynamo", collect)
+    compute, switch = torch._ops._compute_keyset, torch._C._dispatch_key_parse("Fake")
+    # Operators of higher order have no kernel for the key that switches the simulation on, and need none.
+    torch._ops._compute_keyset = lambda *given: compute(*given).remove(switch)
+    module.begin(core.block_source(), _scratch, _note, set(OF_ANY_INTEGERS), BY_THREADS)
     return module
 
 
-def _scratch(name: str, overload: str, arguments: list[Any], results: list[Any]) -> list[tuple[int, bool]] | None:
-    """(bytes, whether it comes before the results) of what a kernel allocates beside results; None: no rule knows it.
+def _scratch(name: str, overload: str, arguments: list[Any], results: list[Any]) -> list[tuple[int, bool, str]] | None:
+    """(bytes, whether it comes before the results, "") of what a kernel allocates beside results; None: no rule knows.
 
-    Operands and results are on meta.
+    What differs from run to run has no bytes, and words in place of "". Operands and results are on meta.
     """
     func = operator(name, overload)
     names = [argument.name for argument in func._schema.arguments]
@@ -146,10 +201,16 @@ def _scratch(name: str, overload: str, arguments: list[Any], results: list[Any])
         if facts_of(name).uses_cublas and len({x.dtype for x in tensors_in(arguments)}) > 1:
             return None  # The kernel says what is wrong.
         parts = scratch_of(call)
-    if any(isinstance(part, Unknown) for part in parts):
-        return None
-    # A number is a tensor before the kernel runs.
-    return [(part.bytes, part.first) for part in parts if not isinstance(part, Unknown) and part.name != "number"]
+    found: list[tuple[int, bool, str]] = []
+    for part in parts:
+        if isinstance(part, RunDependent):
+            UNKNOWN[str(part)] = part
+            found.append((0, False, str(part)))
+        elif isinstance(part, Unknown):
+            return None
+        elif part.name != "number":  # A number is a tensor before the kernel runs.
+            found.append((part.bytes, part.first, ""))
+    return found
 
 
 def _takes_nothing(func: Any, call: OperatorCall) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import sys
@@ -12,51 +11,15 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from memcheck.simulated.graphs import answers_of_graphs
-from memcheck.simulated.library import Target, library
+from memcheck.simulated.graphs import answers_of_graphs, named_function
+from memcheck.simulated.library import Target, library, refused
+from memcheck.simulated.statistics import memory_stats, record_history, record_history_legacy, snapshot_of
 
-KINDS = [
-    "allocation",
-    "segment",
-    "active",
-    "inactive_split",
-    "allocated_bytes",
-    "reserved_bytes",
-    "active_bytes",
-    "inactive_split_bytes",
-    "requested_bytes",
-]
-POOLS = ("all", "small_pool", "large_pool")
-WORDS = ("current", "peak", "allocated", "freed")
-COUNTS = (
-    "num_alloc_retries",
-    "num_ooms",
-    "num_sync_all_streams",
-    "num_device_alloc",
-    "num_device_free",
-    "max_split_size",
-)
-ACTIONS = [
-    "alloc",
-    "free_requested",
-    "free_completed",
-    "segment_alloc",
-    "segment_free",
-    "segment_map",
-    "segment_unmap",
-    "oom",
-]
-CUDA, CUDNN = "13.0", 91002
+CUDA, CUDNN, NCCL = "13.0", 91002, (2 << 32) + (28 << 16) + 9
 
 
 def nothing(*_: Any, **__: Any) -> None:
     """Does nothing, as on a device whose kernels take no time."""
-
-
-def refused(words: bytes) -> None:
-    """Raises the error of a call of the library, if it has one."""
-    if words:
-        raise RuntimeError(words.decode())
 
 
 class Answers:
@@ -64,7 +27,7 @@ class Answers:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._owner = os.getpid()
+        self._owner: int | None = None  # The process that has initialised the GPU.
         self._settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
         self._observers: list[Callable[..., object]] = []
         if self._settings:
@@ -91,7 +54,7 @@ class Answers:
     def _of_devices(self) -> dict[str, Callable[..., Any]]:
         return {
             "_cuda_init": self._init,
-            "_cuda_isInBadFork": lambda: os.getpid() != self._owner,
+            "_cuda_isInBadFork": lambda: self._owner not in (None, os.getpid()),
             "_cuda_getDeviceCount": lambda: self._target.gpus,
             "_cuda_getDevice": lambda: library().current_device(),
             "_cuda_setDevice": exchange_device,
@@ -124,7 +87,7 @@ class Answers:
             "_host_emptyCache": nothing,
             "_cuda_setMemoryFraction": self._set_fraction,
             "_cuda_getMemoryFraction": self._fraction,
-            "_cuda_memorySnapshot": self._snapshot,
+            "_cuda_memorySnapshot": lambda given=None: snapshot_of(self._settings, given),
             "_cuda_record_memory_history": record_history,
             "_cuda_record_memory_history_legacy": record_history_legacy,
             "_cuda_isHistoryEnabled": lambda: bool(lib.is_recording()),
@@ -157,6 +120,8 @@ class Answers:
             "_cuda_tunableop_is_enabled": lambda: False,
             "_cuda_tunableop_tuning_is_enabled": lambda: False,
             "_cuda_record_untuned_is_enabled": lambda: False,
+            "_nccl_version": lambda: NCCL,
+            "_nccl_version_suffix": lambda: b"",
             "_scatter": scatter,
             "_gather": gather,
             "_broadcast": lambda tensor, devices: [tensor.to(f"cuda:{device}") for device in devices],
@@ -188,6 +153,10 @@ class Answers:
 
     def _init(self) -> None:
         """What the initialisation of CUDA sets in torch.cuda."""
+        from memcheck.simulated import rules
+
+        rules.refuse_forks()
+        self._owner = os.getpid()
         torch: Any = sys.modules["torch"]
         devices = [torch.device("cuda", index) for index in range(self._target.gpus)]
         torch.cuda._get_device_properties = lambda device: DeviceProperties(self._target, device)
@@ -207,51 +176,6 @@ class Answers:
     def _fraction(self, device: int) -> float:
         allowed = library().allowed(device)
         return 1.0 if allowed == 2**63 - 1 else allowed / self._target.device.total_bytes
-
-    def _snapshot(self, given: Any = None) -> dict[str, Any]:
-        """torch.cuda.memory._snapshot()."""
-        pool, with_traces = (given[:2], given[2]) if isinstance(given, tuple) else (None, True)
-        found = json.loads(library().snapshot(bool(with_traces)).decode("utf-8", "replace"))
-        frames = [{"filename": file, "name": name, "line": line} for file, name, line in found["frames"]]
-        stacks = [
-            [*({"filename": "??", "name": name, "line": 0} for name in doers.split("\n") if name)]
-            + [frames[number] for number in stack]
-            for stack, doers in zip(found["stacks"], found["doers"], strict=True)
-        ]
-        stacks.append([])  # Of the number -1: there is no stack.
-        gpus = list(enumerate(found["gpus"]))
-        segments = [segment(each, device, stacks) for device, gpu in gpus for each in gpu["segments"]]
-        split = memory_stats(0)["max_split_size"]
-        return {
-            "segments": [each for each in segments if pool in (None, (0, 0), each["segment_pool_id"])],
-            "device_traces": [[entry(event, found["metadata"], stacks) for event in gpu["events"]] for _, gpu in gpus],
-            "external_annotations": [],
-            "allocator_settings": {
-                "PYTORCH_CUDA_ALLOC_CONF": self._settings,
-                "max_split_size": split,
-                "garbage_collection_threshold": float(setting(self._settings, "garbage_collection_threshold", "0")),
-                "expandable_segments": setting(self._settings, "expandable_segments", "False") == "True",
-                "pinned_num_register_threads": 1,
-                "release_lock_on_cudamalloc": False,
-                "pinned_use_cuda_host_register": False,
-                "roundup_power2_divisions": {},
-            },
-        }
-
-
-def setting(text: str, name: str, default: str) -> str:
-    found = re.search(rf"{name}:([^,]+)", text)
-    return found[1].strip() if found else default
-
-
-def named_function(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for each name, as torch.compile keeps tables of them."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return answer(*args, **kwargs)
-
-    function.__name__ = function.__qualname__ = name
-    return function
 
 
 def refuse_others(c: ModuleType) -> None:
@@ -283,76 +207,6 @@ def exchange_device(device: int) -> int:
 def set_stream(stream_id: int = 0, device_index: int = 0, device_type: int = 1) -> None:
     exchange_device(device_index)
     library().exchange_stream(device_index, stream_id)
-
-
-def memory_stats(device: int) -> dict[str, Any]:
-    """torch._C._cuda_memoryStats: torch.cuda.memory_stats flattens it."""
-    out = (ctypes.c_int64 * (len(KINDS) * 12 + 8 + len(COUNTS)))()
-    library().stats(device, out)
-    numbers = iter(out)
-
-    def stat() -> dict[str, int]:
-        return {word: next(numbers) for word in WORDS}
-
-    found: dict[str, Any] = {kind: {pool: stat() for pool in POOLS} for kind in KINDS}
-    found["oversize_allocations"], found["oversize_segments"] = stat(), stat()
-    return found | {name: next(numbers) for name in COUNTS}
-
-
-def record_history(
-    enabled: str | None = None,
-    context: str | None = "all",
-    stacks: str = "all",
-    max_entries: int = 2**63 - 1,
-    clear_history: bool = False,
-    *_: Any,
-    **__: Any,
-) -> None:
-    """torch._C._cuda_record_memory_history."""
-    most = 0 if enabled == "state" else min(max_entries, 2**63 - 1)
-    library().record(
-        enabled is not None, context is not None, stacks != "python", context == "all", most, clear_history
-    )
-
-
-def record_history_legacy(enabled: bool, record_context: bool = True, max_entries: int = 1, *_: Any, **__: Any) -> None:
-    library().record(enabled, record_context, 0, 0, max_entries, True)
-
-
-def segment(found: list[Any], device: int, stacks: list[Any]) -> dict[str, Any]:
-    address, total, allocated, active, requested, stream, is_small, is_expandable, pool, blocks = found
-    return {
-        "device": device,
-        "address": address,
-        "total_size": total,
-        "allocated_size": allocated,
-        "active_size": active,
-        "requested_size": requested,
-        "stream": stream,
-        "segment_type": "small" if is_small else "large",
-        "segment_pool_id": tuple(pool),
-        "is_expandable": bool(is_expandable),
-        "frames": [],
-        "blocks": [
-            {"address": at, "size": size, "requested_size": asked, "state": state, "frames": stacks[note]}
-            for at, size, asked, state, note in blocks
-        ],
-    }
-
-
-def entry(event: list[int], metadata: list[str], stacks: list[Any]) -> dict[str, Any]:
-    action, size, address, stream, note, microseconds, number = event
-    return {
-        "action": ACTIONS[action],
-        "device_free" if ACTIONS[action] == "oom" else "addr": address,
-        "size": size,
-        "stream": stream,
-        "time_us": microseconds,
-        "compile_context": "N/A",
-        "user_metadata": metadata[number],
-        "pool_id": (0, 0),
-        "frames": stacks[note],
-    }
 
 
 def scatter(tensor: Any, devices: list[int], sizes: Any = None, dim: int = 0, streams: Any = None) -> list[Any]:

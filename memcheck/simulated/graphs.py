@@ -8,21 +8,15 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from memcheck.simulated.library import library
+from memcheck.simulated.library import library, refused
 
 Id = tuple[int, int]
 _of_graphs, _of_users = itertools.count(1), itertools.count(1)
 _capturing: list[CudaGraph] = []
-
-
-def refused(words: bytes) -> None:
-    """Raises the error of a call of the library, if it has one."""
-    if words:
-        raise RuntimeError(words.decode())
 
 
 def number(function: Any, *args: Any) -> int:
@@ -186,10 +180,18 @@ def same_addresses(tensors: list[Any], addresses: list[int | None], indices: lis
     return all(tensors[index].data_ptr() == addresses[index] for index in indices if addresses[index] is not None)
 
 
+def named_function(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for each name, as torch.compile keeps tables of them."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return answer(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
 def answers_of_graphs(c: ModuleType) -> dict[str, Any]:
     """Names of torch._C and their values."""
-    from memcheck.simulated.cuda import named_function
-
     lib = library()
     functions: dict[str, Any] = {
         "_graph_pool_handle": lambda: (0, next(_of_users)),

@@ -100,10 +100,51 @@ def dropout_state(_dropout: float, _train: bool, _seed: int, **_: Any) -> Any:
 
 @on_meta("_grouped_mm")
 def grouped_product(left: Any, right: Any, offs: Any = None, *_: Any, **__: Any) -> Any:
-    """Of any dtype, as CUDA multiplies matrix by matrix where the kernel for meta tensors refuses."""
-    from memcheck.predict.meta_results import grouped_product
+    """Of any dtype, as CUDA multiplies matrix by matrix where the kernel for meta tensors refuses.
 
-    return grouped_product(left, right, offs)
+    Groups are the first dimension of an operand with three, else the parts of a common one that offsets (G) end.
+    """
+    sizes = (left.shape[-2], right.shape[-1])
+    if left.dim() != right.dim():
+        return left.new_empty(sizes)
+    groups = len(left) if left.dim() == 3 or offs is None else len(offs)
+    return left.new_empty((groups, *sizes))
+
+
+def statistics(x: Any) -> Any:
+    """A number for each channel: as the input, and float32 for 16 bits."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty(x.shape[1], dtype=dtype, device="meta")
+
+
+# Of SyncBatchNorm: cuda/Normalization.cu.
+@on_meta("batch_norm_stats")
+def batch_norm_stats(x: Any, _eps: float) -> tuple[Any, Any]:
+    return statistics(x), statistics(x)
+
+
+@on_meta("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts")
+def batch_norm_gather_stats(x: Any, *_: Any) -> tuple[Any, Any]:
+    return statistics(x), statistics(x)
+
+
+@on_meta("batch_norm_elemt")
+def batch_norm_elemt(x: Any, *_: Any) -> Any:
+    return torch.empty_like(x)
+
+
+@on_meta("batch_norm_backward_reduce")
+def batch_norm_backward_reduce(
+    _grad: Any, x: Any, mean: Any, _invstd: Any, weight: Any, of_input: bool, of_weight: bool, of_bias: bool
+) -> tuple[Any, ...]:
+    sums = [torch.empty_like(mean) if of_input else None for _ in range(2)]
+    like = mean if weight is None else weight
+    return *sums, *(like.new_empty(x.shape[1]) if wanted else None for wanted in (of_weight, of_bias))
+
+
+@on_meta("batch_norm_backward_elemt")
+def batch_norm_backward_elemt(_grad: Any, x: Any, *_: Any) -> Any:
+    return torch.empty_like(x)
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -11,12 +12,11 @@ from typing import Any
 import torch
 
 from memcheck.core.devices import WORKSPACE_OF_A_CALL, running
-from memcheck.predict import sdpa
-from memcheck.predict.operators import facts_of, scratch_of
-from memcheck.predict.scratch import TABLE, OperatorCall, Target, Unknown, is_view
 from memcheck.simulated.doubts import note
+from memcheck.simulated.facts import facts_of, scratch_of, sdpa
 from memcheck.simulated.library import Target as Simulated
 from memcheck.simulated.library import library
+from memcheck.simulated.scratch import TABLE, OperatorCall, Target, Unknown, is_view
 
 # Numbers of at::SDPBackend.
 BACKENDS = {"math": 0, "flash": 1, "efficient": 2, "cudnn": 3}
@@ -36,6 +36,7 @@ SAME = {
 
 # Other operators that were read: they allocate their results alone.
 NOTHING = {
+    "aten::_foreach_copy_",  # cuda/ForeachBinaryOpList.cu
     "aten::index_select",  # index_select_out_cuda_impl of cuda/Indexing.cu
     "aten::_fused_sgd_",  # cuda/FusedSgdKernel.cu
     "aten::_fused_adagrad_",
@@ -57,6 +58,7 @@ TABLE_NAMES = {f"aten::{name}" for name in TABLE}
 Part = tuple[str, int, bool, bool, bool]  # As Scratch in csrc/simulated/kernels.h. Below 0 bytes: unknown.
 SEARCHED: set[str] = set()  # Algorithms that cuDNN has searched for.
 UNKNOWN: dict[str, Unknown] = {}  # What rules said so of, by its words.
+USED_BY: dict[tuple[str, int], str] = {}  # Name and bytes of scratch -> the operator that was last found to use it.
 
 
 class Rules:
@@ -71,9 +73,12 @@ class Rules:
         tensors = tuple(x for x in outputs if isinstance(x, torch.Tensor))
         names = [argument.name for argument in func._schema.arguments]
         known = known_name(name)
-        call = OperatorCall(known, dict(zip(names, arguments, strict=True)), tensors, self._target, is_view(func))
+        target = dataclasses.replace(self._target, searches=torch.backends.cudnn.benchmark)
+        call = OperatorCall(known, dict(zip(names, arguments, strict=True)), tensors, target, is_view(func))
         with torch._C.DisableTorchFunction():
-            return list(map(self._part, scratch_of(call) if known in TABLE_NAMES or not takes_nothing(func) else []))
+            parts = list(map(self._part, scratch_of(call) if known in TABLE_NAMES or not takes_nothing(func) else []))
+        USED_BY.update({part[:2]: known for part in parts})
+        return parts
 
     def _part(self, part: Any) -> Part:
         if isinstance(part, Unknown):
@@ -86,11 +91,11 @@ class Rules:
         return part.name, part.bytes, part.first, part.kept, is_new
 
     def attention(
-        self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, scale: float | None, grouped: bool
+        self, q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, _scale: float | None, grouped: bool
     ) -> int:
         """The backend of scaled_dot_product_attention, -1 if none takes the call."""
         with torch._C.DisableTorchFunction():
-            call = sdpa.Attention(q, k, v, mask, causal, dropout, scale, False, grouped)
+            call = sdpa.Attention(q, k, v, mask, causal, dropout, grouped)
             names = (name for name in sdpa.cuda_order(self._target) if sdpa.takes(name, call, self._target))
             return BACKENDS.get(next(names, ""), -1)
 
@@ -100,7 +105,7 @@ class Rules:
         def answer(asked: Any, _debug: bool = False) -> bool:
             operands = asked.query, asked.key, asked.value, asked.attn_mask
             with torch._C.DisableTorchFunction():
-                call = sdpa.Attention(*operands, asked.is_causal, asked.dropout, None, False, asked.enable_gqa)
+                call = sdpa.Attention(*operands, asked.is_causal, asked.dropout, asked.enable_gqa)
                 return sdpa.takes(name, call, self._target)
 
         return answer
@@ -130,6 +135,14 @@ def operator(name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, space), own), overload or "default")
 
 
+CONNECTED: list[Any] = []  # The library's module for Python.
+
+
+def refuse_forks() -> None:
+    """Once the GPU is initialised, torch refuses it in processes that are forked from this one."""
+    CONNECTED[0].refuse_forks()
+
+
 def connect(simulated: Simulated, path: Path) -> None:
     """Connects the rules with the library. path: of its module for Python."""
     spec = importlib.util.spec_from_file_location("_simulated_rules", path)
@@ -137,8 +150,10 @@ def connect(simulated: Simulated, path: Path) -> None:
     assert spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.refuse_forks()
-    target = Target("cuda", 1, simulated.capability, running(), True, simulated.device.multiprocessors)
+    CONNECTED.append(module)
+    target = Target(
+        "cuda", 1, simulated.capability, simulated.torch_version or running(), True, simulated.device.multiprocessors
+    )
     for name, facts in TABLE.items():
         on_host = sum(1 << place for place in facts.on_host)
         if facts.uses_cublas or on_host:

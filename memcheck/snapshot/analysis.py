@@ -9,32 +9,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memcheck.allocator.caching import CachingAllocator, Event
-from memcheck.allocator.history import History, Replayed, Segment, replay_history
-from memcheck.core.script_record import PHASES, Alive, Course, Origin
-from memcheck.core.snapshot_record import Growth, Holes, Levels, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
-from memcheck.measure.script_growth import growing_places
-from memcheck.snapshot.recording import (
-    ACTIONS,
+from memcheck.allocator.caching import Ints, Order
+from memcheck.allocator.history import (
     ALLOC,
-    BEFORE,
-    CODES,
     FREE_COMPLETED,
     FREE_REQUESTED,
-    NO_PLACE,
+    IGNORED,
+    NEW_MEMORY,
     OOM,
-    Ints,
-    Recording,
+    RELEASES,
+    History,
+    Replayed,
+    Segment,
+    replay_history,
 )
+from memcheck.core.script_record import PHASES, Alive, Course, Origin
+from memcheck.core.snapshot_record import Growth, Holes, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
+from memcheck.core.units import highest
+from memcheck.measure.script_growth import growing_places
+from memcheck.snapshot.recording import BEFORE, NO_PLACE, Recording
 
-GROWS, SHRINKS = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
+ADDRESS = np.arange(4) == 2  # The column of rows.
 STEP_PHASES = ("backward", "optimizer step")
 SIZES = (0, 2**20, 10 * 2**20, 100 * 2**20, 2**30)  # The least bytes of each group of blocks.
-MOST_LAYERS, MOST_POINTS = 9, 1500
-MOST_POINTS_OF_COURSE = 500
+MOST_POINTS = 500  # Of the course.
 MOST_ENDS = 12  # Steps whose ends are compared.
-# What a replay of a history that contradicts itself raises.
-CONTRADICTIONS = (ValueError, KeyError, IndexError, AttributeError, AssertionError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,6 @@ def analyse(
         steps=len(ends) + any(place.phase in STEP_PHASES for place in recording.places),
         growing=growing(recording, blocks, ends),
         what_if=[find.placed(case) for case in cases],
-        levels=find.levels(peak),
         course=find.course([peak.event + 1, *refused[-1:]]),
         source=recording.source,
         doubts=doubts,
@@ -108,24 +106,34 @@ def analyse(
 
 
 def replay_of(recording: Recording) -> tuple[Replay, Replayed | None]:
-    """The recorded requests in the model of the allocator, with the recorded settings and addresses of segments."""
-    allocations = int(np.count_nonzero(recording.actions == ALLOC))
+    """The recorded requests in the model of the allocator, with the recorded settings and addresses of segments.
+
+    The recording gets the order of torch's versions under which most is as recorded.
+    """
     if not len(recording):
         return Replay(0, 0, 0, False, "it has no events"), None
+    found = dict[Order, tuple[Replay, Replayed | None]]()
+    history = recording.history
+    for order in Order:
+        found[order] = replay_in(replace(history, order=order))
+        if found[order][0].exact or found[order][0].reason is not None:
+            break
+    recording.order = max(found, key=lambda order: (found[order][0].exact, found[order][0].at_recorded_address))
+    vars(recording).pop("history")
+    return found[recording.order]
+
+
+def replay_in(history: History) -> tuple[Replay, Replayed | None]:
+    """The replay of a history, and whether all of it is as recorded."""
+    allocations = int(np.count_nonzero(history.rows[:, 0] == ALLOC))
     try:
-        history = recording.history
-        allocator = CachingAllocator(history.limit_bytes, history.settings, keeps_events=True)
-        replayed = replay_history(history, allocator, at_recorded_addresses=True)
-    except CONTRADICTIONS as error:
-        words = str(error) if isinstance(error, ValueError) else "the history contradicts itself"
-        return Replay(allocations, 0, 0, False, words), None
-    made = replayed.events or []
-    recorded = [event for event in history.events if event.action != "snapshot"]
-    exact = len(made) == len(recorded) and all(
-        ours[:4] == theirs[:4] for ours, theirs in zip(made, recorded, strict=True)
-    )
-    peak = max(replayed.reserved.peak, replayed.reserved.current)
-    return Replay(allocations, replayed.equal_addresses, peak, exact), replayed
+        replayed = replay_history(history, at_recorded_addresses=True)
+    except ValueError as error:
+        return Replay(allocations, 0, 0, False, str(error)), None
+    # The memory that was left when there was no room is no address.
+    made, recorded = (np.where((rows[:, :1] == OOM) & ADDRESS, 0, rows) for rows in (replayed.rows(), history.rows))
+    exact = np.array_equal(made, recorded[recorded[:, 0] != IGNORED])
+    return Replay(allocations, replayed.equal_addresses, replayed.peak_reserved_bytes, exact), replayed
 
 
 def blocks_of(recording: Recording, replayed: Replayed | None) -> Blocks:
@@ -187,9 +195,7 @@ def _sizes(recording: Recording, replayed: Replayed | None, blocks: Blocks, at_e
 def reserved_bytes(recording: Recording) -> Ints:
     """The reserved bytes in each state."""
     change = np.zeros(len(recording) + 1, np.int64)
-    for names, sign in ((GROWS, 1), (SHRINKS, -1)):
-        chosen = np.isin(recording.actions, [CODES[name] for name in names])
-        change[1:][chosen] = sign * recording.sizes[chosen]
+    change[1:] = recording.history.changes
     sums = np.cumsum(change)
     at_end = sum(segment.bytes for segment in recording.segments)
     return sums + max(at_end - int(sums[-1]), -int(sums.min()))
@@ -292,14 +298,10 @@ class _Finder:
     def holes(self, state: int) -> list[Holes]:
         """The free memory in the segments, by pool."""
         recording = self.recording
-        later = np.flatnonzero(np.isin(recording.actions, [CODES[name] for name in (*GROWS, *SHRINKS)]))
-        later = later[later >= state]
         empty = [segment._replace(blocks={}) for segment in recording.segments]
-        columns = (recording.sizes, recording.addresses, recording.streams)
-        events = [
-            Event(ACTIONS[recording.actions[index]], *(int(column[index]) for column in columns)) for index in later
-        ]
-        segments = sorted(History(events, empty, recording.settings).at_begin)
+        rows = recording.history.rows[state:]
+        rows = rows[np.isin(rows[:, 0], (*NEW_MEMORY, *RELEASES))]
+        segments = sorted(History(rows, empty, recording.settings).at_begin)
         used = self.blocks.alive_at(state, self.blocks.ended)
         order = np.argsort(self.blocks.addresses[used])
         begins = self.blocks.addresses[used][order]
@@ -319,34 +321,10 @@ class _Finder:
     def placed(self, case: WhatIf) -> WhatIf:
         return case if case.failing_event is None else replace(case, failing_place=self.place(case.failing_event))
 
-    def levels(self, peak: Moment) -> Levels:
-        """The picture over time: the lines with the most bytes at the peak, and all others."""
-        events = len(self.recording)
-        states = thinned(self.allocated, MOST_POINTS)
-        labels: dict[str, set[int]] = {}
-        for number in range(len(self.recording.places) + 1):
-            labels.setdefault(_place(self.recording, number).where, set()).add(number)
-        at_peak: dict[str, int] = {}
-        for alive in peak.alive:
-            at_peak[alive.place.where] = at_peak.get(alive.place.where, 0) + alive.bytes
-        names = sorted(at_peak, key=lambda name: -at_peak[name])[:MOST_LAYERS]
-        layers = {}
-        rest = self.allocated.copy()
-        for name in names:
-            sums = self.blocks.sums(np.isin(self.blocks.places, list(labels[name])), events)
-            rest -= sums
-            layers[name] = sums[states].tolist()
-        # What lives longest goes to the bottom.
-        layers = dict(sorted(layers.items(), key=lambda layer: -sum(size > 0 for size in layer[1])))
-        if rest[states].any():
-            layers["others"] = rest[states].tolist()
-        seconds = [self.seconds(state - 1) or 0.0 for state in states.tolist()]
-        return Levels((states - 1).tolist(), seconds, layers, self.reserved[states].tolist())
-
     def course(self, kept: Sequence[int]) -> Course:
         """What was alive over time by place and calls. kept: states to have in any case."""
         recording, blocks = self.recording, self.blocks
-        states = np.unique(np.append(thinned(self.allocated, MOST_POINTS_OF_COURSE), kept))
+        states = np.array(highest(self.allocated, MOST_POINTS, kept))
         count = len(recording.places) + 1
         changes = np.zeros((len(states) + 1) * count)
         for events, sign in ((blocks.begin, 1), (blocks.freed, -1)):
@@ -364,12 +342,3 @@ class _Finder:
 def pool_name(segment: Segment) -> str:
     kind = "small" if segment.small else "large"
     return f"{kind}, stream {segment.stream}" if segment.stream else kind
-
-
-def thinned(sums: Ints, most: int) -> Ints:
-    """The states to draw: of each group of states the highest, and the last."""
-    few = -(-len(sums) // most)
-    if few == 1:
-        return np.arange(len(sums))
-    padded = np.append(sums, np.full(-len(sums) % few, -1)).reshape(-1, few)
-    return np.unique(np.append(np.arange(len(padded)) * few + padded.argmax(axis=1), len(sums) - 1))

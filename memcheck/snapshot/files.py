@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn
 
 from memcheck.core.errors import UsageError
 from memcheck.core.script_record import Line, Origin
-from memcheck.measure.allocation_events import NODE, NOWHERE, allocated_by, stack_of
+from memcheck.measure.recorders import NODE, NOWHERE, allocated_by, stack_of
 
 GZIP = b"\x1f\x8b"
 # What a torn or foreign file makes the readers raise.

@@ -13,21 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memcheck.allocator.caching import Event
-from memcheck.allocator.history import History, Segment
-from memcheck.allocator.settings import AllocatorSettings
+from memcheck.allocator.caching import ACTIONS, MIB, AllocatorSettings, Ints, Order
+from memcheck.allocator.history import ALLOC, IGNORED, OOM, History, Segment
 from memcheck.core.script_record import Line, Origin
 from memcheck.snapshot.files import calls_of, origin_of
 
-Ints = npt.NDArray[np.int64]
-ACTIONS = (
-    *("alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"),
-    *("segment_map", "segment_unmap", "oom", "snapshot"),
-)
 CODES = {action: code for code, action in enumerate(ACTIONS)}
-ALLOC, FREE_REQUESTED, FREE_COMPLETED, OOM, IGNORED = (
-    CODES[name] for name in ("alloc", "free_requested", "free_completed", "oom", "snapshot")
-)
 UNTRACED = Origin("no traceback was recorded", "elsewhere")
 BEFORE = Origin("before the recording", "elsewhere")
 NO_ADDRESS = NO_PLACE = -1
@@ -60,6 +51,7 @@ class Recording:
     settings: AllocatorSettings
     doubts: list[str] = field(default_factory=list)
     source: str | None = None
+    order: Order = Order.ADDRESS
 
     def __len__(self) -> int:
         return len(self.actions)
@@ -67,15 +59,8 @@ class Recording:
     @functools.cached_property
     def history(self) -> History:
         """The recording for the model of the allocator."""
-        columns = (self.actions, self.sizes, self.addresses, self.streams)
-        actions, sizes, addresses, streams = (column.tolist() for column in columns)
-        names = map(ACTIONS.__getitem__, actions)
-        # As fast as it goes: a large recording has millions.
-        rows = zip(names, sizes, addresses, streams, itertools.repeat(None), strict=False)
-        events = list(map(functools.partial(tuple.__new__, Event), rows))
-        for index, free in self.free_bytes.items():
-            events[index] = events[index]._replace(address=None, free_bytes=free)
-        return History(events, self.segments, self.settings)
+        rows = np.stack([self.actions.astype(np.int64), self.sizes, self.addresses, self.streams], axis=1)
+        return History(rows, self.segments, self.settings, self.free_bytes, self.order)
 
 
 def recordings_of(data: Any) -> list[Recording]:
@@ -237,18 +222,20 @@ class _Reader:
         return found, places
 
     def read_settings(self, found: dict[str, Any], expandable: bool) -> AllocatorSettings:
-        text = found.get("PYTORCH_CUDA_ALLOC_CONF") or found.get("PYTORCH_ALLOC_CONF") or ""
-        try:
-            settings = AllocatorSettings.parse(text)
-        except ValueError as error:
-            self.doubts.append(f"the settings {text!r} were not understood: {error}")
-            settings = AllocatorSettings()
-        fields = dict(vars(settings), expandable_segments=bool(found.get("expandable_segments", expandable)))
+        texts = [found.get("PYTORCH_CUDA_ALLOC_CONF") or found.get("PYTORCH_ALLOC_CONF") or ""]
+        # What was in force, whoever set it.
+        texts.append(f"expandable_segments:{bool(found.get('expandable_segments', expandable))}")
         if 0 < (most := operator.index(found.get("max_split_size", -1))) < 2**56:
-            fields["max_split_size"] = most
+            texts.append(f"max_split_size_mb:{most // MIB}")
         if threshold := float(found.get("garbage_collection_threshold", 0)):
-            fields["garbage_collection_threshold"] = threshold
-        divisions = tuple(map(whole, (found.get("roundup_power2_divisions") or {}).values()))
-        if any(divisions):
-            fields["roundup_divisions"] = divisions
-        return AllocatorSettings(**fields)
+            texts.append(f"garbage_collection_threshold:{threshold}")
+        divisions = found.get("roundup_power2_divisions") or {}
+        if any(map(whole, divisions.values())):
+            texts.append(f"roundup_power2_divisions:[{','.join(f'{mib}:{parts}' for mib, parts in divisions.items())}]")
+        settings = AllocatorSettings()
+        for text in texts:
+            try:
+                settings = settings.changed_by(text)
+            except ValueError as error:
+                self.doubts.append(f"the settings {text!r} were not understood: {error}")
+        return settings

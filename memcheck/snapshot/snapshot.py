@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memcheck.allocator.settings import AllocatorSettings
+from memcheck.allocator import AllocatorSettings
 from memcheck.core import html
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.core.step import Place
-from memcheck.core.verdict import few_lines
+from memcheck.core.units import few_lines
+from memcheck.report.alive import MOST_ROWS
 from memcheck.report.plots.style import image_element, shown
 from memcheck.report.plots.timeline import snapshot_figure
-from memcheck.report.script_tables import MOST_ROWS
 from memcheck.report.snapshots import (
     comparison_of,
     name_of,
@@ -89,7 +89,7 @@ class Snapshot:
             try:
                 AllocatorSettings.parse(text)
             except ValueError as error:
-                raise UsageError(f"{named('settings')} {text}: {error}") from None
+                raise UsageError(f"{named('settings')} {text}: {error} (write it as in PYTORCH_ALLOC_CONF)") from None
         what_if = partial(what_would_fit, settings=texts, limit_bytes=limit)
         with uncollected():
             try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from memcheck.allocator.caching import CachingAllocator
+from memcheck.allocator import AllocatorSettings, CachingAllocator
 from memcheck.allocator.history import History, replay_history
+from memcheck.core.errors import UsageError
+from memcheck.core.options import named
 from memcheck.core.snapshot_record import WhatIf
 
 AS_RECORDED = "as recorded"
@@ -16,15 +18,6 @@ OPTIONS = (
     "roundup_power2_divisions:4",
     "large_segment_size_mb:64",
 )
-# A replay takes seconds per million events, so a large recording is tried with fewer settings.
-FEW_EVENTS, MOST_EVENTS = 500_000, 3_000_000
-
-
-def usual_settings(history: History) -> list[str]:
-    """The settings that are tried by default."""
-    expandable = f"expandable_segments:{not history.settings.expandable_segments}"
-    events = len(history.events)
-    return [expandable, *OPTIONS] if events <= FEW_EVENTS else [expandable] if events <= MOST_EVENTS else []
 
 
 def what_would_fit(
@@ -35,20 +28,22 @@ def what_would_fit(
     settings: texts as in PYTORCH_ALLOC_CONF, which change the recorded ones; None: the usual ones.
     limit_bytes: what the process may reserve; None: what it could when it was recorded, if memory ran out then.
 
-    Nothing is tried by default in a recording of more than MOST_EVENTS. ValueError: a text is no such settings.
+    UsageError: a text is no such settings, or contradicts the recorded ones. Usual ones that do are left out.
     """
     limit = history.limit_bytes if limit_bytes is None else limit_bytes
-    if settings is None and limit_bytes is None and len(history.events) > MOST_EVENTS:
-        return []
-    texts: Iterable[str] = usual_settings(history) if settings is None else settings
-    return [tried(history, text, limit) for text in (AS_RECORDED, *texts)]
+    usual = [f"expandable_segments:{history.settings.value('expandable_segments') is None}", *OPTIONS]
+    cases = [tried(history, AS_RECORDED, history.settings, limit)]
+    for text in usual if settings is None else settings:
+        try:
+            cases.append(tried(history, text, history.settings.changed_by(text), limit))
+        except ValueError as error:
+            if settings is not None:
+                raise UsageError(f"{named('settings')} {text}, beside {history.settings}: {error}") from None
+    return cases
 
 
-def tried(history: History, text: str, limit: int | None) -> WhatIf:
-    settings = history.settings if text == AS_RECORDED else history.settings.changed_by(text)
+def tried(history: History, text: str, settings: AllocatorSettings, limit: int | None) -> WhatIf:
     # A fraction of the process is that of the memory which it could reserve.
-    total = None if settings.memory_fraction is None else limit
-    allocator = CachingAllocator(limit, settings, total_bytes=total)
-    replayed = replay_history(history, allocator)
-    peak = max(replayed.reserved.peak, replayed.reserved.current)
-    return WhatIf(text, limit, replayed.refused is None, peak, replayed.refused)
+    total = None if settings.value("per_process_memory_fraction") is None else limit
+    replayed = replay_history(history, CachingAllocator(limit, settings, total_bytes=total, order=history.order))
+    return WhatIf(text, limit, replayed.refused is None, replayed.peak_reserved_bytes, replayed.refused)

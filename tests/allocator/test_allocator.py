@@ -1,4 +1,4 @@
-"""The model of the CUDA caching allocator, against the known behaviour of the allocator."""
+"""The CUDA caching allocator as Python calls it, against the known behaviour of the allocator."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from memcheck.allocator import MIB, AllocatorSettings, Block, CachingAllocator, OutOfMemory, PlainAllocator
+from memcheck.allocator import MIB, AllocatorSettings, Block, CachingAllocator, OutOfMemory
 
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
+EXPANDABLE = AllocatorSettings("expandable_segments:True")
 SMALL, LARGE = "segments of 2 MiB, small pool", "segments of 20 MiB"
 
 
@@ -93,7 +93,7 @@ def test_neighbours_become_one_block_again() -> None:
         allocator.free(parts[index])
     whole = allocator.malloc(40 * MIB)
     assert whole is not None
-    assert (whole.bytes, whole.is_whole, allocator.reserved.current) == (40 * MIB, True, 40 * MIB)
+    assert (whole.bytes, allocator.reserved.current, len(allocator.pieces())) == (40 * MIB, 40 * MIB, 1)
 
 
 def test_cached_segments_are_released_before_memory_runs_out() -> None:
@@ -173,7 +173,7 @@ def test_expandable_segments_give_back_whole_pages_and_fill_the_gap() -> None:
 @pytest.mark.parametrize("limit_bytes", [None, 200 * MIB])
 def test_the_counters_agree_after_any_requests(expandable: bool, limit_bytes: int | None) -> None:
     chance = random.Random(0)
-    allocator = CachingAllocator(limit_bytes, AllocatorSettings(expandable_segments=expandable))
+    allocator = CachingAllocator(limit_bytes, EXPANDABLE if expandable else None)
     alive: list[Block] = []
     refused = 0
     for _ in range(3000):
@@ -201,12 +201,28 @@ def test_the_counters_agree_after_any_requests(expandable: bool, limit_bytes: in
     assert figures(allocator) == (0, 0, 0)
 
 
-def test_the_cpus_allocator_counts_requests() -> None:
-    allocator = PlainAllocator(limit_bytes=100)
-    first = allocator.malloc(60)
-    with pytest.raises(OutOfMemory) as refused:
-        allocator.malloc(41)
-    assert (refused.value.requested_bytes, refused.value.in_use_bytes) == (41, 60)
-    allocator.free(first)
-    allocator.malloc(100)
-    assert (allocator.requested.current, allocator.requested.peak) == (100, 100)
+def test_blocks_are_listed_by_segment() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.malloc(3 * MIB), allocator.malloc(1000)
+    assert large is not None
+    assert small is not None
+    assert allocator.pieces() == [
+        (small.address, small.address, 1024, 1000, True, True, False),
+        (small.address, small.address + 1024, 2 * MIB - 1024, 0, False, True, False),
+        (large.address, large.address, 3 * MIB, 3 * MIB, True, False, False),
+        (large.address, large.address + 3 * MIB, 17 * MIB, 0, False, False, False),
+    ]
+
+
+def test_events_are_read_from_any_on() -> None:
+    allocator = CachingAllocator(40 * MIB)
+    block = allocator.malloc(30 * MIB)
+    assert block is not None
+    assert allocator.events() == [
+        ("segment_alloc", 30 * MIB, block.address, 0),
+        ("alloc", 30 * MIB, block.address, 0),
+    ]
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(20 * MIB)
+    assert allocator.events(2) == [("oom", 20 * MIB, 10 * MIB, 0)]
+    assert allocator.events(3) == []

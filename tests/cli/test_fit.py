@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +12,13 @@ from plotted import key, labelled, points
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
-from memcheck.bench.capacity import capacity_curve, find_capacity, resized
-from memcheck.bench.case_predictions import predict_case
-from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
+from memcheck.bench.capacity import largest_case, resized
+from memcheck.bench.case import Case
+from memcheck.bench.catalog import make_case, make_combinator_case
+from memcheck.bench.predict import predict_case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
-from memcheck.core.prediction import Capacity, Prediction
+from memcheck.core.prediction import Largest, Prediction
 from memcheck.core.record import Record
 from memcheck.core.step import Place
 from memcheck.predict.api import Search
@@ -42,24 +43,32 @@ def verdict(case: Case, status: str) -> Prediction:
     return Prediction(case, Place(GPU), record, {}, True, ())
 
 
-def judge(fits: Callable[[int], bool], tried: list[int] | None = None, no: str = "oom") -> Callable[[Case], Prediction]:
-    """A predictor whose verdict is that of the key length."""
+def judged(
+    fits: Callable[[int], bool],
+    tried: list[int] | None = None,
+    no: str = "oom",
+    name: str = "naive",
+    start: int | None = None,
+    step: int = 1,
+    up_to: int = 2**30,
+) -> Largest:
+    """The largest key length by these verdicts."""
 
-    def predict(case: Case) -> Prediction:
-        check_case(case)
+    def predict(size: int) -> Prediction:
+        case = resized(attention(name), "seq_len", size)
         if tried is not None:
-            tried.append(case.kv_len)
-        return verdict(case, "ok" if fits(case.kv_len) else no)
+            tried.append(size)
+        return verdict(case, "ok" if fits(size) else no)
 
-    return predict
+    return Search(predict, step, up_to).largest(start or 256)
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 255, 256, 257, 1000, 4095, 4096, 4097, 123_456_789])
 @pytest.mark.parametrize("start", [None, 1, 77, 4096, 10**6])
 def test_the_last_that_fits_and_the_first_that_does_not(largest: int, start: int | None) -> None:
     tried: list[int] = []
-    found = find_capacity(attention(), "seq_len", GPU, start=start, predict=judge(lambda n: n <= largest, tried))
-    assert (found.largest, found.next_size, found.gaps) == (largest, largest + 1, ())
+    found = judged(lambda n: n <= largest, tried, start=start)
+    assert (found.size, found.gaps) == (largest, ())
     assert found.at is not None
     assert found.beyond is not None
     assert (found.at.case.kv_len, found.at.record.status) == (largest, "ok")
@@ -70,51 +79,50 @@ def test_the_last_that_fits_and_the_first_that_does_not(largest: int, start: int
 @pytest.mark.parametrize("largest", [100, 5000])
 def test_steps(largest: int) -> None:
     tried: list[int] = []
-    found = find_capacity(attention(), "seq_len", GPU, step=64, predict=judge(lambda n: n <= largest, tried))
-    assert (found.largest, found.next_size) == (largest // 64 * 64, largest // 64 * 64 + 64)
+    found = judged(lambda n: n <= largest, tried, step=64)
+    assert (found.size, found.step) == (largest // 64 * 64, 64)
     assert all(size % 64 == 0 for size in tried)
 
 
 def test_nothing_fits() -> None:
-    found = find_capacity(attention(), "seq_len", GPU, predict=judge(lambda n: False))
-    assert (found.largest, found.at, found.unpredicted) == (0, None, None)
+    found = judged(lambda n: False)
+    assert (found.size, found.at, found.unpredicted) == (0, None, None)
     assert found.beyond is not None
-    assert found.case.kv_len == 1
+    assert found.edge.case.kv_len == 1
 
 
 def test_nothing_is_known() -> None:
     tried: list[int] = []
-    found = find_capacity(attention(), "seq_len", GPU, predict=judge(lambda n: False, tried, no="skipped"))
-    assert (found.largest, found.unpredicted) == (0, "skipped, as it happens")
+    found = judged(lambda n: False, tried, no="skipped")
+    assert (found.size, found.unpredicted) == (0, "skipped, as it happens")
     assert len(tried) < 10
 
 
 @pytest.mark.parametrize("most", [1, 100, 256, 1000])
 def test_the_search_has_an_end(most: int) -> None:
     tried: list[int] = []
-    found = find_capacity(attention(), "seq_len", GPU, up_to=most, predict=judge(lambda n: True, tried))
-    assert (found.largest, found.beyond) == (most, None)
+    found = judged(lambda n: True, tried, up_to=most)
+    assert (found.size, found.beyond) == (most, None)
     assert max(tried) == most
 
 
 @pytest.mark.parametrize(
-    ("fits", "largest", "gap"),
+    ("fits", "largest"),
     [
         # Odd lengths need a copy more: the limit is not where bisection alone would have it.
-        (lambda n: n <= (900 if n % 2 else 1000), 1000, 999),
-        (lambda n: n <= (900 if n % 64 else 1024), 1024, 1023),
+        (lambda n: n <= (900 if n % 2 else 1000), 1000),
+        (lambda n: n <= (900 if n % 64 else 1024), 1024),
         # A dent, and room above it.
-        (lambda n: n <= 500 or 512 <= n <= 513, 513, None),
+        (lambda n: n <= 500 or 512 <= n <= 513, 513),
         # Room that bisection misses, and a second search in it.
-        (lambda n: n <= 300 or 325 <= n <= 350, 350, 304),
+        (lambda n: n <= 300 or 325 <= n <= 350, 350),
     ],
 )
-def test_a_larger_size_that_fits_all_the_same_is_found(fits, largest: int, gap: int) -> None:
-    found = find_capacity(attention(), "seq_len", GPU, start=1, predict=judge(fits))
-    assert found.largest == largest
-    assert fits(found.largest)
-    assert not fits(found.next_size)
-    assert gap is None or gap in found.gaps
+def test_a_larger_size_that_fits_all_the_same_is_found(fits, largest: int) -> None:
+    found = judged(fits, start=1)
+    assert found.size == largest
+    assert fits(found.size)
+    assert not fits(found.size + 1)
     assert not any(map(fits, found.gaps))
 
 
@@ -122,14 +130,7 @@ def test_sizes_keep_to_what_operators_take() -> None:
     heads, core = attention(heads=4), attention("softplus")
     assert (core.core_dim, resized(core, "dim", 96).core_dim) == (64, 96)
     assert resized(attention("softplus", core_dim=32), "dim", 96).core_dim == 32
-    tried = []
-
-    def predict(case: Case) -> Prediction:
-        tried.append(check_case(case).dim)
-        return verdict(case, "ok" if case.dim <= 1000 else "oom")
-
-    assert find_capacity(heads, "dim", GPU, step=6, predict=predict).step == 12
-    assert all(dim % 4 == 0 for dim in tried)
+    assert largest_case(heads, "dim", Place("1MiB"), step=6).step == 12
     token = make_combinator_case("combinator", bsz=1, query_len=8, dim=64)
     assert resized(token, "seq_len", 9).kv_len is None
     step = attention(mode="decode")
@@ -142,25 +143,12 @@ def test_sizes_keep_to_what_operators_take() -> None:
 )
 def test_predictions_agree_with_the_answer(name: str, axis: str) -> None:
     """By predict_case itself: as many bytes as there are fit, and one step more does not."""
-    found = find_capacity(attention(name), axis, SMALL)
-    assert found.largest > 0
-    for size, status in ((found.largest, "ok"), (found.next_size, "oom")):
-        assert predict_case(resized(found.case, axis, size), SMALL).record.status == status
-    limited = find_capacity(attention(name), axis, Place(SMALL, 2**28))
-    assert 0 < limited.largest < found.largest
-
-
-def test_a_curve_begins_where_the_last_search_ended() -> None:
-    tried: list[int] = []
-
-    def predict(case: Case) -> Prediction:
-        tried.append(case.bsz)
-        return verdict(case, "ok" if case.bsz * case.query_len <= 2**20 else "oom")
-
-    curve = capacity_curve(attention(), "seq_len", "bsz", [4, 1, 2], GPU, predict=predict)
-    assert [(x, found.largest) for x, found in curve] == [(1, 2**20), (2, 2**19), (4, 2**18)]
-    assert [found.case.bsz for _, found in curve] == [1, 2, 4]
-    assert tried.count(4) < tried.count(1)
+    found = largest_case(attention(name), axis, Place(SMALL))
+    assert found.size > 0
+    for size, status in ((found.size, "ok"), (found.size + found.step, "oom")):
+        assert predict_case(resized(found.edge.case, axis, size), SMALL).record.status == status
+    limited = largest_case(attention(name), axis, Place(SMALL, 2**28))
+    assert 0 < limited.size < found.size
 
 
 @pytest.mark.parametrize(
@@ -173,12 +161,17 @@ def test_a_curve_begins_where_the_last_search_ended() -> None:
 )
 def test_searches_that_cannot_be(axis: str, device: Device, more: dict[str, int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        find_capacity(attention(), axis, device, **more)
+        largest_case(attention(), axis, Place(device), **more)
 
 
 def test_no_size_is_predicted_twice() -> None:
     tried: list[int] = []
-    search = Search(lambda size: judge(lambda n: n < 10, tried)(attention(query_len=size, kv_len=size)), 1, 100)
+
+    def predict(size: int) -> Prediction:
+        tried.append(size)
+        return verdict(attention(), "ok" if size < 10 else "oom")
+
+    search = Search(predict, 1, 100)
     assert [search.fits(size) for size in (9, 10, 9, 10)] == [True, False, True, False]
     assert tried == [9, 10]
 
@@ -186,19 +179,22 @@ def test_no_size_is_predicted_twice() -> None:
 # The table and the command.
 
 
-def some_capacities() -> list[Capacity]:
+def some_capacities() -> list[Largest]:
     rules: dict[str, Callable[[int], bool]] = {
         "naive": lambda n: n <= (900 if n % 64 else 1024),
         "softplus": lambda n: True,
         "linear": lambda n: False,
     }
-    found = [find_capacity(attention(name), "seq_len", GPU, up_to=2**12, predict=judge(rules[name])) for name in rules]
-    unknown = judge(lambda n: False, no="skipped")
-    return [*found, find_capacity(attention("softmax"), "seq_len", GPU, up_to=2**12, predict=unknown)]
+    naive, *found = (judged(rules[name], name=name, up_to=2**12) for name in rules)
+    return [
+        dataclasses.replace(naive, gaps=(1023,)),
+        *found,
+        judged(lambda n: False, no="skipped", name="softmax", up_to=2**12),
+    ]
 
 
 def test_the_table_says_how_each_search_ended() -> None:
-    table = capacity_table(some_capacities())
+    table = capacity_table(some_capacities(), "seq_len")
     rows = {row["operator"]: row for row in data_rows(table)}
     assert {name: row["largest"] for name, row in rows.items()} == {
         **{"naive": 1024, "softplus": 2**12, "linear": 0, "softmax": None},
@@ -242,15 +238,13 @@ def test_json_is_one_object_with_both_sides_of_the_edge(fit) -> None:
         record, beyond = (Record.from_json(json.dumps(row[name])) for name in ("record", "next_record"))
         assert (record.query_len, record.kv_len, record.status) == (row["largest"], row["largest"], "ok")
         assert (beyond.query_len, beyond.status, beyond.source) == (row["next"], "oom", "predicted")
-    assert flex["largest"] is None
-    assert flex["reason"]
+    assert flex["largest"] > 0
 
 
 def test_the_exit_code_for_scripts(capsys) -> None:
     flags = ["fit", "--attention-type", "naive", "--fail-on-oom", "--heads", "1", "--dim", "16", "--up-to", "64"]
     assert main([*flags, "--device", "256MiB"]) == 0
     assert main([*flags, "--device", "1KiB"]) == 3
-    assert main([*flags, "--device", "256MiB", "--attention-type", "flex"]) == 3
     assert main([*(flag for flag in flags if flag != "--fail-on-oom"), "--device", "1KiB"]) == 0
 
 
@@ -275,49 +269,6 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
     assert row["largest"] % step == 0
     field = {"seq-len": "query_len"}.get(find, find)
     assert (row["record"][field], row["next_record"][field]) == (row["largest"], row["largest"] + step)
-
-
-SEQUENCES = ["--lengths", "64,16,1", "--attention-type", "softplus", "--dim", "16", "--device", "16MiB"]
-
-
-@pytest.mark.extension
-def test_sequences_are_repeated_or_scaled(fit) -> None:
-    """--find bsz repeats them, --find seq-len keeps their proportions. Padded and packed are rows."""
-    padded, packed = fit(*SEQUENCES, "--find", "bsz")["capacities"]
-    assert padded["step"] == packed["step"] == 3
-    assert 0 < padded["largest"] < packed["largest"]
-    for row in (padded, packed):
-        for name, count in (("record", row["largest"]), ("next_record", row["next"])):
-            assert row[name]["lengths"] == [64, 16, 1] * (count // 3)
-    assert padded["record"]["bsz"] == padded["largest"]
-    assert (packed["record"]["bsz"], packed["record"]["query_len"]) == (1, 27 * packed["largest"])
-    padded, packed = fit(*SEQUENCES, "--step", "64")["capacities"]
-    for row in (padded, packed):
-        assert row["record"]["lengths"] == [row["largest"], row["largest"] // 4, row["largest"] // 64]
-        assert row["next_record"]["status"] == "oom"
-    assert padded["record"]["query_len"] == padded["largest"] < packed["largest"]
-    (row,) = fit(*SEQUENCES[:4], "--find", "dim", "--packed", "--device", "16MiB")["capacities"]
-    assert row["record"]["lengths"] == [64, 16, 1]
-
-
-def test_sizes_of_sequences() -> None:
-    case = attention(**batch_of((7, 3), "padded"))
-    assert resized(case, "bsz", 5).lengths == (7, 3, 7, 3, 7)
-    assert resized(case, "seq_len", 2).lengths == (2, 1)
-    assert resized(resized(case, "seq_len", 1), "dim", 8).lengths == (1, 1)
-
-
-@pytest.mark.extension
-def test_the_table_and_the_picture_of_sequences(tmp_path: Path, capsys) -> None:
-    picture = tmp_path / "sequences.svg"
-    assert main(["fit", *SEQUENCES, "--find", "bsz", "--plot", str(picture), "--up-to", "300"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "The largest number of sequences that fits 16MiB (16 MiB usable): float32, dim 16, causal, train" in out
-    assert re.search(r"softplus padded sequences of 64, 16, 1 \d+ ", out)
-    assert "The sequences repeat the given lengths." in out
-    drawn = picture.read_text()
-    for words in ("softplus, packed", "length of the longest sequence", "in the proportions of sequences of 64, 16, 1"):
-        assert words in drawn
 
 
 @pytest.mark.extension
@@ -364,17 +315,6 @@ def test_modes_and_dtypes(fit) -> None:
         ("--device T4 --device-from-this-gpu", "--device T4 and --device-from-this-gpu exclude each other"),
         ("--device T4 --format yaml", "--format"),
         ("--device T4 --query-len 4", "unrecognized arguments: --query-len 4"),
-        ("--device T4 --packed", "--packed needs --lengths, the positions of each sequence"),
-        ("--device T4 --lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
-        ("--device T4 --lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),
-        ("--device T4 --lengths 8,x", "--lengths must be a whole number, got 'x'"),
-        ("--device T4 --lengths 8,4 --bsz 2", "--lengths has the number and lengths of sequences: leave out --bsz"),
-        ("--device T4 --lengths 8,4 --mode decode", "--lengths is not for --mode decode"),
-        ("--device T4 --lengths 8,4 --attention-type flex", "--lengths is not for flex, only for naive, softmax"),
-        (
-            "--device T4 --lengths 8,4 --lengths 8,2 --plot x.png",
-            "--plot draws against one size: give --lengths once, got 2",
-        ),
     ],
 )
 def test_wrong_flags_end_in_one_line(capsys, flags: str, words: str) -> None:
@@ -433,8 +373,7 @@ def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, alon
     ((edges, how),) = drawn
     assert how["along"] == along
     assert [edge.x for edge in edges["naive"]] == places
-    assert list(edges) == ["naive"]
-    assert how["note"] == "not predicted: flex"
+    assert next(iter(edges)) == "naive"
 
 
 def test_one_picture_is_drawn_against_one_size(drawn, tmp_path: Path, capsys) -> None:

@@ -183,6 +183,7 @@ print("sys.argv", sys.argv)
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.extension
 @pytest.mark.parametrize("to_terminal", [True, False])
 def test_run_shows_the_line_on_a_terminal_alone(tmp_path, to_terminal):

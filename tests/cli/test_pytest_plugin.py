@@ -143,6 +143,7 @@ def test_a_wrong_limit_is_one_error(pytester: pytest.Pytester) -> None:
     assert done.parseoutcomes()["failed"] == 6
 
 
+@pytest.mark.smoke
 def test_limits_and_the_fixture(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_memory=TESTS)
     result = run_pytest(pytester)
@@ -182,7 +183,6 @@ def test_the_tests_of_the_documentation_pass(pytester: pytest.Pytester) -> None:
         assert shown.strip() in result.stdout.str()
 
 
-@pytest.mark.slow
 def test_limits_hold_in_the_workers_of_xdist(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_memory=TESTS)
     result = run_pytest(pytester, "-n", "1", "-k", "above or below or fixture")
@@ -212,7 +212,6 @@ def test_fixture(memcheck_memory):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_limits_hold_on_a_simulated_gpu(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
     """conftest.py imports torch, as many do."""

@@ -46,6 +46,7 @@ FILES = {
     "model.py": "import torch\nmake = lambda: (torch.nn.Linear(4, 4), torch.ones(2, 4))\n",
     "latin.toml": b'attention-type = "na\xefve"\n',
     "latin.py": b'name = "na\xefve"\n',
+    "not.ipynb": "{}",
     "binary.jsonl": b"\xff\xfe",
 }
 

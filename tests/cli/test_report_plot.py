@@ -45,7 +45,7 @@ def test_what_was_asked_for(results: Path, tmp_path: Path) -> None:
     [
         (["--plot", "pie"], "--plot pie is unknown; known: memory, kept, time, decode, savings, device_total_bytes"),
         (["--plot", "memory.gif"], "--plot memory.gif is unknown; did you mean memory.svg? Known: memory.png"),
-        (["--plot", "memory", "--x", "batch"], "--x batch is unknown; known: seq-len, counted, kv-len"),
+        (["--plot", "memory", "--x", "batch"], "--x batch is unknown; known: seq-len, kv-len"),
         (["--plot", "memory", "--output", "/dev/null/x"], "--output /dev/null/x cannot be written to"),
     ],
 )

@@ -308,6 +308,14 @@ threading.Thread(target=late).start()
     assert record["peak"]["bytes"] == 20_000
 
 
+def test_ranks_of_torchrun_have_folders_of_their_own(tmp_path, monkeypatch, run):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    code, *_, record = run("import torch\nkept = torch.ones(500)\n")
+    assert (code, record) == (0, None)
+    assert json.loads((tmp_path / "out" / "rank-3" / "run.json").read_text())["peak"]["bytes"] == 2_000
+
+
 def test_a_forked_child_has_no_report(tmp_path):
     (tmp_path / "script.py").write_text(
         """

@@ -277,49 +277,6 @@ def test_a_file_over_a_preset(tmp_path, plan) -> None:
     assert len(plan("--config", str(path), "--preset", "quick")) == 5 * 2 * 4
 
 
-def test_a_grid_of_lengths_of_sequences(plan, tmp_path) -> None:
-    """Every --lengths is a padded and a packed batch, in place of the batch size and lengths of lower layers."""
-    names = ["--attention-type", "naive,softplus", "--dim", "16,32", "--heads", "2"]
-    cases = plan(*names, "--lengths", "8,8,2", "--lengths", "9,3")
-    assert len(set(cases)) == len(cases) == 2 * 2 * 2 * 2
-    assert "naive B3 S8 T8 E16 H2 padded sequences of 8, 8, 2 float32: to run" in cases
-    assert "softplus B1 S12 T12 E32 R32 packed sequences of 9, 3 float32: to run" in cases
-    path = tmp_path / "grid.toml"
-    path.write_text("""
-        attention-type = "softplus"
-        bsz = 4
-        [[grid]]
-        lengths = [[8, 2], [4, 4]]
-        padded = true
-        [[grid]]
-        lengths = ["6,1", "5,2"]
-        [[grid]]
-        seq-len = 32
-    """)
-    cases = plan("--config", str(path))
-    assert Counter(" ".join(case.split()[1:3]) for case in cases) == {
-        **{"B2 S8": 1, "B2 S4": 1, "B2 S6": 1, "B2 S5": 1, "B1 S7": 2, "B4 S32": 1},
-    }
-    # The command line goes over it.
-    assert len(plan("--config", str(path), "--lengths", "7,7", "--packed")) == 1
-    assert plan("--config", str(path), "--seq-len", "8")[0] == "softplus B1 S8 T8 E256 R256 float32: to run"
-
-
-@pytest.mark.extension
-def test_predictions_of_sequences_go_on_and_are_shown(tmp_path, capsys) -> None:
-    """The rows, their pictures and a page."""
-    flags = ["--attention-type", "softplus,linear-causal", "--dim", "16", "--heads", "2", "--lengths", "64,64"]
-    flags += ["--predict-only", "--device", "cpu", "--output", str(tmp_path)]
-    assert main(["sweep", *flags, "--packed"]) == 0
-    assert main(["sweep", *flags, "--lengths", "64,16"]) == 0
-    out = capsys.readouterr().out
-    assert "2 of 8 cases were done before" in out
-    assert {record.lengths for record in read_records(tmp_path)} == {(64, 64), (64, 16)}
-    assert (tmp_path / "memory.png").exists()
-    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
-    assert "padding" in capsys.readouterr().out
-
-
 @pytest.mark.extension
 def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
     with Store(tmp_path).owned():
@@ -355,7 +312,6 @@ def test_a_profile_does_not_replace_a_sweep(tmp_path, capsys) -> None:
     assert "holds a sweep, whose rows would be replaced: name another folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
     flags = f"--plugin {sleepers} --attention-type doze --seq-len 8:256:x2 --no-time --device cpu".split()
     folder = tmp_path / "results"
@@ -376,7 +332,6 @@ def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
     assert f"{len(whole)} of 6 cases were done before" in again.stdout
 
 
-@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, sleepers) -> None:
     flags = f"--plugin {sleepers} --attention-type doze,sleep --seq-len 8 --no-time --device cpu".split()
     folder = tmp_path / "results"
@@ -395,7 +350,6 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, sleepers) -> 
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
@@ -412,7 +366,6 @@ def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.isolated
 def test_dask_with_a_worker_that_dies(tmp_path) -> None:
     """A real cluster of processes: the sweep ends with a row for every case."""

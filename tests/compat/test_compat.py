@@ -41,7 +41,6 @@ def output_of(*words: str | Path) -> str:
 # ---- stacks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["gpt2_like", "llama_like"])
 def test_a_stack_trains_and_decodes(stack: str) -> None:
     """Decoding in float32 has at most twice the error of a full forward in float32; no formula bounds a whole stack."""
@@ -63,7 +62,6 @@ def test_gradients_of_every_name() -> None:
     assert all(line.endswith(" True") for line in printed)
 
 
-@pytest.mark.slow
 def test_processes_started_by_multiprocessing() -> None:
     """Each process imports the script again and gets a module by pickle."""
     assert output_of(SCRIPTS / "spawned.py", "word") == "bluewalm (2, 8, 8) True\ndone\n"

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.bench.capacity import find_capacity
+from memcheck.bench.capacity import largest_case
 from memcheck.bench.catalog import make_case
+from memcheck.core.prediction import with_article
 from memcheck.core.record import Doubt, Record
-from memcheck.core.verdict import few_lines, with_article
+from memcheck.core.units import few_lines
 
 
 @pytest.mark.parametrize(
@@ -34,14 +35,14 @@ def results() -> list[tuple[object, str]]:
     prediction = memcheck.predict_memory(model, x, optimizer="adamw", device="RTX-4090")
     found = memcheck.largest(lambda n: torch.empty(n, 32), model, "RTX-4090", memory_limit="30MiB", up_to=2**16)
     sizes = {"bsz": 1, "query_len": 8, "kv_len": 8, "dim": 16, "heads": 2, "core_dim": None, "factor": None}
-    capacity = find_capacity(make_case("naive", **sizes), "seq_len", "T4")
+    capacity = largest_case(make_case("naive", **sizes), "seq_len", memcheck.Place("T4"))
     failed = Record(operator="mine", device="cpu", status="oom", reason="no room", doubts=tuple(map(Doubt, "abc")))
     return [
         (prediction, "Sequential fits RTX-4090: a training step needs "),
         (prediction.peak, "The peak is "),
         (memcheck.measure_memory(model, x), "Measured on "),
         (found, f"The largest size that fits RTX-4090 is {found.size:,}: a training step needs "),
-        (capacity, f"The largest sequence length that fits T4 is {capacity.largest:,}: a training step needs "),
+        (capacity, f"The largest size that fits T4 is {capacity.size:,}: a training step needs "),
         (failed, "mine. Measured on cpu: out of memory: no room."),
     ]
 

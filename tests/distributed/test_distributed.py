@@ -32,7 +32,6 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict
     return run
 
 
-@pytest.mark.slow
 @PROCESSES
 @pytest.mark.parametrize("name", CASES)
 def test_in_processes(name: str, processes: int, wrong: Callable[[int], list[dict[str, str]]]) -> None:
@@ -56,6 +55,7 @@ def ints(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers)
 
 
+@pytest.mark.smoke
 @pytest.mark.isolated
 def test_wrong_arguments() -> None:
     """Errors name the operator and the argument. In a group of one process all of it runs without communication."""

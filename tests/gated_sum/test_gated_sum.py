@@ -19,7 +19,7 @@ from memcheck._build import COMPILE_FLAGS
 
 HERE = Path(__file__).parent
 CSRC = library.CSRC
-pytestmark = [pytest.mark.ci, pytest.mark.slow, pytest.mark.cpu]
+pytestmark = [pytest.mark.ci, pytest.mark.cpu]
 
 
 # Tests run in processes of their own, because the kernels of CUDA replace those of the CPU. Built before, by a fixture,

@@ -7,7 +7,10 @@ import gc
 import pytest
 import torch
 
-from memcheck.bench.decoders import DecoderCase, profile_decoder
+from memcheck.bench.decoders import DecoderCase
+from memcheck.bench.predict import predict_case
+from memcheck.bench.profile import profile_case
+from memcheck.core.step import Place
 from memcheck.nn.decoder import ATTENTIONS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -32,8 +35,8 @@ VARIANTS = (
 def test_predictions_equal_measurements(attention: str, variant: dict[str, object]) -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    case = DecoderCase("tiny", attention, bsz=2, context=256, **variant)
-    record, predicted = profile_decoder(case, "cuda:0", passes=2)
+    case = DecoderCase("tiny", attention, bsz=2, context=256, device="cuda:0", **variant)
+    record, predicted = profile_case(case, passes=2), predict_case(case, Place("cuda:0").unlimited).record
     assert record.status == "ok", record.reason
     known = [name for name in (*FIGURES, "kept_by_part") if name not in predicted.bounds]
     assert {name: getattr(record, name) for name in known} == {name: getattr(predicted, name) for name in known}

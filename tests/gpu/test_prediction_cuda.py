@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from memcheck.allocator import CachingAllocator
-from memcheck.bench.case_predictions import predict_case, prepare
-from memcheck.bench.catalog import CONTENDERS, Case, combinator_types, make_case, make_combinator_case
+from memcheck.bench.case import CONTENDERS, Case
+from memcheck.bench.catalog import combinator_types, make_case, make_combinator_case
+from memcheck.bench.predict import predict_case
 from memcheck.core.devices import this_gpu
 from memcheck.core.record import Record
+from memcheck.core.step import Place
 from memcheck.measure.measurement import measure_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,10 +50,7 @@ def measured(case: Case) -> Record:
     torch.cuda.empty_cache()
     if torch.cuda.memory_reserved():
         pytest.skip("something else of this process is on the GPU")
-    workload = prepare(case)
-    return measure_memory(
-        workload.operator, *workload.inputs, parameters=workload.parameters, backward=workload.backward, device="cuda:0"
-    )
+    return measure_memory(case.step(), Place("cuda:0"))
 
 
 @pytest.mark.parametrize("mode", ["train", "inference"])

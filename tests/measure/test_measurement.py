@@ -6,10 +6,12 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import memcheck
+from memcheck.core.errors import UsageError
 from memcheck.core.step import Step
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.run import MeasuredCall, MeasuredRun
@@ -562,3 +564,61 @@ def test_what_is_allocated_at_the_ends_of_the_phases():
     dense = measure_memory(lambda x: x.view(-1), x, dense_grad=True)
     assert dense.backward_end_allocated_bytes == dense.backward_peak_bytes == 2 * x.nbytes
     assert measure_memory(torch.exp, x, backward=False).backward_end_allocated_bytes is None
+
+
+def bytes_of(record):
+    return [getattr(record, name) for name in BYTES]
+
+
+class Physics(nn.Module):
+    """Its input begins to require grad in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x.requires_grad_()).tanh().sum()
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam"])
+def test_gradients_are_those_of_all_that_the_backward_reaches(optimizer: str | None) -> None:
+    model, x = Physics(), torch.randn(256, 8)
+    first = memcheck.measure_memory(model, x, optimizer=optimizer)
+    assert first.gradient_bytes == x.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+    assert x.grad is None
+    assert not x.requires_grad
+    assert bytes_of(memcheck.measure_memory(model, x, optimizer=optimizer)) == bytes_of(first)
+    predicted = memcheck.predict_memory(model, x, optimizer=optimizer, device="cpu")
+    for name in ("forward_peak_bytes", "backward_peak_bytes", "gradient_bytes", "saved_bytes"):
+        assert getattr(predicted.record, name) == getattr(first, name), name
+    assert sum(predicted.terms["gradient_bytes"].values()) == first.gradient_bytes
+
+
+def test_a_closure_is_measured_twice_alike() -> None:
+    inner, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return inner(x).relu().sum()
+
+    first = memcheck.measure_memory(forward, x)
+    assert first.gradient_bytes == 8 * 8 * 4 + 8 * 4
+    assert inner.weight.grad is None
+    assert bytes_of(memcheck.measure_memory(forward, x)) == bytes_of(first)
+    assert memcheck.predict_memory(forward, x, device="cpu").record.gradient_bytes == first.gradient_bytes
+
+
+@pytest.mark.parametrize("enable_grad", [False, True])
+def test_a_graph_without_a_backward(enable_grad: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(16, 8)
+    how = {"backward": False, "enable_grad": enable_grad}
+    measured, predicted = (
+        memcheck.measure_memory(model, x, **how),
+        memcheck.predict_memory(model, x, device="cpu", **how),
+    )
+    kept = memcheck.measure_memory(model, x).saved_bytes if enable_grad else 0
+    assert measured.saved_bytes == predicted.record.saved_bytes == kept
+    assert measured.backward_peak_bytes is predicted.record.backward_peak_bytes is None
+    assert not measured.doubts
+    with pytest.raises(UsageError, match="enable_grad is for backward=False"):
+        memcheck.measure_memory(model, x, enable_grad=True)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from modelled import segments_of
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.allocator.blocks import MIB, OutOfMemory
-from memcheck.allocator.caching import CachingAllocator
+from memcheck.allocator import MIB, CachingAllocator, OutOfMemory
 from memcheck.core.script_record import Line
 from memcheck.measure import machine as machines
 from memcheck.measure import measurement
@@ -97,7 +97,7 @@ class ModelledCuda(FakeCuda):
     def __init__(self):
         super().__init__()
         self.settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
-        self.allocator = CachingAllocator(64 * MIB, keeps_events=True)
+        self.allocator = CachingAllocator(64 * MIB)
         self.blocks = {}  # In use, by address: the block and its frames.
         self.noted = []  # All entries, though the trace is cleared.
 
@@ -120,39 +120,17 @@ class ModelledCuda(FakeCuda):
         self.note_events()
 
     def note_events(self, functions=()):
-        for event in self.allocator.events:
+        for event in self.allocator.events(len(self.noted)):
             self.note(event.action, event.address, event.bytes, functions)
             if event.action == "oom":
-                self.trace[-1]["device_free"] = event.free_bytes
-                del self.trace[-1]["addr"]
+                self.trace[-1]["device_free"] = self.trace[-1].pop("addr")
             self.noted.append(copy.deepcopy(self.trace[-1]))
-        self.allocator.events.clear()
 
     def snapshot(self):
         return super().snapshot() | {"segments": self.segments(), "allocator_settings": self.settings}
 
     def segments(self):
-        free = (block for pool in self.allocator._pools.values() for block in pool.blocks())
-        found = {}
-        for block in (*free, *(block for block, _ in self.blocks.values())):
-            while block.before is not None:
-                block = block.before
-            found[block.address] = self.blocks_from(block), "small" if block.pool.small else "large"
-        return [
-            {"address": address, "total_size": sum(block["size"] for block in blocks), "stream": 0, "device": 0}
-            | {"segment_type": kind, "is_expandable": False, "blocks": blocks}
-            for address, (blocks, kind) in found.items()
-        ]
-
-    def blocks_from(self, block):
-        blocks = []
-        while block is not None:
-            _, frames = self.blocks.get(block.address, (block, ()))
-            state = "active_allocated" if block.in_use else "inactive"
-            entry = {"address": block.address, "size": block.bytes, "requested_size": block.requested, "state": state}
-            blocks.append(entry | {"frames": list(frames)})
-            block = block.after
-        return blocks
+        return segments_of(self.allocator, {address: frames for address, (_, frames) in self.blocks.items()})
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """What grows from step to step in a script: tensors by line, and the process beside them."""
 
+import copy
 import itertools
 import random
+from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 
 import numpy as np
@@ -188,6 +190,67 @@ def test_without_an_optimizer_a_step_is_a_call_of_the_largest_module():
             script()
 
     assert recorded(without_gradients).growing == []
+
+
+def test_growth_that_begins_late_is_named_with_its_step():
+    kept = []
+    record = recorded(lambda: train(21, lambda step, x, y, loss: kept.append(y.detach()) if step >= 12 else None))
+    (growth,) = record.growing
+    assert growth.bytes_per_step == 128 * 512 * 4
+    assert growth.since == 13  # Samples are at every step, and the one of step 12 is not compared.
+    assert "a step since step 13, from" in "\n".join(paragraphs(record))
+
+
+@pytest.mark.parametrize("last", [20, 18])
+def test_what_each_epoch_keeps_and_drops_is_no_growth(last):
+    def keep(step, x, y, loss):
+        kept.append(y.detach())
+        if step % 5 == 4:
+            kept.clear()
+
+    kept = []
+    assert recorded(lambda: train(last, keep)).growing == []
+
+
+def test_batches_that_only_become_longer_are_no_growth():
+    kept = []
+    assert recorded(lambda: train(12, keep_the_last(kept), lambda step: 128 + step)).growing == []
+    record = recorded(lambda: train(12, lambda step, x, y, loss: kept.append(y.detach()), lambda step: 128 + step))
+    assert record.growing
+
+
+def test_growth_in_an_evaluation_after_training_is_named():
+    def script():
+        train(10)
+        model = Net()
+        kept.extend(model(torch.randn(128, 64)) for _ in range(9))  # Without no_grad.
+
+    kept = []
+    record = recorded(script)
+    assert record.step_name == "call of Net"
+    assert record.growth_per_step > 128 * 512 * 4
+
+
+def test_copies_of_the_best_weights_have_the_line_that_copies():
+    kept = []
+    record = recorded(lambda: train(keep=lambda step, x, y, loss: kept.append(copy.deepcopy(y.detach()))))
+    (growth,) = record.growing
+    assert growth.bytes_per_step == 128 * 512 * 4
+    assert growth.place.line.file == __file__
+
+
+def test_processes_that_a_script_starts_are_counted_in_a_sentence():
+    def script():
+        data = torch.utils.data.TensorDataset(torch.arange(8.0))
+        loader = torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork")
+        assert len(list(loader)) == 8
+
+    start = BaseProcess.start
+    record = recorded(script)
+    assert record.children == 2
+    assert "The script started 2 processes, whose tensors are not part" in "\n".join(paragraphs(record))
+    assert BaseProcess.start is start
+    assert "started" not in "\n".join(paragraphs(recorded(lambda: train(1))))
 
 
 def test_a_closed_recording_counts_nothing():

@@ -3,6 +3,7 @@
 import itertools
 import os
 import threading
+from operator import attrgetter
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from torch.nn import functional
 
 import memcheck
 from memcheck._extension import _C
-from memcheck.core.timeline import OTHER
-from memcheck.measure.allocation_events import NODE, allocated_by, stack_of
+from memcheck.measure.recorders import NODE, allocated_by, stack_of
 from memcheck.measure.timeline import record_timeline
 
 
@@ -56,8 +56,7 @@ def test_events_add_up_to_what_is_measured(name):
             assert sum(row["bytes"] for row in timeline.alive_at_peak(phase, top)) == peak
     sums = itertools.accumulate((event.bytes for event in timeline.events), initial=timeline.alive[0])
     assert list(sums) == timeline.alive
-    for by in ("name", "tensor"):
-        assert [sum(levels) for levels in zip(*timeline.stacked(by).values(), strict=True)] == timeline.alive
+    assert timeline.alive == [sum(block.bytes for block in timeline.alive_after(step)) for step in timeline.steps]
     assert sum(block.bytes for block in timeline.kept()) == record.saved_bytes
     assert [event.index for event in timeline.events] == timeline.steps[1:]
     assert timeline.phases[0][1] == 0
@@ -146,15 +145,14 @@ def test_blocks_from_before_are_counted_when_they_go():
     assert sum(row["bytes"] for row in timeline.alive_at_peak("forward", 1)) == 800
 
 
-def test_small_blocks_are_shown_together():
-    timeline = record_timeline(lambda x: [x + 1, *(x[:1] + i for i in range(5)), x.exp()], torch.randn(1000))
-    assert list(timeline.stacked("tensor")) == ["input x", "output 0 (aten::add)", "output 6 (aten::exp)", OTHER]
-    assert timeline.stacked("tensor")[OTHER][-1] == 5 * 4
-    assert {name: levels[-1] for name, levels in timeline.series.items()} == {"inputs": 4000, "outputs": 8020, OTHER: 0}
-    assert list(timeline.stacked(top=1)) == ["outputs", OTHER]
-    twice = record_timeline(lambda x: x.exp().exp().exp(), torch.randn(1000))
-    assert list(twice.stacked("tensor")) == ["input x", "aten::exp", "aten::exp 2", "output (aten::exp)"]
-    assert max(twice.stacked("name")["aten::exp"]) == 8000
+def test_inputs_outputs_and_blocks_of_an_operator_are_summed():
+    timeline = record_timeline(lambda x: [x.sin(), x.exp().exp().exp()], torch.randn(1000))
+    sums = timeline.course.by(attrgetter("operator"))
+    assert {name: (max(sizes), sizes[-1]) for name, sizes in sums.items()} == {
+        "inputs": (4000, 4000),
+        "outputs": (8000, 8000),
+        "aten::exp": (8000, 0),
+    }
 
 
 @pytest.mark.isolated
@@ -193,7 +191,7 @@ def test_events_are_recorded_only_between_begin_and_end():
         recording.close()
         more = torch.empty(20)
         assert len(recording) == 1
-        [(address, size, path, tensor)] = recording.events()
+        [(address, size, path, _, _, tensor)] = recording.events()
     assert (address, size, tensor) == (kept.data_ptr(), kept.nbytes, ((10,), "float32"))
     assert recording.paths()[path] == (0, "aten::empty")
     assert more.nbytes == 80
@@ -234,7 +232,7 @@ def test_shapes_are_those_of_whole_blocks():
         recording = _C.AllocationTimeline()
         kept = torch.zeros(4, 6, dtype=torch.bfloat16)[1:].t().double()
         recording.close()
-    assert [tensor for *_, size, _, tensor in recording.events() if size > 0] == [
+    assert [tensor for _, size, _, _, _, tensor in recording.events() if size > 0] == [
         ((4, 6), "bfloat16"),
         ((6, 3), "float64"),
     ]

@@ -1,9 +1,11 @@
 """Trackers count to the byte and do not change results."""
 
+import copy
 import ctypes
 import gc
 import io
 import os
+import pickle
 import random
 import subprocess
 import threading
@@ -337,15 +339,48 @@ def test_memory_that_does_not_come_from_torch_is_not_counted(make, current_bytes
     assert len(kept) == KIB
 
 
-def test_storages_from_before_are_not_counted():
+def test_of_storages_from_before_only_new_memory_counts():
     freed, grown, emptied = block(KIB), block(KIB), block(KIB)
     with memcheck.track(saved=False) as memory:
         del freed
-        grown.resize_(2 * KIB)
         emptied.untyped_storage().resize_(0)
-        emptied.untyped_storage().resize_(2 * KIB)
         assert memory.current_bytes == 0
-        assert memory.peak_bytes < KIB  # tests fill new memory, from a tensor of one number
+        grown.untyped_storage().resize_(2 * KIB)
+        assert memory.current_bytes == 2 * KIB
+        emptied.untyped_storage().resize_(3 * KIB)
+        assert memory.current_bytes == 5 * KIB
+        del grown, emptied
+        assert memory.current_bytes == 0
+
+
+DATA = pickle.dumps(torch.zeros(KIB, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: copy.deepcopy(x),
+        lambda x: pickle.loads(DATA),
+        lambda x: torch.UntypedStorage(KIB),
+        lambda x: x.untyped_storage().clone(),
+        lambda x: copy.deepcopy({"weight": x})["weight"],
+        lambda x: copy.deepcopy(torch.nn.ParameterList([torch.nn.Parameter(x, requires_grad=False)])),
+    ],
+)
+def test_storages_of_the_default_allocator_count(make):
+    x = block(KIB)
+    with memcheck.track(saved=False) as memory:
+        kept = make(x)
+        assert memory.current_bytes == KIB
+        del kept
+        assert memory.current_bytes == 0
+    assert torch.equal(copy.deepcopy(x), x)
+
+
+def test_copies_have_a_budget():
+    with memcheck.track(memory_limit=KIB) as memory, pytest.raises(torch.OutOfMemoryError, match="over the budget"):
+        torch.UntypedStorage(KIB + 1)
+    assert memory.refusal == (KIB + 1, 0)
 
 
 def test_what_mkl_allocates_is_not_counted():
@@ -380,7 +415,6 @@ def test_onednn_tensors_are_freed_within_and_after():
     assert torch.equal(torch.ones(8, 8).to_mkldnn().to_dense(), dense)
 
 
-@pytest.mark.slow
 def test_blocks_that_are_not_mallocs(require_tool, tmp_path):
     """As on Linux aarch64, where torch allocates by mimalloc: tests of this file with other allocation functions."""
     library, source = tmp_path / "mapped_blocks.so", Path(__file__).parent / "mapped_blocks.cpp"
@@ -409,6 +443,7 @@ def test_the_profiler_sees_the_sizes():
     assert sizes.count(12345) == sizes.count(-12345) == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.isolated
 def test_forked_data_loader_workers():
     data = torch.utils.data.TensorDataset(torch.arange(64.0))

@@ -455,3 +455,11 @@ def test_a_projection_is_its_operator(cls: type[torch.nn.Module]) -> None:
 
 def test_heuristic_core_dim() -> None:
     assert [heuristic_core_dim(dim) for dim in (1, 32, 54, 55, 128)] == [8, 8, 48, 56, 424]
+
+
+def test_a_sink_in_16_bits_is_given_as_float32() -> None:
+    module = memcheck.nn.CompressedSelfAttention(16, 2, factor=2, sink=True, dtype=torch.bfloat16)
+    module(torch.randn(1, 6, 16, dtype=torch.bfloat16)).sum().backward()
+    assert module.sink is not None
+    assert module.sink.grad is not None
+    assert module.sink.grad.dtype == torch.bfloat16

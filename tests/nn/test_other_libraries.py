@@ -113,7 +113,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_tensor_parallelism_splits_heads_and_channels(tmp_path: Path) -> None:
     """Two processes of gloo, each with half of the heads or of the channels, give the whole result."""
     ended = run_all([("-c", RANK, rank, tmp_path / "group") for rank in range(2)])

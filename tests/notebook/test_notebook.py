@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.bench.decoders import DecoderCase, profile_decoder
+from memcheck.bench.decoders import DecoderCase
+from memcheck.bench.predict import predict_case
+from memcheck.bench.profile import profile_case
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.prediction import verdict
 from memcheck.core.record import Record
-from memcheck.core.verdict import verdict
 from memcheck.ops.reference.naive_attention import naive_attention
 
 SMALL = {"seq_len": [16, 32], "dim": 8, "heads": 2, "no_time": True}
@@ -122,7 +124,8 @@ def test_saved_results_are_loaded_and_replaced(results, tmp_path):
 
 
 def test_whole_models_are_results_too(tmp_path):
-    models = memcheck.Results(profile_decoder(DecoderCase("tiny", context=16), "cpu", timed=False))
+    case = DecoderCase("tiny", context=16)
+    models = memcheck.Results([profile_case(case, timed=False), predict_case(case).record])
     page = Text(models._repr_html_())
     assert "tiny" in page.text
     assert page.tags.count("img") == 1
@@ -245,7 +248,6 @@ def test_a_prediction_of_a_model_sums_what_is_alive_by_operator():
             {"attention_type": []},
             "attention_type must be at least one name, got an empty list; leave it out for the default",
         ),
-        ({"lengths": []}, "lengths must be at least one number, got an empty list"),
         ({"dim": 2.5}, "dim must look like 8, 16,32"),
         ({"dim": 6, "heads": 4}, "dim must be divisible by heads for naive, got dim 6 heads 4"),
         ({"mode": "decode", "query_len": 3}, "query_len must be 1 in mode decode, got 3"),
@@ -289,22 +291,6 @@ def test_importing_memcheck_does_not_load_them():
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         memcheck.nothing  # noqa: B018
-
-
-def test_sequences_are_a_list_of_lists() -> None:
-    how: dict[str, object] = {"dim": 16, "heads": 2, "no_time": True, "device": "cpu"}
-    results = memcheck.profile("softplus", lengths=[[8, 8], [8, 2]], **how)
-    assert [(record.layout, record.lengths) for record in results] == [
-        (layout, lengths) for lengths in ((8, 2), (8, 8)) for layout in ("padded", "packed")
-    ]
-    assert [record.bsz for record in memcheck.profile("softplus", lengths=[8, 2], packed=True, **how)] == [1]
-    figure = results.plot()
-    assert figure.axes[0].get_xlabel() == "used tokens, %"
-    del how["no_time"]
-    swept = memcheck.sweep("softplus", lengths=[[8, 8], (8, 2)], predict_only=True, padded=True, **how)
-    assert {record.lengths for record in swept} == {(8, 8), (8, 2)}
-    with pytest.raises(UsageError, match="lengths has the number and lengths of sequences: leave out bsz"):
-        memcheck.sweep("softplus", lengths=[8, 2], bsz=2, **how)
 
 
 def test_steps_are_profiled() -> None:

@@ -233,17 +233,11 @@ def test_an_infinite_sink_takes_all_the_weight(dtype: torch.dtype, window: int |
         torch.testing.assert_close(both, tuple(results[:2]))
 
 
-def test_a_sink_may_have_any_dtype_and_strides() -> None:
+def test_a_sink_may_have_any_strides() -> None:
     (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20, dtype=torch.bfloat16)
     strided = torch.stack([sink, sink], 1)[:, 0]
     expected = compressed_attention(q, k, v, factor=7, sink=sink)
     assert same_bits([compressed_attention(q, k, v, factor=7, sink=strided)], [expected])
-    for one in (sink.bfloat16(), sink.double()):
-        leaf = one.requires_grad_()
-        y = compressed_attention(q, k, v, factor=7, sink=leaf)
-        assert same_bits([y.detach()], [compressed_attention(q, k, v, factor=7, sink=one.detach().float())])
-        y.sum().backward()
-        assert leaf.grad.dtype == leaf.dtype
 
 
 @pytest.mark.parametrize("mask", subsets(4))

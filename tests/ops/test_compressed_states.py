@@ -118,7 +118,8 @@ def random_call(number: int) -> tuple[list[Tensor], dict[str, Any], int]:
     T = random.randint(factor, 2100 if long else 140)
     B = 1 if long else random.choice((1, 2))
     (q, k, v), _ = make_inputs(B, Hkv * group, Hkv, T, T, D, dtype, seed=number)
-    sink = torch.randn(Hkv * group, generator=generator(number)) if random.random() < 0.3 else None
+    has_sink, accumulation = random.random() < 0.3, torch.promote_types(dtype, torch.float32)
+    sink = torch.randn(Hkv * group, generator=generator(number)).to(accumulation) if has_sink else None
     options = {"factor": factor, "strict": random.random() < 0.3, "sink": sink, "return_lse": True}
     last_block = (T - 1) // factor
     return [q, k, v], options, factor * random.choice((last_block, random.randint(0, last_block)))

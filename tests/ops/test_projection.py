@@ -19,9 +19,9 @@ from torch import Tensor
 
 from memcheck import linear_l, linear_r, measure_memory
 from memcheck.ops.reference import projection as reference
-from memcheck.predict.operators import scratch_of
-from memcheck.predict.operators.products import products_are_plain
-from memcheck.predict.scratch import OperatorCall, Scratch, Target
+from memcheck.simulated.facts import scratch_of
+from memcheck.simulated.facts.products import products_are_plain
+from memcheck.simulated.scratch import OperatorCall, Scratch, Target
 
 FUNCTIONS = [linear_r, linear_l]
 OPERATORS = {linear_r: LINEAR_R, linear_l: LINEAR_L}

@@ -31,8 +31,8 @@ from memcheck import compressed_attention, linear_attention, softplus_attention,
 from memcheck.ops.reference import compressed_attention as compressed_reference
 from memcheck.ops.reference import linear_attention as linear_reference
 from memcheck.ops.reference import softplus_attention as softplus_reference
-from memcheck.predict.operators import scratch_of
-from memcheck.predict.scratch import Scratch, Target, call_of
+from memcheck.simulated.facts import scratch_of
+from memcheck.simulated.scratch import Scratch, Target, call_of
 
 
 @dataclass(frozen=True)

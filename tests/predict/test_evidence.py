@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.predict import replay
-from memcheck.predict.replay import Measured, evidence_of
+from memcheck.predict import evidence
+from memcheck.predict.evidence import Measured, evidence_of
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def of_three_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         Measured("b", "A100-80GB", frozenset({"aten::conv"}), (0.5,)),
         Measured("c", "RTX-4090", frozenset({"aten::exp"}), (0.1,)),
     )
-    monkeypatch.setattr(replay, "measured", lambda: found)
+    monkeypatch.setattr(evidence, "measured", lambda: found)
 
 
 def test_runs_with_half_of_the_operators_on_gpus_of_the_kind_count() -> None:
@@ -31,18 +31,6 @@ def test_runs_with_half_of_the_operators_on_gpus_of_the_kind_count() -> None:
     )
 
 
-def test_figures_are_verified_where_measured_runs_share_the_operators() -> None:
-    x = torch.empty(4, device="meta")
-    for model, device, basis in (
-        (torch.exp, "RTX-4090", "verified"),
-        (torch.exp, "A100-40GB", "derived"),
-        (lambda x: torch.exp(x).sin(), "RTX-4090", "derived"),
-    ):
-        found = memcheck.predict_memory(model, x, device=device, backward=False)
-        assert found.certainty == basis
-    assert not evidence_of([], (8, 0)).covers
-
-
 def test_there_may_be_no_evidence() -> None:
     for operators, architecture in ((["aten::sin"], (8, 0)), (["aten::mm"], None), (["aten::mm"], (9, 0))):
         found = evidence_of(operators, architecture)
@@ -50,9 +38,15 @@ def test_there_may_be_no_evidence() -> None:
         assert str(found) == "No published run is like it"
 
 
-def test_a_prediction_has_its_evidence() -> None:
-    x = torch.empty(4, device="meta")
-    found = memcheck.predict_memory(torch.exp, x, device="RTX-4090", backward=False).evidence
-    assert found is not None
-    assert (found.rows, found.missing) == (1, ())
+@pytest.mark.extension
+def test_a_prediction_has_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the files, which the process of the GPU reads."""
+    monkeypatch.undo()
+    x = torch.empty(4, 8, device="meta")
+    for model, certainty in ((torch.nn.Linear(8, 8), "verified"), (torch.special.bessel_j0, "derived")):
+        found = memcheck.predict_memory(model, x, device="A100-40GB", backward=False)
+        assert found.trace is not None
+        assert found.evidence == evidence_of(found.trace.operators, (8, 0))
+        assert (found.certainty, found.evidence.covers) == (certainty, certainty == "verified")
     assert memcheck.predict_memory(torch.exp, x, backward=False).evidence is None
+    assert not evidence_of([], (8, 0)).covers

@@ -9,28 +9,26 @@ import gc
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from predict.compared import figures
 from torch import Tensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 import memcheck
 from memcheck.core.devices import running
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.measure.tracker import track
-from memcheck.predict.known_contents import KnownContents
-from memcheck.predict.operators import facts_of, scratch_of
-from memcheck.predict.operators.elementwise import ACTIVATIONS
-from memcheck.predict.operators.value_shapes import decided_by_values
-from memcheck.predict.scratch import TABLE, Scratch, Target, Unknown, Unlisted, call_of
+from memcheck.simulated.facts import facts_of, scratch_of
+from memcheck.simulated.facts.elementwise import ACTIVATIONS
+from memcheck.simulated.scratch import TABLE, Scratch, Target, Unknown, Unlisted, call_of
 from tests.fuzzing import CASES
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
@@ -104,7 +102,7 @@ class Alone(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = facts_of(func._schema.name)
-        if (facts.cpu is None and facts.shapes is None and not facts.sparse) or facts.measured_in != HERE:
+        if (facts.cpu is None and not facts.sparse) or facts.measured_in != HERE:
             return func(*args, **kwargs)
         operands = list(tensors_in((args, kwargs)))
         given = {storage._cdata for x in operands for storage in storages_in(x)}
@@ -118,30 +116,9 @@ class Alone(TorchDispatchMode):
         if not any(isinstance(part, Unknown) for part in scratch):
             taken = sum(x.numel() * x.element_size() for x in new) + sum(part.bytes for part in scratch)
             self.found[facts.name].append((memory.peak_bytes - taken, words))
-        elif facts.shapes is not None:
-            self.found[facts.name].append((shape_error(func, args, kwargs, output), words))
         elif is_ordinary(facts.name, operands, args, kwargs):
             self.unclaimed[facts.name].append(words)
         return output
-
-
-def shape_error(func: Any, args: Any, kwargs: Any, output: Any) -> int:
-    """The bytes by which results differ from those that are decided by known values."""
-    contents = KnownContents()
-
-    def on_meta(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        meta = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
-        contents.note(meta, part)
-        return meta
-
-    decided = decided_by_values(func, *tree_map(on_meta, (args, kwargs)), contents)
-    if decided is None or decided.output is None:
-        return 0
-    assert decided.doubts == []
-    wanted, found = (list(tensors_in(things)) for things in (output, decided.output))
-    return sum(abs(x.numel() * x.element_size() - y.nbytes) for x, y in zip(wanted, found, strict=True))
 
 
 class OnMeta(TorchDispatchMode):
@@ -229,12 +206,12 @@ def test_an_operator_takes_what_its_entry_says(name: str) -> None:
     if is_missing(name) and not oldest <= running() <= newest:
         return
     assert not is_missing(name)
-    if facts.measured_in == HERE and (facts.cpu or facts.shapes or facts.sparse):
+    if facts.measured_in == HERE and (facts.cpu or facts.sparse):
         alone = measured(facts.example)
         assert alone.found[name], "no call of the example is predicted"
         assert [words for beside, words in alone.found[name] if beside] == []
         assert name in LEFT_TO_A_PROBE or alone.unclaimed[name] == []
-    if facts.cuda is not None or facts.measured_in != HERE or not (facts.cpu or facts.shapes or facts.sparse):
+    if facts.cuda is not None or facts.measured_in != HERE or not (facts.cpu or facts.sparse):
         on_meta = answered(facts.example)
         assert name in on_meta.ran
         unanswered = [part for parts in on_meta.found[name] for part in parts if isinstance(part, Unlisted)]
@@ -409,7 +386,6 @@ def found() -> Alone:
     return alone
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 def test_no_operator_is_claimed_in_vain() -> None:
     assert [words for calls in found().found.values() for beside, words in calls if beside] == []
@@ -417,14 +393,7 @@ def test_no_operator_is_claimed_in_vain() -> None:
     assert unclaimed <= {*LEFT_TO_A_PROBE, "_scaled_dot_product_flash_attention_for_cpu_backward"}  # Threads decide.
 
 
-FIGURES = ("output_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "gradient_bytes")
-FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
-
-
-@pytest.mark.slow
-def test_functions_are_predicted_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
-    torch.utils.deterministic.fill_uninitialized_memory = False
+def test_functions_are_predicted_to_the_byte() -> None:
     seeds, exact, wrong = random.Random(None if CASES else 0), [], []
     for _ in range(CASES // 20 or 80):
         draw = random.Random(seeds.random())
@@ -436,8 +405,8 @@ def test_functions_are_predicted_to_the_byte(tmp_path: Path, monkeypatch: pytest
             continue
         prediction = memcheck.predict_memory(call, x, second, device="cpu")
         exact.append(prediction.exact)
-        figures = {figure: (getattr(prediction.record, figure), getattr(record, figure)) for figure in FIGURES}
-        unlike = {figure: pair for figure, pair in figures.items() if pair[0] != pair[1]}
+        predicted, real = figures(prediction.record), figures(record)
+        unlike = {figure: (size, real[figure]) for figure, size in predicted.items() if size != real[figure]}
         if prediction.exact and unlike:
             wrong.append((name, [(x.dtype, x.shape, x.stride()) for x in (x, second)], unlike))
     assert wrong == []

@@ -6,27 +6,17 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from predict.compared import compare, figures
 from torch import Tensor, nn
 
 import memcheck
 from memcheck.core.workload import ForwardOptions, start_of
 
 pytestmark = pytest.mark.cpu
-
-PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
-FIGURES = (*PEAKS, "input_bytes", "output_bytes", "saved_bytes", "parameter_bytes", "optimizer_bytes", "gradient_bytes")
-FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
-
-
-@pytest.fixture(autouse=True)
-def a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which takes numbers of 8 bytes
-    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
 
 
 class Cache:
@@ -171,12 +161,8 @@ CASES = [(ending, how) for ending in ENDINGS for how in list(HOW)[: None if endi
 def test_a_loop_is_measured_and_predicted_to_the_byte(ending: str, how: str) -> None:
     model, inputs, options = Language(ENDINGS[ending]), tuple(torch.randint(160, (2, 2, 24))), HOW[how]
     looped = peaks_of_a_loop(model, inputs, **options)
-    measured = memcheck.measure_memory(model, *inputs, **options)
-    prediction = memcheck.predict_memory(model, *inputs, **options)
-    assert tuple(getattr(measured, name) for name in PEAKS) == looped
-    assert prediction.exact, prediction.unknown
-    for name in FIGURES:
-        assert getattr(prediction.record, name) == getattr(measured, name), name
+    record = compare(model, *inputs, **options).record
+    assert (record.forward_peak_bytes, record.backward_peak_bytes, record.optimizer_peak_bytes) == looped
 
 
 @pytest.mark.extension
@@ -187,8 +173,8 @@ def test_the_other_outputs_stay_alive() -> None:
     for run in (memcheck.measure_memory, lambda *given, **how: memcheck.predict_memory(*given, **how).record):
         plain, chosen = run(pair, *inputs), run(pair, *inputs, loss=lambda output: output[1])
         dropped, without = run(pair, *inputs, keep_outputs=False), run(single, *inputs)
-        assert [getattr(plain, name) for name in FIGURES] == [getattr(chosen, name) for name in FIGURES]
-        assert [getattr(dropped, name) for name in FIGURES] == [getattr(without, name) for name in FIGURES]
+        assert figures(plain) == figures(chosen)
+        assert figures(dropped) == figures(without)
         logits = 2 * 24 * 160 * 4
         assert (plain.output_bytes, dropped.output_bytes) == (logits + 4, 4)
         assert plain.backward_peak_bytes == dropped.backward_peak_bytes + logits
@@ -230,33 +216,21 @@ def test_where_a_backward_starts() -> None:
         assert [id(tensor) for tensor in start_of(output)] == [id(tensor) for tensor in start]
 
 
-def words(output: Any, loss: Callable[[Any], Any] | None = None, keep_outputs: bool = True) -> str | None:
-    return ForwardOptions(loss, keep_outputs=keep_outputs).run("cpu", lambda: output).words
+def test_the_start_is_a_path() -> None:
+    def start(output: Any, loss: Callable[[Any], Any] | None = None, keep_outputs: bool = True) -> str | None:
+        return ForwardOptions(loss, keep_outputs=keep_outputs).run("cpu", lambda: output).start
 
-
-def test_the_start_is_said_in_words() -> None:
     x, y, scalar, other = leaves((2, 3), (4,), (), ())
-    integer = torch.ones(2, dtype=torch.int64)
-    assert words(x) == "the output"
-    assert words(scalar) == "the output, a scalar"
-    assert words((x, scalar)) == "the second output, a scalar; the first stays alive"
-    assert words((x, scalar), lambda output: output[1]) == words((x, scalar))
-    assert words((x, scalar), keep_outputs=False) == "the second output, a scalar; the first is dropped"
-    assert words((scalar, x, None, 3)) == "the first output, a scalar; the second stays alive"
-    assert words((scalar, x, y)) == "the first output, a scalar; the others stay alive"
-    assert words((scalar, x, y), keep_outputs=False) == "the first output, a scalar; the others are dropped"
-    assert words({"loss": scalar}) == "output.loss, a scalar"
-    assert words(ModelOutput(scalar, x)) == "output.loss, a scalar; output.logits stays alive"
-    assert words(ModelOutput(scalar, None, Cache(x))) == "output.loss, a scalar; output.past_key_values stays alive"
-    assert words({"loss": {"a": scalar, "b": other}, "logits": x}) == "output.loss; output.logits stays alive"
-    assert words(((x, scalar), y)) == "output.0.1, a scalar; the rest stays alive"
-    assert words([x, y]) == "every output"
-    assert words([x, integer, y]) == "every output that requires grad; the second stays alive"
-    assert words((scalar, other)) == "every output"
-    assert words([x, y, scalar, other], lambda output: output[2:]) == "2 outputs; the others stay alive"
-    assert words(x, torch.sum) == "the loss, a scalar; the output stays alive"
-    assert words((x, y), lambda output: output[0].sum(), False) == "the loss, a scalar; the output is dropped"
-    assert words(integer) is None
+    assert start(x) == start(scalar) == "output"
+    assert start((x, scalar)) == start((x, scalar), lambda output: output[1]) == "output[1]"
+    assert start((x, scalar), keep_outputs=False) == "output[1]"
+    assert start({"loss": scalar}) == start(ModelOutput(scalar, x)) == "output.loss"
+    assert start({"loss": {"a": scalar, "b": other}, "logits": x}) == "output.loss.a, output.loss.b"
+    assert start(((x, scalar), y)) == "output[0][1]"
+    assert start([x, torch.ones(2, dtype=torch.int64), y]) == "output[0], output[2]"
+    assert start([x, y, scalar, other]) == "output[0], output[1], output[2], 1 more"
+    assert start(x, torch.sum) == start((x, y), lambda output: output[0].sum(), False) == "loss"
+    assert start(torch.ones(2, dtype=torch.int64)) is None
 
 
 def test_dropping_outputs_needs_a_backward() -> None:

@@ -11,23 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from predict.compared import compare
 from torch import Tensor
 
 import memcheck
-from memcheck import measure_memory, predict_memory
-from memcheck.bench.case_predictions import prepare
-from memcheck.bench.catalog import CONTENDERS, batch_of, make_case
-from memcheck.core.prediction import Prediction
-from memcheck.predict.operators import scratch_of
-from memcheck.predict.scratch import Scratch, Target, Unknown, call_of
+from memcheck import predict_memory
+from memcheck.simulated.facts import scratch_of
+from memcheck.simulated.scratch import Scratch, Target, Unknown, call_of
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
-FIGURES = (
-    *("input_bytes", "output_bytes", "parameter_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes"),
-    *("gradient_bytes", "workspace_bytes"),
-)
-FIGURES += ("forward_end_allocated_bytes", "backward_end_allocated_bytes")
 SEQUENCES: dict[str, dict[str, Any]] = {
     "packed": {"cu_seqlens": torch.tensor([0, 300, 300, 1000, 1037])},
     "left": {"lengths": torch.tensor([600, 3]), "padding": "left"},
@@ -52,15 +45,9 @@ def inputs(name: str, layout: str, dtype: torch.dtype = torch.float32) -> tuple[
     return leaves((B, 4, S, 20), (B, 2, S, 20), (B, 2, S, 20), dtype=dtype)
 
 
-def assert_same(function: Callable[..., Any], *given: Tensor, backward: bool = True, dense: bool = False) -> Prediction:
-    """Asserts that every figure is as measured, and that nothing of our operators is unknown."""
-    how: dict[str, Any] = {"backward": backward, "dense_grad": dense}
-    prediction = predict_memory(function, *given, **how, probes=False)
-    measured = measure_memory(function, *given, **how)
-    figures = {name: (getattr(prediction.record, name), getattr(measured, name)) for name in FIGURES}
-    assert {name: pair for name, pair in figures.items() if pair[0] != pair[1]} == {}
-    assert [words for words in prediction.unknown if "was not compared" not in words] == []
-    return prediction
+def assert_same(function: Callable[..., Any], *given: Tensor, dense: bool = False, **how: Any) -> None:
+    """Compares the prediction with the measurement."""
+    compare(function, *given, dense_grad=dense, **how)
 
 
 @pytest.mark.parametrize("layout", SEQUENCES)
@@ -86,17 +73,13 @@ def test_scratch_follows_the_threads(threads: int) -> None:
 
 
 def test_lengths_may_be_inputs() -> None:
-    """Contents of small integer tensors are known. Without them the scratch on the CPU is named as unknown."""
+    """Contents of small integer tensors are sent."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
         return memcheck.softplus_attention(q, k, v, cu_seqlens=starts)
 
     given = inputs("softplus", "packed")
     assert_same(function, *given, SEQUENCES["packed"]["cu_seqlens"])
-    on_meta = [x.to("meta") for x in (*given, SEQUENCES["packed"]["cu_seqlens"])]
-    prediction = predict_memory(function, *on_meta, probes=False)
-    assert not prediction.exact
-    assert "the scratch of sequences whose lengths are not known" in prediction.unknown
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -215,22 +198,6 @@ def test_merged_attention_and_compressed_states_are_predicted(dtype: torch.dtype
     assert_same(lambda *x: merged(*x)[0], *given, dense=True)
     assert_same(merged, *given, backward=False)
     assert_same(continued, *given)
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("operator", [name for name, contender in CONTENDERS.items() if contender.takes_lengths])
-def test_cases_with_lengths_are_predicted(operator: str, layout: str) -> None:
-    """What is not a bound equals the measurement: flash attention's backward is one with several threads."""
-    for causal in (True, False):
-        sizes: dict[str, Any] = {"dim": 24, "heads": 2, "core_dim": None, "factor": None}
-        case = make_case(operator, **sizes, **batch_of((300, 40, 77), layout), causal=causal)
-        prediction, workload = predict_memory(case), prepare(case)
-        measured = measure_memory(workload.step())
-        known = [name for name in FIGURES if name not in prediction.bounds]
-        assert {name: getattr(measured, name) for name in known} == {
-            name: getattr(prediction.record, name) for name in known
-        }
-        assert prediction.exact or operator == "softmax"
 
 
 def cuda_scratch(name: str, **arguments: Any) -> list[Scratch | Unknown]:

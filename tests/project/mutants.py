@@ -16,8 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACKER = "csrc/memory/tracking_allocator.cpp"
 TRACKER_TESTS = ("tests/measure/test_tracker.py", "tests/measure/test_tracker_random.py")
 RUN = "tests/bench/sweep/test_run.py"
-REPLAY = "tests/predict/test_replay.py"
-THREADS = "tests/predict/test_threads.py"
 OPERATORS = "tests/ops/test_all_operators.py"
 ERRORS = "tests/ops/test_errors.py"
 
@@ -95,16 +93,9 @@ MISTAKES = [
     Mistake(
         "outputs-die-after-the-forward",
         "memcheck/core/workload.py",
-        "return Outputs(Left(output, loss), named, roots, words)",
-        "return Outputs(Left(None, roots), named, roots, words)",
+        "return Outputs(Left(output, loss), named, roots, start)",
+        "return Outputs(Left(None, roots), named, roots, start)",
         ("tests/predict/test_outputs.py", "-k", "loop"),
-    ),
-    Mistake(
-        "one-view-is-known",
-        "memcheck/predict/meta_copy.py",
-        "self.contents.note_storage(found, storage.cpu(), small=small)",
-        "self.contents.note_storage(found, tensor.detach().clone().untyped_storage().cpu(), small=small)",
-        ("tests/predict/test_outputs.py", "-k", "views"),
     ),
     Mistake(
         "record-of-another-dtype",
@@ -128,27 +119,6 @@ MISTAKES = [
         (RUN, "-k", "another_prediction"),
     ),
     Mistake(
-        "limit-without-room",
-        "memcheck/predict/replay.py",
-        "allocator.reserved.current + limit - allocator.requested.current",
-        "allocator.reserved.current",
-        (REPLAY, "-k", "limit"),
-    ),
-    Mistake(
-        "casts-of-any-thread",
-        "memcheck/predict/autocast.py",
-        "class Followed(threading.local):",
-        "class Followed:",
-        (THREADS, "-k", "alone"),
-    ),
-    Mistake(
-        "answers-for-any-thread",
-        "memcheck/predict/python_functions.py",
-        "class Answers(threading.local):",
-        "class Answers:",
-        (THREADS, "-k", "computes"),
-    ),
-    Mistake(
         "one-search-only",
         "memcheck/predict/api.py",
         "low = self.edge(again)\n",
@@ -157,10 +127,10 @@ MISTAKES = [
     ),
     Mistake(
         "flash-tile-at-192",
-        "memcheck/predict/operators/products.py",
+        "memcheck/simulated/facts/products.py",
         "64 if queries >= 192 else 32",
         "64 if queries > 192 else 32",
-        (REPLAY, "-k", "flash"),
+        ("tests/predict/test_cases.py", "-k", "flash"),
     ),
     Mistake(
         "compiler-remembers",

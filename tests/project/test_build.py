@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import include_paths
 
 from memcheck._extension import _C
 from memcheck.core.version import __version__
-from memcheck.simulated.flags import CPU_FILES
+from memcheck.simulated.flags import ALLOCATOR_FILES, CPU_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,6 +172,7 @@ def test_memcheck_cuda_is_checked() -> None:
     assert "MEMCHECK_CUDA must be auto, 0 or 1, got 'yes'" in ended.stderr
 
 
+@pytest.mark.smoke
 def test_asking_for_cuda_kernels_without_nvcc_fails(tmp_path: Path) -> None:
     ended = run_python("setup.py", "--name", MEMCHECK_CUDA="1", CUDA_HOME=str(tmp_path))
     assert ended.returncode == 1
@@ -255,10 +256,7 @@ def small_project(folder: Path) -> Path:
     (folder / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
     (folder / "memcheck" / "simulated").mkdir()
     shutil.copy(ROOT / "memcheck" / "simulated" / "flags.py", folder / "memcheck" / "simulated")
-    for name in (
-        "pretend/pretended_cuda.cpp",
-        *(f"simulated/{name}" for name in ("device.cpp", "rules.cpp", *CPU_FILES)),
-    ):
+    for name in (*(f"simulated/{name}" for name in ("device.cpp", "rules.cpp", *ALLOCATOR_FILES, *CPU_FILES)),):
         (folder / "csrc" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "csrc" / name).touch()
     return folder / "csrc"
@@ -272,7 +270,7 @@ def small_project(folder: Path) -> Path:
         pytest.param(
             ["-c", "from setuptools import build_meta; build_meta.build_editable('.')"],
             id="editable",
-            marks=[pytest.mark.ci, pytest.mark.slow],
+            marks=pytest.mark.ci,
         ),
     ],
 )
@@ -289,7 +287,7 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return {path.stem for path in tmp_path.rglob("*.o") if before.get(path) != path.stat().st_mtime_ns}
 
-    assert compiled() == {"one", "two", "pretended_cuda", "simulated", "simulated_cpu", "rules"}
+    assert compiled() == {"one", "two", "simulated", "simulated_cpu", "rules", "allocator"}
     assert compiled() == set()
     (csrc / "two.cpp").touch()
     assert compiled() == {"two"}
@@ -338,7 +336,6 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() { return
 
 
 @pytest.mark.ci
-@pytest.mark.slow  # installs torch twice
 def test_wheels_are_built_and_tried_without_a_compiler(tmp_path: Path, require_tool) -> None:
     (small_project(tmp_path) / "module.cpp").write_text(MODULE)
     (tmp_path / "memcheck" / "__main__.py").write_text(CONSOLE)
@@ -383,7 +380,6 @@ def test_the_sdist_is_made_without_torch_and_complete(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.ci
 @pytest.mark.parametrize("unit", ["autograd", "glue", "module"])
 def test_units_compile_where_apple_is_defined(unit: str, require_tool: Callable[[str], str], tmp_path: Path) -> None:

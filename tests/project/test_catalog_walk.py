@@ -14,8 +14,9 @@ import pytest
 
 import memcheck
 from memcheck import ops
-from memcheck.bench.case_predictions import closed_terms
-from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
+from memcheck.bench.case import CONTENDERS
+from memcheck.bench.catalog import make_case, make_combinator_case
+from memcheck.bench.profile import known_terms
 from memcheck.ops import gradcheck as gradchecking
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def missing_terms(stem: str) -> Iterator[str]:
     sizes = {"bsz": 2, "query_len": 8, "dim": 8}
     more = {"kv_len": 8, "heads": 2, "core_dim": 8, "factor": 2}
     case = make_combinator_case(name, **sizes) if name == stem else make_case(name, **sizes, **more)
-    if closed_terms(case) is None:
+    if known_terms(case) is None:
         yield f"memcheck/bench/catalog.py: byte terms of {name}"
 
 

@@ -10,6 +10,8 @@ import pytest
 from one_unit import one_unit
 from torch.utils.cpp_extension import include_paths
 
+from memcheck.simulated.flags import ALLOCATOR_FILES, CPU_FILES, gpu_files
+
 pytestmark = pytest.mark.ci
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
@@ -42,16 +44,24 @@ REGISTERING = [
 ]
 
 
+SIMULATED = CSRC / "simulated"
+UNITS = {
+    "registering": REGISTERING,
+    "simulated GPU": [SIMULATED / name for name in gpu_files(path.name for path in SIMULATED.glob("*.cpp"))],
+    "simulated CPU": [SIMULATED / name for name in CPU_FILES],
+    "allocator": [SIMULATED / name for name in ALLOCATOR_FILES],
+}
+
+
 def units_of(compiler: str) -> dict[str, list[Path]]:
-    """What it is given at once, by a name. Files that register are one unit, because they share most of their headers,
-    and only gcc 11 sees each of them by itself, too, so what one forgot to include."""
+    """What it is given at once, by a name: files that share most of their headers are one unit. gcc 11 alone sees each
+    of those that register by itself, too, so what one forgot to include."""
     if compiler == "gcc 11, alone":
         return {source.name: [source] for source in REGISTERING}
-    alone = {source.name: [source] for source in SOURCES if source not in REGISTERING}
-    return {"registering": REGISTERING, **alone}
+    in_units = {source for sources in UNITS.values() for source in sources}
+    return {**UNITS, **{source.name: [source] for source in SOURCES if source not in in_units}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sources", "compiler"),
     [
@@ -65,7 +75,7 @@ def test_every_file_compiles(
 ) -> None:
     # Debian keeps pyconfig.h by architecture. To compile, though not to run, this machine's will do for the other.
     (tmp_path / "aarch64-linux-gnu").symlink_to(f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}")
-    source = sources[0] if len(sources) == 1 else one_unit(sources, tmp_path / "registering.cpp")
+    source = sources[0] if len(sources) == 1 else one_unit(sources, tmp_path / "unit.cpp")
     tool, flags = COMPILERS[compiler]
     command = [require_tool(tool), *FLAGS, *flags, *INCLUDES, f"-isystem{tmp_path}", "-c", source]
     ended = subprocess.run([*command, "-o", tmp_path / "object.o"], capture_output=True, text=True, timeout=300)

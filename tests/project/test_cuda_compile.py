@@ -21,7 +21,6 @@ pytestmark = pytest.mark.ci
 PROBE = "cuda_probe/cuda_probe_cuda.cu"
 
 
-@pytest.mark.slow
 def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     """Of operators whose code has changed since nvcc compiled it for the stored table."""
     nvcc = require_tool("nvcc")
@@ -119,7 +118,6 @@ def test_the_glue_of_every_operator_is_for_cuda() -> None:
     assert {path.stem for path in GLUE} >= {*operators, "library"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("standard", ["c++17", "c++20"])
 @pytest.mark.parametrize("library_alone", [True, False], ids=["library.cpp", "operators"])
 def test_glue_compiles_for_cuda(

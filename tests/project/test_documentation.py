@@ -268,7 +268,7 @@ def test_the_readme_is_one_page():
 
 
 def test_the_documentation_names_every_contender_and_public_name():
-    from memcheck.bench.catalog import CONTENDERS
+    from memcheck.bench.case import CONTENDERS
 
     text = documentation()
     assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
@@ -288,7 +288,6 @@ def test_the_figures_of_a_page_are_those_of_the_results(figures, page):
     assert figures["written"](text) == text, "python docs/figures.py writes them again"
 
 
-@pytest.mark.slow
 def test_the_example_of_a_split_sequence_runs_in_two_processes():
     """torchrun's own way, a process for each rank."""
     script = ROOT / "docs/examples/split_sequence.py"
@@ -317,7 +316,7 @@ def test_the_runs_that_the_documentation_compares_differ_as_it_says(tmp_path, ca
     capsys.readouterr()
     assert main(["compare", "before", "after"]) == 0
     compared = capsys.readouterr().out
-    assert compared.startswith("The peak went from 83.9 MiB to 67.9 MiB: 15.9 MiB less")
+    assert ["peak", "83.86", "67.92", "-15.94"] in [line.split() for line in compared.splitlines()]
     if torch.__version__.startswith("2.13."):  # Others have other numbers of small blocks.
         assert compared in page
 
@@ -398,7 +397,7 @@ def test_a_page_shows_what_a_terminal_prints(name, tmp_path):
             continue
         command, *shown = text.splitlines()
         program, *words = shlex.split(command.removeprefix("$ "))
-        simulates = words[:1] == ["run"] and "RTX-4090" in words
+        simulates = words[:1] in (["run"], ["fit"]) and bool({"RTX-4090", "H100-80GB"} & {*words})
         if program == "memcheck" and not simulates:
             done = run_python("-m", "memcheck", *words, cwd=tmp_path, env=environment, timeout=300)
         else:  # pytest loads its plugins before torch, and a simulated GPU must be there before it.

@@ -174,7 +174,6 @@ def run_python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_the_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     """Tiny, so that its figures say nothing; its rows are all there, those of contenders that cannot run too."""
     small = ["--device", "cpu", "--small", "--rounds", "2", "--only", "compressed", "combinator"]
@@ -229,7 +228,6 @@ def test_the_benchmark_goes_on_in_the_section_where_it_stopped(
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_the_benchmark_goes_on_when_a_section_dies(tmp_path: Path) -> None:
     small = ["--device", "cpu", "--small", "--rounds", "1", "--only", "linear", "projection", "--output", str(tmp_path)]
     ended = run_python("-c", ONE_SECTION_ABORTS, *small)
@@ -243,7 +241,6 @@ def test_the_benchmark_goes_on_when_a_section_dies(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_the_benchmark_stops_in_time(tmp_path: Path) -> None:
     ended = run_python("benchmarks/gpu.py", "--device", "cpu", "--small", "--minutes", "0", "--output", str(tmp_path))
     assert ended.returncode == 1
@@ -251,7 +248,6 @@ def test_the_benchmark_stops_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_what_the_sanitizer_watches_runs_on_the_cpu() -> None:
     ended = run_python("tests/gpu/small_operators.py", "--device", "cpu")
     assert ended.returncode == 0, ended.stderr

@@ -135,7 +135,6 @@ def test_a_refused_launch_is_one_line(plain: Run, name: str, words: str) -> None
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_sanitizers_see_what_the_host_forgives(sanitized: Run) -> None:
     assert values(sanitized("neighbour")) == NEIGHBOURS
     misaligned = sanitized("misaligned")

@@ -194,7 +194,7 @@ print(json.dumps([codes, [*sys.modules]]))
     codes, loaded = json.loads(done.stdout.splitlines()[-1])
     assert codes == list(ANSWERED.values())
     assert not {"torch", "numpy", "tqdm", *HEAVY} & set(loaded)
-    assert len([name for name in loaded if name.split(".")[0] == "memcheck"]) <= 19
+    assert len([name for name in loaded if name.split(".")[0] == "memcheck"]) <= 20
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_a_command_that_needs_the_extension_under_another_torch_ends_in_a_line()
 import sys, torch
 torch.__version__ = "1.2.3"
 from memcheck.__main__ import main
-sys.exit(main(["predict", "--attention-type", "linear", "--device", "T4"]))
+sys.exit(main(["predict", "--attention-type", "linear", "--device", "cpu"]))
 """,
     )
     assert done.returncode == 1

@@ -21,7 +21,6 @@ def compile_with(tool: str, *words: str | Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_cpu_kernels_compile_without_torch(require_tool: Callable[[str], str]) -> None:
     """CUDA kernels do so in test_cuda_compile.py."""
     assert CSRC / "softplus_attention" / "softplus_attention_cpu.cpp" in CPU_KERNELS

@@ -102,7 +102,6 @@ def test_no_model_sees_later_tokens(benchmark, kind):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["learning", "recall"])
 def test_a_quick_study_goes_on_where_it_stopped(tmp_path, script):
     name = {"learning": "text", "recall": "recall"}[script]

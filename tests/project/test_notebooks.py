@@ -59,7 +59,6 @@ def files_below(folder):
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
 @every_notebook
 def test_a_notebook_runs_and_shows_what_is_committed(name, tmp_path):
     pytest.importorskip("nbclient")
@@ -118,7 +117,6 @@ CELLS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_a_notebook_of_one_cell(name, tmp_path):
     """One that ends in an error, hangs or warns stays as it was, and says so."""

@@ -6,7 +6,8 @@ from pathlib import Path
 from pages import documentation
 
 from memcheck.__main__ import main
-from memcheck.bench.catalog import CONTENDERS, attention_types
+from memcheck.bench.case import CONTENDERS
+from memcheck.bench.catalog import attention_types
 from memcheck.bench.sweep.store import read_records
 
 ROOT = Path(__file__).parents[2]

@@ -67,7 +67,6 @@ def test_batches_are_those_of_the_seed(benchmark):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_a_quick_training(tmp_path):
     """Losses fall, naive and softmax agree as float32 does, and a step takes what was predicted, to the byte."""
     done = run(BENCHMARKS / "language_model.py", "--quick", "--output", tmp_path / "result.json")
@@ -89,7 +88,6 @@ def test_the_committed_trainings(name, seed):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_training_ends_in_time(tmp_path):
     done = run(BENCHMARKS / "language_model.py", "--quick", "--minutes", "0", "--output", tmp_path / "result.json")
     assert done.returncode == 0, done.stderr
@@ -120,7 +118,6 @@ def check_training(result, steps):
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 def test_quick_predictions_of_models(tmp_path):
     done = run(BENCHMARKS / "models.py", "--quick", "--output", tmp_path / "result.json")
     assert done.returncode == 0, done.stderr

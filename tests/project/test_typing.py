@@ -19,7 +19,6 @@ def run_python(*words: object, cwd: Path, **environment: str) -> subprocess.Comp
 
 @pytest.mark.ci
 @pytest.mark.ci
-@pytest.mark.slow  # The first run in a source tree reads torch's types, too.
 def test_mypy_infers_the_types_of_typical_calls(tmp_path: Path) -> None:
     """mypy sees memcheck as an installed package, whose types it reads only if there is a py.typed."""
     installed = BUILD / "installed"

@@ -13,14 +13,15 @@ from typing_extensions import assert_type
 import memcheck
 import memcheck.compat
 from memcheck import CompressedAttentionState, CompressedAttentionWindowState, MemoryTracker, Ranks, Results, nn
-from memcheck.bench.capacity import find_capacity
+from memcheck.bench.capacity import largest_case
+from memcheck.bench.case import Case
 from memcheck.bench.catalog import make_case
 from memcheck.compat import softplus_attention as closed_module
 from memcheck.core.devices import Device, device_named
-from memcheck.core.prediction import Capacity, Largest, Peak, Prediction
+from memcheck.core.prediction import Largest, Prediction
 from memcheck.core.record import Record
 from memcheck.core.timeline import Timeline
-from memcheck.core.workload import Case
+from memcheck.core.trace import Peak
 from memcheck.integrations.transformers import StateCache, register
 from memcheck.measure.timeline import record_timeline
 from memcheck.ops import gradcheck
@@ -140,7 +141,7 @@ def predicting(model: torch.nn.Module, x: Tensor) -> None:
     assert_type(case, Case)
     assert_type(memcheck.predict_memory(case, device), Prediction)
     assert_type(device, Device)
-    assert_type(find_capacity(case, "seq_len", device), Capacity)
+    assert_type(largest_case(case, "seq_len", memcheck.Place(device)), Largest)
 
 
 def results(record: Record) -> None:

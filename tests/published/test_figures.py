@@ -53,12 +53,10 @@ def test_reductions_of_march_2024_take_memory_of_their_own_stream(newer):
         streams.setdefault(allocation.name, set()).add(allocation.stream)
     (of_gradients,) = streams["dlayers.0._checkpoint_wrapped_module.weight"]
     assert of_gradients != 0
-    assert streams["reduce-scatter input"] == {0 if newer else of_gradients}
+    assert streams["reduce-scatter input"] == {0 if newer else of_gradients}  # Which reduces them.
 
 
 @pytest.mark.ci
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the prediction left a tensor without data in a generator")  # That of a checkpoint.
 def test_reserved_memory_of_fsdp_is_the_stored_one():
     """It depends on the streams and on what is alive when a tensor is allocated."""
     stored = compare.stored("figures").set_index("name")["error"]["F166"]

@@ -8,10 +8,10 @@ import pytest
 from published import compare, compiled, cs336_attention, memcheck_pyt
 from published.study import DATA, results_of
 
-from memcheck.bench.case_predictions import closed_terms
 from memcheck.bench.catalog import make_combinator_case
+from memcheck.bench.profile import known_terms
 from memcheck.core.devices import device_named
-from memcheck.predict import replay
+from memcheck.predict import evidence
 
 MIB = 2**20
 ROWS = [row.given for row in memcheck_pyt.STUDY.rows(None)][::2]
@@ -41,7 +41,7 @@ def test_the_comparison_says_the_same_and_is_the_stored_evidence():
     results = [*results_of(memcheck_pyt.STUDY, memcheck_pyt.STUDY.rows(None))]
     assert len(results) == 2 * 155
     assert all(result["equal"] for result in results)
-    stored = json.loads((replay.DATA / "evidence_memcheck_pyt.json").read_text())
+    stored = json.loads((evidence.DATA / "evidence_memcheck_pyt.json").read_text())
     assert json.loads(json.dumps(compare.evidence_in(results))) == stored
 
 
@@ -62,17 +62,18 @@ def test_the_a100s_room_is_between_the_fullest_row_that_ran_and_the_smallest_tha
 
 
 @pytest.mark.extension
-def test_the_closed_combinators_forward_is_ours():
+def test_the_known_combinators_forward_is_ours():
     """To the MiB that it is rounded up to, and the weight."""
     for row in ROWS:
         if row["operator"] == "combinator":
             sizes = {"bsz": int(row["batch"]), "query_len": int(row["query_len"]), "dim": int(row["dim"])}
-            terms = closed_terms(make_combinator_case("combinator", **sizes))["forward_peak_bytes"]
+            terms = known_terms(make_combinator_case("combinator", **sizes))["forward_peak_bytes"]
             tensors = int(row["forward_mib"]) - 8_519_680 / MIB  # Without cuBLAS's workspace.
             assert tensors - 1 < sum(terms.values()) / MIB + 1e-9, row
             assert sum(terms.values()) / MIB <= tensors + 4, row
 
 
+@pytest.mark.smoke
 @pytest.mark.extension
 def test_rows_of_cs336_are_predicted_as_published():
     """Figures equal the printed digits, eager and compiled."""

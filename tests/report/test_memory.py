@@ -14,8 +14,10 @@ import pytest
 
 from memcheck.__main__ import main
 from memcheck.core.script_record import Alive, Course, Line, Moment, Origin, Point, ScriptRecord
-from memcheck.report.memory import MOST_BYTES, MemoryPicture, highest, path_of
-from memcheck.report.script_tables import line_of, script_page, script_picture
+from memcheck.core.units import highest
+from memcheck.report.alive import line_of
+from memcheck.report.memory import MOST_BYTES, MemoryPicture, path_of
+from memcheck.report.script_tables import script_page, script_picture
 from memcheck.snapshot import Snapshot
 from memcheck.snapshot.files import calls_of
 
@@ -209,7 +211,6 @@ def browse(tmp_path: Path, require_tool: Callable[[str], str]) -> Callable[..., 
     return browsed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_browser_shows_the_peak_without_a_wide_page(
     record: ScriptRecord, browse: Callable[..., list[Any]], width: int
@@ -224,7 +225,6 @@ def test_a_browser_shows_the_peak_without_a_wide_page(
     assert boxes[:3] == ["all", "Net", "head"]
 
 
-@pytest.mark.slow
 def test_a_link_a_click_and_keys_move_to_a_moment(record: ScriptRecord, browse: Callable[..., list[Any]]) -> None:
     page = script_page(record)
     _, _, moment, rows, heading, boxes, *_ = browse(page, "#t=2")
@@ -243,7 +243,6 @@ def test_a_link_a_click_and_keys_move_to_a_moment(record: ScriptRecord, browse: 
     assert node == f"layers: 4 MiB ({4 * MIB:,} bytes), 33.3 %"
 
 
-@pytest.mark.slow
 def test_dragging_enlarges_a_part_and_the_pointer_shows_its_moments(
     record: ScriptRecord, browse: Callable[..., list[Any]]
 ) -> None:

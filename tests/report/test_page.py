@@ -176,7 +176,6 @@ def in_browser(browser: str, page: Path, *flags: str) -> str:
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "clicks", "order"),
     [

@@ -27,8 +27,8 @@ sys.path += [str(ROOT), str(ROOT / "tests")]
 
 from zoo_of_models import loaded  # noqa: E402
 
-from memcheck.bench.catalog import CONTENDERS, combinator_types, make_case, make_combinator_case  # noqa: E402
-from memcheck.core.workload import Case  # noqa: E402
+from memcheck.bench.case import CONTENDERS, Case  # noqa: E402
+from memcheck.bench.catalog import combinator_types, make_case, make_combinator_case  # noqa: E402
 
 Sizes = tuple[int, ...]
 Made = tuple[Any, tuple[Any, ...], dict[str, Any]]  # A model, its inputs, and those that have names.
@@ -563,7 +563,7 @@ def momentum(parameters: Any) -> Any:
 def smoothed(returned: tuple[Tensor, Tensor]) -> Tensor:
     from benchmarks.published.timm import smoothed as of_labels
 
-    return of_labels(returned[1])(returned[0])
+    return of_labels([returned[0], returned[0], returned[1]], returned[0])
 
 
 # Class and configuration, the shape of ids, and options of the configuration.

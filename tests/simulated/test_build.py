@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from memcheck.allocator.caching import CachingAllocator, library
 from memcheck.core.errors import ExtensionError
 from memcheck.simulated import build
 
@@ -109,6 +110,26 @@ def test_a_terminal_sees_that_it_compiles(cache: Path, monkeypatch: pytest.Monke
     assert said.count("\n") == 1
 
 
+def test_the_allocator_alone_is_compiled_once_for_any_torch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "ALLOCATOR", "_absent.so")
+    monkeypatch.setattr(build, "torch_folder", None)
+    assert build.allocator().read_text() == "made\n"
+    assert build.allocator().parent.parent == cache
+    assert calls(cache) == 1
+
+
+def test_without_a_compiler_a_replay_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "ALLOCATOR", "_absent.so")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library.cache_clear()
+    with pytest.raises(ExtensionError) as raised:
+        CachingAllocator()
+    assert str(raised.value) == (
+        "memcheck's model of CUDA's allocator is compiled at its first use, by no-such-compiler, which is missing: "
+        "install it (on Debian: apt-get install g++), or a wheel of memcheck for this Python"
+    )
+
+
 def test_without_a_compiler_it_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ExtensionError) as raised:
@@ -179,7 +200,6 @@ print(build.state())
 """
 
 
-@pytest.mark.slow
 def test_what_is_compiled_at_first_use_simulates(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "MEMCHECK_EXTENSION": "0"}
     ended = subprocess.run(

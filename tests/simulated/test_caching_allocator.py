@@ -1,25 +1,16 @@
-"""The simulated GPU's caching allocator, against torch's, the model in Python, recorded histories and scenarios."""
+"""The simulated GPU's caching allocator, against torch's and scenarios. tests/allocator has recorded histories."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
-from simulated.replay import Allocator, Block, Program, build
+from simulated.replay import Allocator, Program, build
 
-from memcheck.allocator import MIB, AllocatorSettings, CachingAllocator, Order
-from memcheck.allocator import Block as ModelBlock
-from memcheck.allocator import OutOfMemory as ModelOutOfMemory
-from memcheck.allocator.history import History, replay_history
-from memcheck.snapshot.files import read_data
-from memcheck.snapshot.recording import recordings_of
+from memcheck.allocator import MIB
 
-HISTORIES = sorted((Path(__file__).parents[1] / "data" / "histories").glob("*.json.gz"))
 POOL = (0, 1)
 GIB = 1024 * MIB
 
@@ -63,133 +54,6 @@ def test_a_random_program_does_what_it_does_in_torch(new: New, kind: str, seed: 
     program = Program(kind, seed)
     allocator = new(program.settings, total=program.total, driver=program.driver, allowed=program.allowed)
     assert program.run(allocator) == OF_TORCH[kind][seed]
-
-
-# The model in Python.
-
-OPTIONS = (
-    ("", "", "expandable_segments:True"),
-    ("", "", "max_split_size_mb:32", "max_split_size_mb:128"),
-    ("", "garbage_collection_threshold:0.6"),
-    ("", "roundup_power2_divisions:4", "roundup_power2_divisions:[256:1,512:2,1024:8,>:8]"),
-)
-ORDERS = (Order.ADDRESS, Order.BLOCK, Order.SEGMENT)
-
-
-def without_free_memory(events: list[tuple[str, int, int, int]]) -> list[tuple[str, int, int | None, int]]:
-    return [(action, size, None if action == "oom" else at, stream) for action, size, at, stream in events]
-
-
-class Both(CachingAllocator):
-    """The model, which makes the C++ allocator do what it is asked to do."""
-
-    def __init__(self, new: New, limit: int | None, settings: AllocatorSettings, order: int = 0, **limits: Any) -> None:
-        super().__init__(limit, settings, keeps_events=True, order=ORDERS[order], **limits)
-        total, allowed = limits.get("total_bytes") or 0, limits.get("allowed_bytes")
-        self.other = new(
-            str(settings), total=total, driver=limit, allowed=allowed, order=order, completes_at_once=False
-        )
-        self.blocks: dict[ModelBlock, Block] = {}
-        self.is_inside = False  # A method of the model that calls another one.
-
-    def malloc(self, requested: int, stream: int = 0, private: int = 0) -> ModelBlock | None:
-        other = self.other.malloc(requested, stream) if requested else None
-        try:
-            block = self._inside(super().malloc, requested, stream, private)
-        except ModelOutOfMemory:
-            assert other is None
-            raise
-        assert (block is None) == (other is None)
-        if block is not None and other is not None:
-            self.blocks[block] = other
-        return block
-
-    def free(self, block: ModelBlock | None, *, waits: bool = False) -> None:
-        if block is not None:
-            self.other.free(self.blocks[block], waits=waits)
-            self._inside(super().free, block, waits=waits)
-
-    def complete(self, block: ModelBlock | None) -> None:
-        if block in self._pending and not self.is_inside:
-            self.other.complete(self.blocks[block])
-        super().complete(block)
-
-    def empty_cache(self) -> None:
-        if not self.is_inside:
-            self.other.empty_cache()
-        self._inside(super().empty_cache)
-
-    def _inside(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        before, self.is_inside = self.is_inside, True
-        try:
-            return method(*arguments, **options)
-        finally:
-            self.is_inside = before
-
-    def check(self) -> None:
-        assert self.events is not None
-        assert without_free_memory(self.other.events()) == [event[:4] for event in self.events]
-        counts = {"reserved_bytes": self.reserved, "allocated_bytes": self.allocated, "requested_bytes": self.requested}
-        for kind, count in counts.items():
-            assert (self.other.stat(kind), self.other.stat(kind, "peak")) == (count.current, count.peak)
-
-
-@functools.cache
-def read(path: Path) -> History:
-    (recording,) = recordings_of(read_data(path))
-    return recording.history
-
-
-@pytest.mark.parametrize("path", HISTORIES, ids=[path.name.split(".")[0] for path in HISTORIES])
-def test_a_recorded_history_has_the_events_of_the_model(new: New, path: Path) -> None:
-    history = read(path)
-    # A share that changes nothing: what was in use at the begin is then requested, and not built into the model.
-    settings = history.settings.changed_by("per_process_memory_fraction:1")
-    both = Both(new, history.limit_bytes, settings)
-    events, both.events = both.events, _Kept()
-    replay_history(history, both)
-    assert events == []
-    both.check()
-
-
-class _Kept(list[Any]):
-    """Events that replay_history does not drop after the begin."""
-
-    def clear(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_a_random_program_has_the_events_of_the_model(new: New, seed: int) -> None:
-    chance = random.Random(seed)
-    text = ",".join(filter(None, map(chance.choice, OPTIONS)))
-    if "expandable" in text:  # The model has no expandable segments beside blocks that are not split.
-        text = ",".join(option for option in text.split(",") if not option.startswith("max_split"))
-    total = chance.choice([2, 8, 40]) * GIB
-    limits = {"total_bytes": total, "allowed_bytes": chance.choice([None, total * 4 // 5])}
-    both = Both(new, total - 500 * MIB, AllocatorSettings.parse(text), chance.choice([0, 1, 2]), **limits)
-    alive: list[ModelBlock] = []
-    waiting: list[ModelBlock] = []
-    for _ in range(1000):
-        action = chance.random()
-        if action < 0.55 or not alive:
-            size = int(2 ** chance.uniform(0, chance.choice([12, 21, 25, 30])))
-            try:
-                block = both.malloc(size, chance.choice([0, 0, 0, 7]))
-            except ModelOutOfMemory:
-                continue
-            assert block is not None
-            alive.append(block)
-        elif action < 0.96:
-            block = alive.pop(chance.randrange(len(alive)) if chance.random() < 0.6 else -1)
-            waits = chance.random() < 0.1
-            both.free(block, waits=waits)
-            waiting += [block] * waits
-        elif action < 0.99 and waiting:
-            both.complete(waiting.pop(chance.randrange(len(waiting))))
-        elif action > 0.995:
-            both.empty_cache()
-    both.check()
 
 
 # Scenarios.

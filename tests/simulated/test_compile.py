@@ -19,10 +19,9 @@ COLUMNS = (
     *("forward_peak_mib", "backward_peak_mib"),
 )
 FEATURES = re.findall(r'^@group\("(\w+)"\)\ndef (\w+)', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
-ci = (pytest.mark.slow, pytest.mark.ci)
 GROUPS = [
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("graphs", "triton", "trees", "without_triton")),
-    *(pytest.param(name, marks=ci) for name in ("guards", "training", "attention", "modes", "exported")),
+    *map(pytest.param, ("graphs", "triton", "trees", "without_triton")),
+    *(pytest.param(name, marks=pytest.mark.ci) for name in ("guards", "training", "attention", "modes", "exported")),
 ]
 
 
@@ -57,7 +56,6 @@ def rows():
     ],
     ids=["three", "all"],
 )
-@pytest.mark.slow
 def test_published_attention_is_as_printed(chosen, tmp_path):
     """The table of a GPU that it does not name: eager and compiled, to six digits."""
     asked = [row for row in rows() if chosen(row)]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_python
 from torch import nn
 from zoo_of_models import loaded
 
 import memcheck
 from memcheck.core.errors import UsageError
-from memcheck.simulated.cpu_target import KEPT_BYTES, simulated_cpu
+from memcheck.simulated import probes
+from memcheck.simulated.cpu_target import KEPT_BYTES, _module, simulated_cpu
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
@@ -177,7 +181,6 @@ MOST_SUMS = 4096  # Bytes of the sums of one thread.
 
 
 @pytest.mark.ci
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_whole_zoo_is_measured_as_on_this_cpu(require_package: Callable[[str], None], name: str) -> None:
@@ -320,3 +323,132 @@ def test_modes_of_python_see_operators() -> None:
     with simulated_cpu(), FlopCounterMode(display=False) as flops:
         torch.randn(300, 300) @ torch.randn(300, 300)
     assert flops.get_total_flops() == 2 * 300**3
+
+
+# Tables of probes.
+
+
+def predicted(name: str, table: Any = True, **how: Any) -> tuple[memcheck.Prediction, int]:
+    """The prediction of a program, made as in a new process, and how many kernels ran alone."""
+    probes.table_of.cache_clear()
+    before = _module().probes()
+    torch.manual_seed(0)
+    model, inputs, how_it_trains = PROGRAMS[name]()
+    prediction = memcheck.predict_memory(model, *inputs, **how_it_trains, probes=table, **how)
+    return prediction, _module().probes() - before
+
+
+def elsewhere(path: Path, threads: int | None = None) -> None:
+    """Makes the rows of a table those of another CPU, that has so many threads; their keys stay."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [{**row, "machine": [threads or row["machine"][0], row["machine"][1], "elsewhere"]} for row in rows]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def test_no_kernel_is_probed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "new" / "probes.jsonl"
+    monkeypatch.setenv("MEMCHECK_PROBES", str(table))
+    for name in ("encoder", "classifier", "branches"):
+        first, ran = predicted(name)
+        lines = table.read_text()
+        again, ran_again = predicted(name)
+        assert ran > 0 == ran_again
+        assert again.record == first.record
+        assert table.read_text() == lines
+    code = """
+        import memcheck, torch
+        from memcheck.simulated.cpu_target import _module
+        print(memcheck.predict_memory(torch.linalg.svd, torch.ones(300, 300)).record.forward_peak_bytes)
+        print(_module().probes())
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    done = [run_python("-c", code, timeout=120).stdout.split() for _ in range(2)]
+    assert [int(ran) > 0 for _, ran in done] == [True, False]
+    assert done[0][0] == done[1][0]
+
+
+def test_lines_that_are_cut_off_or_wrong_are_skipped(tmp_path: Path) -> None:
+    table = tmp_path / "probes.jsonl"
+    first, ran = predicted("generator", table)
+    lines = table.read_text().splitlines()
+    machine = lines[0].partition(', "operator"')[0]
+    wrong = [f'{machine}, "operator": "aten::mm", "key": [{plan}}}' for plan in ('1], "plan": []', '"a"], "plan": 3')]
+    table.write_text("\n".join(["", *wrong, '{"format": 2, "key": "old"}', *lines[:-1], lines[-1][:-9]]))
+    again, ran_again = predicted("generator", table)
+    assert again.record == first.record
+    assert ran_again == 1 < ran
+    assert table.read_text().splitlines()[-1] == lines[-1]
+    assert predicted("generator", table)[1] == 0
+
+
+# What is wrong with plans -> the plan made of a right one.
+WRONG: dict[str, Callable[..., Any]] = {
+    "results": lambda steps, resizes, results, *more: [steps, resizes, [], *more],
+    "places": lambda steps, *more: [[[size, frees + 9 * (frees >= 0)] for size, frees in steps], *more],
+    "sizes": lambda steps, *more: [[[min(size, 8), frees] for size, frees in steps], *more],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_plans_of_a_table_do_no_harm(what: str, tmp_path: Path) -> None:
+    table = tmp_path / "probes.jsonl"
+    predicted("generator", table)
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    table.write_text("\n".join(json.dumps({**row, "plan": WRONG[what](*row["plan"])}) for row in rows))
+    with pytest.raises((RuntimeError, IndexError), match=r"a plan|range"):
+        predicted("generator", table)
+
+
+def test_a_table_of_another_machine(tmp_path: Path) -> None:
+    table = tmp_path / "probes.jsonl"
+    first, _ = predicted("GRU", table, threads=3)
+    elsewhere(table)
+    text = table.read_text()
+    carried, ran = predicted("GRU", str(table))
+    assert (carried.record, carried.exact, ran) == (first.record, True, 0)
+    assert (carried.place.threads, torch.get_num_threads() == 3) == (3, False)
+    other, ran = predicted("convolutions", table)
+    assert (other.exact, ran) == (False, 0)
+    assert table.read_text() == text
+    assert predicted("GRU", table, threads=2)[0].record.threads == 2  # has no rows: they are of this CPU then
+
+
+def test_without_probes_no_table_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "probes.jsonl"
+    monkeypatch.setenv("MEMCHECK_PROBES", str(table))
+    assert predicted("generator")[0].exact
+    text = table.read_text()
+    for _ in range(2):  # in any order in one process
+        prediction, ran = predicted("generator", False)
+        assert (prediction.exact, ran) == (False, 0)
+        assert predicted("generator")[0].exact
+    assert table.read_text() == text
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "file" / "probes.jsonl"))
+    assert predicted("generator")[0].exact
+    monkeypatch.delenv("MEMCHECK_PROBES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert predicted("generator")[0].exact
+    with pytest.raises(OSError, match="file"):
+        predicted("generator", tmp_path / "file" / "probes.jsonl")
+
+
+def test_wrong_tables(tmp_path: Path) -> None:
+    table = tmp_path / "probes.jsonl"
+    row = {"format": 3, "machine": [3, torch.__version__, "old"], "operator": "aten::mm", "key": [], "plan": []}
+    rows = [json.dumps({**row, "machine": machine}) for machine in ([3, torch.__version__, "old"], [4, "1.0", "old"])]
+    for text, how, words in (
+        ("\n".join(rows), {}, "one machine is needed, choose by threads; it has 3 threads, torch .* old; 4 threads"),
+        (rows[1], {}, "is of torch 1.0, and this is torch"),
+        ("\n".join(rows), {"threads": 4}, "is of torch 1.0, and this is torch"),
+        ("import torch\n", {}, "is no table of probes"),
+        (rows[0], {"device": "T4"}, "probes is of a CPU, and device T4"),
+        (rows[0], {"torch_version": "2.7"}, "leave out torch_version"),
+    ):
+        table.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            predicted("generator", table, **how)
+        assert table.read_text() == text

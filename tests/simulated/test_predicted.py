@@ -184,7 +184,6 @@ def plain():
     return measured(*PLAIN)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("group", PLAIN)
 def test_no_step_differs_but_by_a_known_cause(plain, group):
     assert differing(group, plain[group]) == {}

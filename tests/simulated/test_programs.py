@@ -12,7 +12,6 @@ from simulated.commands import STUBS, Ran, memcheck_run
 
 pytestmark = [
     pytest.mark.extension,
-    pytest.mark.slow,
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="other versions allocate otherwise"),
 ]
 
@@ -110,6 +109,7 @@ def gan_bytes(f: int = 64, nz: int = 100) -> int:
     return 4 * (makes + judges)
 
 
+@pytest.mark.smoke
 def test_a_gan_of_two_optimizers(run: Callable[..., Ran]) -> None:
     done = run("dcgan", "T4")
     assert re.match(r"Ended after \d steps of the optimizer that steps most often, as " + ENDED, done.record["ended"])

@@ -25,7 +25,7 @@ QUICK = (
 
 
 def marks(program):
-    return () if program.startswith(QUICK) else (pytest.mark.ci, pytest.mark.slow)
+    return () if program.startswith(QUICK) else (pytest.mark.ci,)
 
 
 @pytest.mark.parametrize(

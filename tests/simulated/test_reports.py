@@ -18,7 +18,8 @@ from memcheck.core.script_record import (
     ScriptRecord,
     Unwritten,
 )
-from memcheck.report.script_tables import paragraphs, run_sentences, script_report
+from memcheck.report.script_changes import run_sentences
+from memcheck.report.script_tables import paragraphs, script_report
 
 MIB = 2**20
 LINE = Origin("aten::mm", "forward", None, "Net", Line("/home/me/here/train.py", 41, "forward"))

@@ -86,6 +86,7 @@ except torch.OutOfMemoryError as error:
 """
 
 
+@pytest.mark.smoke
 def test_memory_runs_out_where_the_target_has_no_more(run: Callable[..., Ran], tmp_path: Path) -> None:
     done = run(OUT_OF_MEMORY, words=("raise",))
     assert done.code == 1
@@ -282,7 +283,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_processes_that_the_script_starts_see_the_gpu(run: Callable[..., Ran]) -> None:
     """Only where they import torch. The user's own sitecustomize runs, and sys.path is the usual one."""
     done = run(CHILDREN)
@@ -311,7 +311,7 @@ def test_two_runs_are_compared(run: Callable[..., Ran], tmp_path: Path, capsys: 
     run(STEPS.replace("randn(8, 64", "randn(16, 64"), device="40GiB")
     assert main(["compare", str(tmp_path / "before"), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("The peak went from ")
+    assert "Figures, " in said
     assert "device: a simulated T4 -> a simulated 40GiB" in said
 
 

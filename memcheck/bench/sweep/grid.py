@@ -7,15 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memcheck.bench.catalog import (
-    CONTENDERS,
-    MODES,
-    Case,
-    check_case,
-    make_case,
-    make_combinator_case,
-)
-from memcheck.core.errors import UsageError, unknown_name
+from memcheck.bench.case import CONTENDERS, MODES, Case
+from memcheck.bench.catalog import check_case, make_case, make_combinator_case
+from memcheck.core.errors import UsageError, spelled_as, unknown_name
 from memcheck.core.options import named
 
 # The defaults of every flag. A preset or a TOML file overrides them; the parts in its `grid` override it in turn.
@@ -59,10 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid: every combination is a case; S and T are paired.
-
-    batches: packed and padded batches, as catalog.batch_of makes them, beside those of bsz and lengths.
-    """
+    """A grid: every combination is a case; S and T are paired."""
 
     operators: list[str]
     lengths: list[tuple[int, int]]
@@ -76,11 +67,10 @@ class Grid:
     core_dim: Sequence[int | None] = (None,)
     factor: Sequence[int | None] = (None,)
     window: Sequence[int | None] = (None,)
-    batches: Sequence[dict[str, Any]] = ()
 
     def cases(self, device: str) -> Iterator[Case]:
         """All combinations, including those that no operator accepts; check_case gives their reason."""
-        check_names(named("attention_type"), self.operators, list(CONTENDERS))
+        operators = check_names(named("attention_type"), self.operators, list(CONTENDERS))
         check_names(named("mode"), self.mode, list(MODES))
         for mode, dtype, bsz, heads, core_dim, factor, window in itertools.product(
             self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor, self.window
@@ -88,11 +78,8 @@ class Grid:
             fields = {"mode": mode, "dtype": dtype, "bsz": bsz, "compiled": self.compile, "device": device}
             sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "window": window}
             sizes |= {"causal": self.causal}
-            dense = ({"query_len": query_len, "kv_len": kv_len} for query_len, kv_len in self.lengths)
-            for dim, batch, operator in itertools.product(self.dim, [*dense, *self.batches], self.operators):
-                kv_len = {"kv_len": batch["kv_len"]}
-                others = {name: value for name, value in batch.items() if name not in kv_len}
-                yield any_case(operator, {**fields, "dim": dim, **others}, {**kv_len, **sizes})
+            for dim, (query_len, kv_len), operator in itertools.product(self.dim, self.lengths, operators):
+                yield any_case(operator, {**fields, "dim": dim, "query_len": query_len}, {"kv_len": kv_len, **sizes})
 
 
 def any_case(operator: str, fields: dict[str, Any], attention_fields: dict[str, Any]) -> Case:
@@ -128,8 +115,10 @@ def refusal(case: Case) -> str | None:
     return None
 
 
-def check_names(flag: str, names: list[str], known: list[str]) -> None:
-    """UsageError if a name is not known."""
-    for name in names:
+def check_names(flag: str, names: list[str], known: list[str]) -> list[str]:
+    """The names as they are known. UsageError if one is not."""
+    found = [spelled_as(name, known) for name in names]
+    for name in found:
         if name not in known:
             raise unknown_name(flag, name, known)
+    return found

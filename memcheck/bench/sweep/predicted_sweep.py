@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from memcheck.bench.case_predictions import predicted_or_skipped
-from memcheck.bench.catalog import Case
+from memcheck.bench.case import Case
+from memcheck.bench.decoders import DecoderCase
+from memcheck.bench.predict import predict_case
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import Progress, Settings, SweepRun, code_of, digest
 from memcheck.bench.sweep.store import Store
@@ -21,14 +22,14 @@ from memcheck.core.step import Place, as_place
 from memcheck.core.version import __version__
 
 
-def predicted_record(case: Case, place: Place | Device) -> Record:
+def predicted_record(case: Case | DecoderCase, place: Place | Device) -> Record:
     """The record of predict_case, or one that says why there is no prediction."""
     device = as_place(place).for_device
     facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name}
-    if (reason := refusal(case)) is not None:
+    if isinstance(case, Case) and (reason := refusal(case)) is not None:
         return Record(**case.fields(), **facts, status="skipped", reason=reason)
     try:
-        return predicted_or_skipped(case, place).record
+        return predict_case(case, place).record
     except Exception as error:
         return Record(**case.fields(), **facts, status="error", reason=f"{type(error).__name__}: {error}")
 

@@ -26,10 +26,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.case_predictions import closed_bytes, closed_terms
-from memcheck.bench.catalog import BUILT_IN, DTYPES, Case
+from memcheck.bench.case import DTYPES, Case
+from memcheck.bench.catalog import BUILT_IN
 from memcheck.bench.operators import load_plugin
-from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
+from memcheck.bench.profile import CPU_SECONDS, known_terms, predicted_failure
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import MANIFEST, Store
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
@@ -38,7 +38,7 @@ from memcheck.core.converters import count, seconds, size_in_bytes
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.files import write_text
 from memcheck.core.options import named
-from memcheck.core.record import Doubt, Record, sequence_words
+from memcheck.core.record import Doubt, Record
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 # Machine facts that change a figure.
@@ -91,7 +91,7 @@ class Settings:
     def expected_seconds(self, case: Case) -> float:
         """A rough estimate: overheads, plus the arithmetic of softmax attention at 20 GFLOP/s."""
         once = 12.0 * case.bsz * case.query_len * case.dim * (case.kv_len or case.dim) / 2e10
-        timing = (self.passes + 2) * once if self.passes else min(12 * once, TIMING_SECONDS + once)
+        timing = (self.passes + 2) * once if self.passes else min(12 * once, case.timing_seconds + once)
         return min(0.1 + once + (timing if self.timed else 0), self.seconds(case) or math.inf)
 
 
@@ -246,8 +246,9 @@ class SweepRun:
         """The record of a case that cannot run, or that exceeds the limit or the machine by its prediction."""
         if (reason := refusal(case)) is not None:
             return Record(**case.fields(), status="skipped", reason=reason)
-        failure = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
-        return Record(**case.fields(), **failure, terms=closed_terms(case)) if failure else None
+        terms = known_terms(case)
+        failure = predicted_failure(terms, self.machines[case.device], self.settings.limit_bytes)
+        return Record(**case.fields(), **failure, terms=terms) if failure else None
 
     def learned(self, case: Case) -> Record | None:
         """The record of a case that is larger than one that ran out of memory or time."""
@@ -256,7 +257,7 @@ class SweepRun:
             if (late or out_of_memory(record)) and is_above(case, smaller):
                 status, what = ("timeout", "took too long") if late else ("skipped", "was out of memory")
                 reason = f"not run: a smaller case, {shape(smaller)}, {what}"
-                return Record(**case.fields(), status=status, reason=reason, terms=closed_terms(case))
+                return Record(**case.fields(), status=status, reason=reason, terms=known_terms(case))
         return None
 
     def size(self, case: Case) -> int:
@@ -294,20 +295,19 @@ def is_above(case: Case, smaller: Case) -> bool:
 
 
 def shape(case: Case | Record) -> str:
-    """The sizes of a case: "B64 S512 T512 E128 H8", and "padded sequences of 512, 64" of batches with lengths."""
+    """The sizes of a case: "B64 S512 T512 E128 H8"."""
     letters = {"bsz": "B", "query_len": "S", "kv_len": "T", "dim": "E", "heads": "H", "core_dim": "R", "factor": "C"}
     letters |= {"window": "W"}
     sizes = ((letter, getattr(case, field)) for field, letter in letters.items())
-    words = " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
-    return words if case.lengths is None else f"{words} {case.layout} {sequence_words(case.lengths)}"
+    return " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
 
 
 def estimated_bytes(case: Case) -> int:
-    """The highest peak by the closed terms, else the bytes of inputs and output. Cases are ordered by it."""
+    """The highest predicted peak that is known, else the bytes of inputs and output. Cases are ordered by it."""
     if refusal(case) is not None:
         return 0
-    if sizes := closed_bytes(case):
-        return max(sizes.values())
+    if terms := known_terms(case):
+        return max(sum(sizes.values()) for sizes in terms.values())
     positions = 2 * (case.query_len + (case.kv_len or 0))
     return case.bsz * positions * (case.core_dim or case.dim) * DTYPES[case.dtype].itemsize
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import torch
 
-from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.bench.case import CONTENDERS, Case
 from memcheck.bench.operators import load_plugin
 from memcheck.bench.profile import profile_case
 from memcheck.core.errors import MemcheckError, UsageError

@@ -11,6 +11,7 @@ from memcheck.cli.runs import check_only, runs_in
 from memcheck.core.errors import UsageError
 from memcheck.core.script_record import ScriptRecord
 from memcheck.core.units import Growth
+from memcheck.report.alive import MOST_ROWS
 from memcheck.report.cases import CASE_FIELDS, describe
 from memcheck.report.comparison import (
     Comparison,
@@ -20,7 +21,7 @@ from memcheck.report.comparison import (
     environment_changes,
     growth_words,
 )
-from memcheck.report.script_tables import MOST_ROWS, growth_of_runs, run_sentences, run_tables
+from memcheck.report.script_changes import growth_of_runs, run_sentences, run_tables
 from memcheck.report.tables import Screen, render
 
 
@@ -49,7 +50,8 @@ def compare_runs(request: Compare, before: ScriptRecord, now: ScriptRecord) -> i
     check_only(request, ("before", "after", "format", "fail_on_growth"), "records of cases, not for runs of a script")
     out = sys.stdout if request.format == "table" else sys.stderr
     fill = Screen.of(out).fill
-    print(*map(fill, run_sentences(before, now)), sep="\n", end="\n\n", file=out)
+    if sentences := run_sentences(before, now):
+        print(*map(fill, sentences), sep="\n", end="\n\n", file=out)
     print(render(run_tables(before, now, MOST_ROWS), request.format, sys.stdout))
     grown = [] if request.fail_on_growth is None else growth_of_runs(before, now, request.fail_on_growth)
     if grown:

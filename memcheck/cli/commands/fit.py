@@ -5,26 +5,27 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.capacity import capacity_curve, capacity_object, check_has_limit, find_capacity
-from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
+from memcheck.bench.capacity import capacity_object, check_has_limit, largest_case, resized
+from memcheck.bench.case import CONTENDERS, Case
+from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.sweep.grid import check_names
-from memcheck.cli.cases import attention_fields_of, batches_of, check_takes_window, make_any_case
-from memcheck.cli.models import SIZES, ModelPredictor, Setting
+from memcheck.cli.cases import attention_fields_of, check_takes_window, lengths_of, make_any_case
+from memcheck.cli.model_predictor import ModelPredictor
+from memcheck.cli.models import SIZES, Setting
 from memcheck.cli.options import DEFAULT_TYPES
 from memcheck.cli.output import DOES_NOT_FIT, check_picture, make_room, progress_bar
 from memcheck.cli.requests import Fit
 from memcheck.core.errors import MemcheckError, UsageError, failure
 from memcheck.core.options import named
-from memcheck.core.prediction import Capacity, Largest, Prediction
-from memcheck.core.record import sequence_words
+from memcheck.core.prediction import SIZES as SIZES_IN_WORDS
+from memcheck.core.prediction import Largest, Prediction, certainty
 from memcheck.core.step import Place
-from memcheck.core.verdict import certainty, size_words
 from memcheck.predict.api import Search, fits_by_interpolation
 from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.plots.savings import Limit, plot_capacity
@@ -51,34 +52,32 @@ def run(request: Fit) -> int:
         return fit_model(request)
     axis, place = request.axis, request.place()
     cases = list(make_cases(request, axis))
-    layouts = len({case.layout for case in cases})
     along = None
     if request.plot:
         check_picture("plot", request.plot)
         along = drawn_against(request, axis)
         make_room("plot", request.plot)
     search: dict[str, Any] = {"step": request.step, "up_to": request.up_to}
-    capacities: list[Capacity] = []
-    curves: dict[str, list[tuple[int, Capacity]]] = {}
+    capacities: list[Largest] = []
+    curves: dict[str, list[tuple[int, Largest]]] = {}
     with progress_bar(len(cases), "fit") as bar:
         for case in cases:
             capacities.append(look(case, axis, place, search))
-            name = f"{case.operator}, {case.layout}" if case.layout and layouts > 1 else case.operator
-            if along and name not in curves:
-                curves[name] = capacity_curve(case, axis, along, drawn_sizes(request, along), place, **search)
+            if along and case.operator not in curves:
+                curves[case.operator] = curve_of(case, axis, along, drawn_sizes(request, along), place, search)
             bar.update()
     if request.format == "json":
         found = {
             "device": asdict(place.for_device),
             "limit_bytes": request.memory_limit,
             "find": request.find,
-            "capacities": [capacity_object(capacity) for capacity in capacities],
+            "capacities": [capacity_object(case, axis, found) for case, found in zip(cases, capacities, strict=True)],
         }
         print(json.dumps(found, indent=1))
     else:
-        print(render([capacity_table(capacities, request.memory_limit)], "table", sys.stdout))
+        print(render([capacity_table(capacities, axis, request.memory_limit)], "table", sys.stdout))
     if along and request.plot:
-        draw(curves, capacities, along, request, request.plot)
+        draw(curves, capacities, axis, along, request)
         print(f"\nWrote {request.plot}", file=sys.stderr if request.format == "json" else sys.stdout)
     return DOES_NOT_FIT if request.fail_on_oom and any(capacity.at is None for capacity in capacities) else 0
 
@@ -89,8 +88,6 @@ def fit_model(request: Fit) -> int:
     predictor = ModelPredictor.of(request, setting)
     check_has_limit(predictor.place)
     step = request.step or STEPS[axis]
-    if request.up_to < step:
-        raise UsageError(f"{named('up_to')} must be at least the step of {step}, got {request.up_to}")
     with progress_bar(0, "fit") as bar:
         edges = edges_of(predictor, axis, step, request, bar)
     first = edges[AS_IT_IS]
@@ -156,13 +153,24 @@ def model_object(edges: Mapping[str, Largest], predictor: ModelPredictor, axis: 
     }
 
 
-def look(case: Case, axis: str, place: Place, search: dict[str, Any]) -> Capacity:
+def look(case: Case, axis: str, place: Place, search: dict[str, Any]) -> Largest:
     try:
-        return find_capacity(case, axis, place, **search)
+        return largest_case(case, axis, place, **search)
     except MemcheckError:
         raise
     except Exception as error:  # The operator's own code fails on meta tensors.
         raise MemcheckError(f"{case.operator} cannot be predicted: {failure(error)}") from error
+
+
+def curve_of(
+    case: Case, axis: str, along: str, sizes: Sequence[int], place: Place, search: dict[str, Any]
+) -> list[tuple[int, Largest]]:
+    """(size, the largest of the axis) for each size along another axis. Each search starts at the previous result."""
+    curve: list[tuple[int, Largest]] = []
+    for size in sorted(sizes):
+        start = curve[-1][1].size or None if curve else None
+        curve.append((size, largest_case(resized(case, along, size), axis, place, start=start, **search)))
+    return curve
 
 
 def make_cases(request: Fit, axis: str) -> Iterator[Case]:
@@ -175,32 +183,29 @@ def make_cases(request: Fit, axis: str) -> Iterator[Case]:
     heads = fields["heads"]
     # A multiple of the heads that differs from a given core dimension.
     given[axis] = [2 * heads if fields["core_dim"] == heads else heads]
-    batches = list(batches_of(vars(request), default=given["seq_len"]))
-    sizes = [given["bsz"][:1] if request.lengths else given["bsz"], given["dim"]]
-    for bsz, dim, batch, name in itertools.product(*sizes, batches, names):
-        others = {"bsz": bsz, "dim": dim, "dtype": request.dtype or "float32", "mode": request.mode, **batch}
-        yield make_any_case(name, fields, **others)
+    lengths = lengths_of(vars(request), given["seq_len"])
+    for bsz, dim, (query_len, kv_len), name in itertools.product(given["bsz"], given["dim"], lengths, names):
+        sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim}
+        yield make_any_case(name, fields, **sizes, dtype=request.dtype or "float32", mode=request.mode)
 
 
 def draw(
-    curves: dict[str, list[tuple[int, Capacity]]], capacities: list[Capacity], along: str, request: Fit, path: Path
+    curves: dict[str, list[tuple[int, Largest]]], capacities: list[Largest], axis: str, along: str, request: Fit
 ) -> None:
-    axis, case, device = capacities[0].axis, capacities[0].case, capacities[0].device
+    device, path = capacities[0].edge.device, request.plot or Path()
     known = {name: curve for name, curve in curves.items() if not curve[0][1].unpredicted}
     left_out = [name for name in curves if name not in known]
-    notes = [f"in the proportions of {sequence_words(request.lengths[0])}"] if request.lengths else []
-    notes += [f"not predicted: {', '.join(left_out)}"] if left_out else []
     try:
         plot_capacity(
-            {name: [Limit(x, found.largest, open=found.beyond is None) for x, found in known[name]] for name in known},
+            {name: [Limit(x, found.size, open=found.beyond is None) for x, found in known[name]] for name in known},
             path,
             styles=styles_of_contenders(),
-            found=axis if case.lengths is None else size_words(axis, case),
-            along=along if case.lengths is None else size_words(along, case),
-            title=f"The largest {size_words(axis, case)} that fits {device.name} "
-            f"({room_words(capacities[0], request.memory_limit)})",
+            found=axis,
+            along=along,
+            title=f"The largest {SIZES_IN_WORDS[axis]} that fits {device.name} "
+            f"({room_words(device, request.memory_limit)})",
             subtitle=f"predicted: {shared_words(capacities, axis, along)}",
-            note="; ".join(notes),
+            note=f"not predicted: {', '.join(left_out)}" if left_out else "",
         )
     except OSError as error:
         raise UsageError(f"{named('plot')} {path} cannot be written: {error}") from None
@@ -208,9 +213,6 @@ def draw(
 
 def drawn_against(request: Fit, axis: str) -> str:
     """The x axis of the plot: the size with several values, or a default."""
-    if request.lengths and len(request.lengths) > 1:
-        rule = f"draws against one size: give {named('lengths')} once"
-        raise UsageError(f"{named('plot')} {rule}, got {len(request.lengths)}")
     several = [name for name in DEFAULTS if name != axis and len(getattr(request, name) or ()) > 1]
     if len(several) > 1:
         flags = " and ".join(map(named, several))
@@ -220,6 +222,4 @@ def drawn_against(request: Fit, axis: str) -> str:
 
 def drawn_sizes(request: Fit, along: str) -> list[int]:
     given: list[int] = getattr(request, along) or DEFAULTS[along]
-    if request.lengths and along != "dim":
-        given = [len(request.lengths[0]) if along == "bsz" else max(request.lengths[0])]
     return given if len(given) > 1 else [given[0] * factor for factor in FACTORS]

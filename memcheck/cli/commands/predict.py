@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from memcheck.bench.case_predictions import predict_case, predicted_or_skipped, single_changes
+from memcheck.bench.case import Case
+from memcheck.bench.predict import predict_case
 from memcheck.cli.cases import (
     attention_fields_of,
-    batches_of,
     check_takes_window,
+    lengths_of,
     make_any_case,
     note_unused_options,
+    single_changes,
 )
-from memcheck.cli.models import SIZES, ModelPredictor, Setting
+from memcheck.cli.model_predictor import ModelPredictor
+from memcheck.cli.models import SIZES, Setting
 from memcheck.cli.options import DEFAULT_SIZES
 from memcheck.cli.output import DOES_NOT_FIT, make_room, progress_bar
 from memcheck.cli.requests import Predict
 from memcheck.core.files import write_text
-from memcheck.core.prediction import Prediction
-from memcheck.core.verdict import certainty, verdict
-from memcheck.core.workload import Case
+from memcheck.core.prediction import EXPANDABLE, Prediction, certainty, has_fragments, verdict
 from memcheck.report.layers import layers_table
 from memcheck.report.prediction_page import prediction_page
 from memcheck.report.predictions import (
@@ -42,9 +44,8 @@ FEW = 2  # Doubts of a case that are shown without --doubts.
 
 
 def run(request: Predict) -> int:
-    predictions = [predict_model(request)] if request.source else predict_operator(request)
-    fits = all(prediction.record.status == "ok" for prediction in predictions)
-    return DOES_NOT_FIT if request.fail_on_oom and not fits else 0
+    prediction = predict_model(request) if request.source else predict_operator(request)
+    return DOES_NOT_FIT if request.fail_on_oom and prediction.record.status != "ok" else 0
 
 
 def predict_model(request: Predict) -> Prediction:
@@ -112,19 +113,14 @@ def prediction_object(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def predict_operator(request: Predict) -> list[Prediction]:
-    """Prints the prediction of each case: one, or a padded and a packed batch."""
-    cases, place = make_cases(request), request.place()
-    predictions = [predict_case(case, place, dense_grad=request.dense_grad) for case in cases]
+def predict_operator(request: Predict) -> Prediction:
+    """Prints the prediction of the case, and returns it."""
+    prediction = predict_case(make_case_of(request), request.place(), dense_grad=request.dense_grad)
     if request.format == "json":
-        lines = [json.dumps(prediction_object(prediction)) for prediction in predictions]
-        print(lines[0] if len(lines) == 1 else "[" + ",\n ".join(lines) + "]")
-        return predictions
-    for prediction in predictions:
+        print(json.dumps(prediction_object(prediction)))
+    else:
         print_case(request, prediction)
-        if prediction is not predictions[-1]:
-            print("\n")
-    return predictions
+    return prediction
 
 
 def print_case(request: Predict, prediction: Prediction) -> None:
@@ -136,7 +132,10 @@ def print_case(request: Predict, prediction: Prediction) -> None:
     changes: dict[str, Prediction] = {}
     if prediction.record.oom_phase and not request.no_changes:
         others = single_changes(prediction.case)
-        changes = {flag: predicted_or_skipped(it, place, dense_grad=request.dense_grad) for flag, it in others}
+        changes = {flag: predict_case(it, place, dense_grad=request.dense_grad) for flag, it in others}
+        if has_fragments(prediction):
+            there = dataclasses.replace(place, expandable_segments=True)
+            changes[EXPANDABLE] = predict_case(prediction.case, there, dense_grad=request.dense_grad)
         changes = {flag: found for flag, found in changes.items() if found.record.status != "skipped"}
     tables = [changes_table(prediction, changes)] if changes else []
     if prediction.terms and (request.explain or not changes):
@@ -147,14 +146,14 @@ def print_case(request: Predict, prediction: Prediction) -> None:
         print(f"\n{render(tables, 'table', sys.stdout)}")
 
 
-def make_cases(request: Predict) -> list[Case]:
-    """The case of the flags, or with --lengths that of each batch."""
+def make_case_of(request: Predict) -> Case:
+    """The case of the flags."""
     (name,), (bsz,) = request.attention_type or ["naive"], request.bsz or [1]
     (dim,) = request.dim or [DEFAULT_SIZES["dim"]]
-    more = {"dtype": request.dtype or "float32", "mode": request.mode, "compiled": request.compile}
-    batches = batches_of(vars(request), default=[1024])
+    ((query_len, kv_len),) = lengths_of(vars(request), [1024])
     check_takes_window(request.window, [name])
-    fields = attention_fields_of(request)
-    cases = [make_any_case(name, fields, **{"bsz": bsz, "dim": dim, **more, **batch}) for batch in batches]
-    note_unused_options(request, cases)
-    return cases
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim}
+    more = {"dtype": request.dtype or "float32", "mode": request.mode, "compiled": request.compile}
+    case = make_any_case(name, attention_fields_of(request), **sizes, **more)
+    note_unused_options(request, [case])
+    return case

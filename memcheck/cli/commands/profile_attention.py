@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from memcheck.bench.catalog import Case, make_case
+from memcheck.bench.case import Case
+from memcheck.bench.catalog import make_case
 from memcheck.bench.profile import find_device
-from memcheck.cli.cases import batches_of, check_takes_window, gpu_words
+from memcheck.cli.cases import check_takes_window, gpu_words, lengths_of
 from memcheck.cli.options import (
     DEFAULT_SIZES,
     DEFAULT_TYPES,
@@ -24,7 +25,6 @@ def run(request: ProfileAttention) -> int:
     cases = cases_of(request)
     given = {name for name in ("dtype", *GPU_SIZES) if getattr(request, name)}
     given |= {"seq_len"} if request.seq_len or request.query_len or request.kv_len else set()
-    given |= {"seq_len", "bsz"} if request.lengths else set()
     note = gpu_words(given) if cases[0].device != "cpu" else ""
     return run_cases(cases, request, title="Peak memory of attention", note=note)
 
@@ -47,7 +47,7 @@ def cases_of(request: ProfileAttention) -> list[Case]:
         "compiled": request.compile,
         "device": device,
     }
-    batches = batches_of(vars(request), GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS)
+    lengths = lengths_of(vars(request), GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS)
     names = dict.fromkeys(request.attention_type or DEFAULT_TYPES)
     check_takes_window(request.window, names)
-    return [make_case(name, **{**sizes, **batch}, **same) for batch in batches for name in names]
+    return [make_case(name, query_len=S, kv_len=T, **sizes, **same) for S, T in lengths for name in names]

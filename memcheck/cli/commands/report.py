@@ -20,6 +20,7 @@ from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.core.script_record import ScriptRecord
 from memcheck.report.accounting import accounting_table, doubt_details, scaling_table
+from memcheck.report.alive import MOST_ROWS_OF_PAGE
 from memcheck.report.cases import has_sizes, is_model, models_among, parse_wanted, select
 from memcheck.report.models import parts_tables
 from memcheck.report.page import html_page
@@ -33,7 +34,7 @@ from memcheck.report.plots.pictures import (
 )
 from memcheck.report.plots.style import FORMATS
 from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
-from memcheck.report.script_tables import MOST_ROWS_OF_PAGE, script_page, script_report
+from memcheck.report.script_tables import script_page, script_report
 from memcheck.report.script_tables import tables as script_tables
 from memcheck.report.tables import Screen, Table, render, write_files
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import signal
 import sys
@@ -16,18 +17,21 @@ import torch
 from memcheck.cli.flags import patient_streams
 from memcheck.cli.live_line import live_line
 from memcheck.cli.output import make_room
+from memcheck.cli.rank_runs import run_ranks, set_environment_of_accelerate
 from memcheck.cli.requests import Run
 from memcheck.cli.simulated_runs import SimulatedRun, gpu_sentence, needs_gpu
+from memcheck.cli.trials import in_forked_process, tried_changes
 from memcheck.core.errors import UsageError
 from memcheck.core.files import whole_file, write_text
 from memcheck.core.options import named
 from memcheck.core.python_command import prepare
-from memcheck.core.script_record import RUN, ScriptRecord
+from memcheck.core.script_record import RUN, ScriptRecord, is_run
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import script_page, script_report, script_title
-from memcheck.report.tables import Screen
+from memcheck.report.tables import Screen, to_text
+from memcheck.report.trials import changes_table
 
 FILES = (RUN, "run.html", "run.png")
 SNAPSHOT = "run-snapshot.pickle"
@@ -37,6 +41,23 @@ def run(request: Run) -> int:
     command = (request.script or []) if request.module is None else ["-m", *request.module]
     if not (request.module or request.script):
         raise UsageError("there is no SCRIPT and no -m MODULE to run (see memcheck run --help)")
+    if not request.simulated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        request.output /= f"rank-{os.environ.get('RANK', '0')}"  # torchrun runs this command for each.
+    if request.all_ranks:
+        return run_ranks(request, command)
+    if request.launch and request.launch.launcher == "accelerate":
+        set_environment_of_accelerate(request.launch)
+    if not request.changes:
+        return run_once(request, command)
+    code, file = in_forked_process(lambda: run_once(request, command)), request.output / RUN
+    if code == 0 or (is_run(file) and ScriptRecord.read(file).ran_out):
+        table = changes_table(*tried_changes(command, request, ScriptRecord.read(file)))
+        print(f"\n{to_text(table, Screen.of(sys.stderr))}", file=sys.stderr)
+    return code
+
+
+def run_once(request: Run, command: list[str]) -> int:
+    """Runs the script in this process, reports, and returns the exit code."""
     simulated = SimulatedRun(request) if request.simulated else None
     watch = simulated.watch() if simulated else watch_here(request)
     output = request.output.absolute()  # The script may change the current folder.
@@ -61,6 +82,8 @@ def run(request: Run) -> int:
     with patient_streams():  # On stderr, because stdout is the script's.
         report = script_report(record, Screen.of(sys.stderr), doubts=request.doubts)
         print(f"\n{report}\n\n{files_sentence(request.output, written, failure)}", file=sys.stderr)
+        if record.simulated and record.ran_out and not request.changes:
+            print(f"{named('changes')} runs it again with settings that may help.", file=sys.stderr)
         if needs_gpu(record):
             print(f"\n{gpu_sentence(record)}", file=sys.stderr)
     return record.exit_code or (0 if failure is None else 130 if isinstance(failure, KeyboardInterrupt) else 1)

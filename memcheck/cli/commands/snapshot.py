@@ -15,8 +15,8 @@ from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
 from memcheck.core.snapshot_record import SnapshotRecord
+from memcheck.report.alive import MOST_ROWS_OF_PAGE
 from memcheck.report.plots.timeline import plot_timeline
-from memcheck.report.script_tables import MOST_ROWS_OF_PAGE
 from memcheck.report.snapshots import (
     comparison_of,
     name_of,

@@ -17,15 +17,16 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from memcheck.bench.catalog import CONTENDERS, Case, styles_of_contenders
+from memcheck.bench.case import CONTENDERS, Case
+from memcheck.bench.catalog import styles_of_contenders
 from memcheck.bench.operators import load_plugin
 from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import LENGTHS, batches_of, check_takes_window, gpu_words
-from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, LAYOUTS, OPERATORS
+from memcheck.cli.cases import LENGTHS, check_takes_window, gpu_words, lengths_of
+from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, OPERATORS
 from memcheck.cli.output import print_answer, progress_bar, watch
 from memcheck.cli.run_requests import Sweep
 from memcheck.cli.running import case_line, case_title
@@ -147,8 +148,7 @@ def layers_of(request: Sweep, on_gpu: bool = False) -> list[Values]:
     if has_own_sizes:
         defaults, of_preset = GPU_BASE, GPU_QUICK if preset else {}
     ((base,), upper) = grids_of(defaults, ""), grids_of(of_preset, "")
-    parts = [over(base, first, second, request.asked, {"preset": preset}) for first in upper for second in of_file]
-    return [part if "lengths" in part else {"bsz": base["bsz"], **part} for part in parts]
+    return [over(base, first, second, request.asked, {"preset": preset}) for first in upper for second in of_file]
 
 
 def preset_of(request: Sweep) -> str | None:
@@ -163,8 +163,8 @@ def gpu_note(request: Sweep) -> str:
     if preset_of(request) not in (None, "quick"):
         return ""
     chosen = {*over(*grids_of_file(request), request.asked)}
-    if chosen & {*LENGTHS, "lengths"}:
-        chosen |= {"seq_len", "bsz"} if "lengths" in chosen else {"seq_len"}
+    if chosen & {*LENGTHS}:
+        chosen |= {"seq_len"}
     return gpu_words(chosen)
 
 
@@ -205,25 +205,18 @@ def grids_of(settings: Values, source: str) -> list[Values]:
 
 
 def over(*layers: Values) -> Values:
-    """Merges layers; later ones win. A length in one layer replaces all lengths of earlier layers.
-
-    The lengths of sequences also replace an earlier batch size.
-    """
+    """Merges layers; later ones win. A length in one layer replaces all lengths of earlier layers."""
     result: Values = {}
     for layer in layers:
-        replaced = {*LENGTHS, "lengths", *LAYOUTS} if {*LENGTHS, "lengths"} & set(layer) else set()
-        replaced |= {"bsz"} if "lengths" in layer else set()
-        replaced |= {*LAYOUTS} if {*LAYOUTS} & set(layer) else set()
+        replaced = {*LENGTHS} if {*LENGTHS} & set(layer) else set()
         result = {name: value for name, value in result.items() if name not in replaced} | layer
     return result
 
 
 def grid_of(values: Values) -> Grid:
-    batches = list(batches_of({**values, "mode": None}, default=[]))
-    dense = [(batch["query_len"], batch["kv_len"]) for batch in batches if "lengths" not in batch]
-    others = {name: values[name] for name in GRID - {*LENGTHS, "lengths", *LAYOUTS, "attention_type"} if name in values}
-    others = {"bsz": [1], **others, "batches": [batch for batch in batches if "lengths" in batch]}
-    return Grid(list(dict.fromkeys(values["attention_type"])), dense, **others)
+    others = {name: values[name] for name in GRID - {*LENGTHS, "attention_type"} if name in values}
+    lengths = lengths_of({**values, "mode": None}, [])
+    return Grid(list(dict.fromkeys(values["attention_type"])), lengths, **others)
 
 
 # Where cases run, or are predicted for.

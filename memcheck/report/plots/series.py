@@ -11,7 +11,6 @@ from memcheck.core.units import Style, format_bytes, format_time
 from memcheck.report.cases import (
     WORDS,
     YES_AND_NO,
-    counted_percent,
     has_sizes,
     is_model,
     on_measured_devices,
@@ -23,7 +22,7 @@ from memcheck.report.plots.style import distinct_styles
 SETTING = {"device": "device", "device_name": "device", "kind": "kind", "dtype": "dtype", "mode": "mode"}
 # Other fields that may distinguish records of one operator and size; each combination becomes a line.
 VARIANT = (
-    *("size", "dtype", "mode", "bsz", "layout", "heads", "core_dim", "factor", "window", "causal", "feed_forward"),
+    *("size", "dtype", "mode", "bsz", "heads", "core_dim", "factor", "window", "causal", "feed_forward"),
     *("autocast", "checkpointing", "backend", "threads", "device_index", "device_uuid", "torch_version"),
     *("memcheck_version", "allocator"),
 )
@@ -36,7 +35,6 @@ VARIANT_WORDS = {
 }
 AXES = {
     "length": "sequence length",
-    "counted": "used tokens, %",
     "kv_len": "key length",
     "query_len": "query length",
     "dim": "token dimension",
@@ -47,7 +45,7 @@ AXES = {
     "window": "window",
 }
 # The axes that are drawn without being asked for, in order of preference.
-NATURAL = ("length", "counted", "kv_len", "query_len", "dim", "bsz")
+NATURAL = ("length", "kv_len", "query_len", "dim", "bsz")
 # Statuses without a value that are marked where the value would be.
 MARKED = ("oom", "skipped", "timeout", "killed")
 Points = tuple[tuple[int, Record], ...]
@@ -147,12 +145,8 @@ class View:
 
 def position(record: Record, axis: str) -> int:
     """The record's position on an axis; 0 if it lacks that size."""
-    if axis == "counted":
-        return counted_percent(record)
     if axis == "length":
         return int(record.kv_len or record.query_len or 0)
-    if axis == "bsz" and record.lengths is not None:  # Packed sequences count as if they were padded.
-        return len(record.lengths)
     return int(getattr(record, axis) or 0)
 
 
@@ -161,8 +155,6 @@ def kind_of(record: Record) -> str:
         return "models"
     if not has_sizes(record):
         return "callables"
-    if record.lengths is not None:
-        return "packed and padded batches"
     return "token operators" if record.kv_len is None else "attention"
 
 
@@ -202,12 +194,7 @@ def groups_of(records: Sequence[Record], x: str | None = None) -> list[tuple[str
 
 
 def axes_of(records: Sequence[Record]) -> tuple[str, ...]:
-    """The axes of the sizes: one length if S and T change together, else both.
-
-    Packed and padded batches are compared by the share of tokens that count.
-    """
-    if any(record.lengths is not None for record in records):
-        return ("counted", "dim")
+    """The axes of the sizes: one length if S and T change together, else both."""
     pairs = {(position(record, "query_len"), position(record, "kv_len")) for record in records}
     queries, keys = ({pair[side] for pair in pairs} for side in (0, 1))
     in_step = len(queries) == len(keys) == len(pairs) or keys == {0}

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memcheck.core.script_record import LAYERS, ScriptRecord
+from memcheck.core.script_record import LAYERS, Course, Origin, ScriptRecord
 from memcheck.core.snapshot_record import SnapshotRecord
-from memcheck.core.units import colour_of, format_bytes
+from memcheck.core.units import colour_of, format_bytes, highest
 from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, new_figure, save, set_linear
 
 if TYPE_CHECKING:
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
 
 # Number of layers with their own name; all others are combined.
 MOST_LAYERS = 11
-OTHERS = ("other", "others")
 FEW_STEPS = 200
 LEAST_VISIBLE = 0.004  # Share of the picture's height.
 # Approximate number of columns; with more steps than this, each column shows its maximum.
 MOST_STEPS = 1500
 MOST_LETTERS = 36
-# Names that hold less than this share of the maximum at every peak are combined.
+# Names that never hold this share of the highest sum are combined.
 LEAST_SHARE = 0.01
 PEAKS = ("v", "D", "s")  # Markers of peaks, in order.
 # The layers of a script from the bottom: what lives longest first.
@@ -54,14 +54,13 @@ class Layers:
 @in_house_style
 def timeline_figure(timeline: Timeline, *, title: str = "Memory over one case", subtitle: str = "") -> Figure:
     """One case, with the phases and their peaks."""
-    columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
-    peaks = [
-        # Centred on the step.
-        (step + 0.5, sum(max(size, 0) for size in columns[step]), f"{phase} peak {format_bytes(sum(columns[step]))}")
+    stack = layers_of(timeline.course, attrgetter("operator"), list(timeline.peak.values()))
+    tops = dict(zip(stack.steps, stack.tops, strict=False))  # Without layers there are none.
+    peaks = [  # Centred on the step.
+        (step + 0.5, tops[step], f"{phase} peak {format_bytes(timeline.alive[step])}")
         for phase, step in timeline.peak.items()
-        if step in columns
     ]
-    figure, ax = stack_figure(layers_of(timeline), title, subtitle, peaks=peaks)
+    figure, ax = stack_figure(stack, title, subtitle, peaks=peaks)
     for number, (name, first, last) in enumerate(timeline.phases):
         if number:
             ax.axvline(first, color="black", lw=0.8, ls="--", label="_phase")
@@ -84,11 +83,9 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
         subtitle += f"; the process grows {format_bytes(record.process.growth_per_step)} more"
     peak = record.peak
     peaks = [(peak.event, peak.bytes, f"peak {format_bytes(peak.bytes)}, {peak.place.phase}")]
-    points, layers = record.course.points, dict[str, list[int]]()
-    for place, sizes in zip(record.course.places, zip(*record.course.states(), strict=True), strict=True):
-        layers[place.layer] = list(map(add, layers.get(place.layer, [0] * (1 + len(points))), (0, *sizes)))
+    points, layers = record.course.points, record.course.by(attrgetter("layer"))
     order = (layer for layer in dict.fromkeys([*ORDER, *LAYERS]) if layer in layers)
-    stack = Layers([0, *(point.event for point in points)], {layer: layers[layer] for layer in order})
+    stack = Layers([0, *(point.event for point in points)], {layer: [0, *layers[layer]] for layer in order})
     lines = {f"limit {format_bytes(limit)}": ([0, record.events + 1], [limit] * 2, "--")} if limit else {}
     figure, ax = stack_figure(stack, title, subtitle, peaks=peaks, lines=lines)
     ax.set_xlim(0, record.events + 1)
@@ -103,18 +100,18 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
 @in_house_style
 def snapshot_figure(record: SnapshotRecord, *, title: str, subtitle: str = "") -> Figure:
     """A snapshot: what was alive by line of Python, below what was reserved, and where memory ran out."""
-    levels, peak, end = record.levels, record.peak, max(record.events, 1) + 1
-    names = [name.rpartition("/")[2] for name in levels.layers]  # Without folders, where that is unique.
-    layers = {
-        short if names.count(short) == 1 else name: sizes
-        for short, (name, sizes) in zip(names, levels.layers.items(), strict=True)
-    }
-    stack = Layers([event + 1 for event in levels.events], layers)
+    course, peak, end = record.course, record.peak, max(record.events, 1) + 1
+    names = dict.fromkeys(place.where for place in course.places)
+    counts = Counter(map(without_folders, names))
+    short = {name: name if counts[without_folders(name)] > 1 else without_folders(name) for name in names}
+    at_peak = [number for number, point in enumerate(course.points) if point.event == peak.event]
+    stack = layers_of(course, lambda place: short[place.where], at_peak)
+    stack = Layers([event + 1 for event in stack.steps], stack.layers)
     peaks = [(peak.event + 1, peak.allocated_bytes, f"peak {format_bytes(peak.allocated_bytes)}")]
     if record.oom is not None:
         moment, requested = record.oom.moment, format_bytes(record.oom.requested_bytes)
         peaks.append((moment.event + 1, moment.reserved_bytes, f"out of memory: {requested} requested"))
-    lines = {"reserved": ([*stack.steps, end], [*levels.reserved, *levels.reserved[-1:]], "-")}
+    lines = {"reserved": ([*stack.steps, end], [*course.reserved, *course.reserved[-1:]], "-")}
     figure, ax = stack_figure(stack, title, subtitle, peaks=peaks, lines=lines)
     ax.set_xlabel("events")
     ax.set_xlim(0, end)
@@ -134,32 +131,35 @@ def plot_timeline(data: Timeline | ScriptRecord | SnapshotRecord, path: Path | s
     return figure
 
 
-def layers_of(timeline: Timeline) -> Layers:
-    """Chooses the names with the most bytes at a peak, then anywhere, as layers; all other names form one layer."""
-    places = [place for place, step in enumerate(timeline.steps) if step in timeline.peak.values()]
-    highest = {name: max(map(abs, sizes), default=0) for name, sizes in timeline.series.items()}
-    at_peak = {name: max([sizes[place] for place in places], default=0) for name, sizes in timeline.series.items()}
-    least = LEAST_SHARE * sum(at_peak.values())
-    names = [name for name in timeline.series if highest[name]]
-    names.sort(key=lambda name: (-at_peak[name] if at_peak[name] >= least else 0, -highest[name]))
-    kept = names if len(names) <= MOST_LAYERS + 1 else names[:MOST_LAYERS]
+def without_folders(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def layers_of(course: Course, name_of: Callable[[Origin], str], peaks: Sequence[int]) -> Layers:
+    """The names with the most bytes at the peaks, then anywhere, as layers; all other and small names form one layer.
+
+    peaks: points of the course, which are drawn in any case.
+    """
+    sums = course.by(name_of)
+    most = {name: max(map(abs, sizes), default=0) for name, sizes in sums.items()}
+    at_peak = {name: max([sizes[point] for point in peaks], default=0) for name, sizes in sums.items()}
+    names = sorted(filter(most.get, sums), key=lambda name: (-at_peak[name], -most[name]))
+    least = LEAST_SHARE * max(course.sums, default=0)
+    kept = [name for name in names if most[name] >= least][:MOST_LAYERS]
+    rest = [name for name in names if name not in kept]
+    kept, rest = (names, []) if len(rest) == 1 else (kept, rest)
     # The longest-lived layers go to the bottom, as they change least.
-    kept = sorted(kept, key=lambda name: (name in OTHERS, -sum(size > 0 for size in timeline.series[name])))
-    layers = {name: list(timeline.series[name]) for name in kept}
-    if rest := [timeline.series[name] for name in names[len(kept) :]]:
-        layers[f"{len(rest)} others"] = [sum(sizes) for sizes in zip(*rest, strict=True)]
-    return thinned(Layers(list(timeline.steps), layers), places)
+    layers = {name: sums[name] for name in sorted(kept, key=lambda name: -sum(size > 0 for size in sums[name]))}
+    if rest:
+        layers[f"{len(rest)} others"] = [sum(sizes) for sizes in zip(*map(sums.get, rest), strict=True)]
+    return thinned(Layers([point.event for point in course.points], layers), peaks)
 
 
 def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
     """Reduces the steps to the maximum of each group, so that no peak is lost."""
     if len(stack.steps) <= MOST_STEPS:
         return stack
-    tops, few = stack.tops, -(-len(stack.steps) // MOST_STEPS)
-    fullest = {
-        max(range(first, min(first + few, len(tops))), key=tops.__getitem__) for first in range(0, len(tops), few)
-    }
-    places = sorted(fullest | set(keep) | {0, len(tops) - 1})
+    places = highest(stack.tops, MOST_STEPS, [0, *keep])
     layers = {name: [sizes[place] for place in places] for name, sizes in stack.layers.items()}
     return Layers([stack.steps[place] for place in places], layers)
 

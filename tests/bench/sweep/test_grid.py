@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.bench.case import CONTENDERS, Case
 from memcheck.bench.sweep.grid import Grid, multiply_out, refusal
 from memcheck.core.errors import UsageError
 

@@ -17,7 +17,8 @@ import torch
 from forked import context, start_server
 
 from memcheck.bench import catalog
-from memcheck.bench.catalog import Case, batch_of, make_case, make_combinator_case
+from memcheck.bench.case import Case
+from memcheck.bench.catalog import make_case, make_combinator_case
 from memcheck.bench.operators import load_plugin
 from memcheck.bench.sweep.predicted_sweep import key as key_of_prediction
 from memcheck.bench.sweep.run import (
@@ -123,18 +124,6 @@ def test_what_changes_a_figure_is_another_case(tmp_path, other: Answers, setting
     assert len(read_records(tmp_path)) == 2
 
 
-def test_lengths_of_sequences_are_another_case(tmp_path) -> None:
-    """Also where the number, the sum and the longest are the same."""
-    cases = [case("softplus", **batch_of(lengths, "packed")) for lengths in ((8, 5, 3), (8, 6, 2))]
-    run_sweep(cases[:1], tmp_path, executor=Answers())
-    again = Answers()
-    records = run_sweep(cases, tmp_path, executor=again)
-    assert again.asked == cases[1:]
-    assert [record.lengths for record in records] == [(8, 5, 3), (8, 6, 2)]
-    first, second = (key_of_prediction(case, Place("cpu"), ()) for case in cases)
-    assert first != second
-
-
 OTHER_FIELDS = {
     "operator": "naive",
     "bsz": 2,
@@ -150,7 +139,6 @@ OTHER_FIELDS = {
     "mode": "inference",
     "compiled": True,
     "device": "cuda",
-    "lengths": (8,),
 }
 
 
@@ -383,6 +371,7 @@ def sweep_of(names: str, folder: Path, plugin: Path, **settings: Any) -> dict[st
     return {record.operator: record for record in run_sweep(cases, folder, plugins=[plugin], **settings)}
 
 
+@pytest.mark.smoke
 @pytest.mark.extension
 def test_every_outcome_of_a_case_is_a_row(tmp_path, plugin) -> None:
     records = sweep_of("kill crash refuse chatter naive", tmp_path, plugin, max_seconds=0, passes=3)
@@ -493,7 +482,6 @@ def test_a_worker_ends_with_its_sweep() -> None:
         process.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("threads", marks=pytest.mark.ci), "processes"])
 def test_executors_of_the_standard_library(tmp_path, plugin, kind: str) -> None:
     start_server()

@@ -272,22 +272,6 @@ def test_variants_of_an_operator_are_lines_of_their_own() -> None:
     assert set(points(drawn(rows).axes[0])) == {"naive"}
 
 
-def test_packed_and_padded_batches_share_a_figure() -> None:
-    def batches(lengths: tuple[int, ...]):
-        padded, packed = max(lengths) * len(lengths), sum(lengths)
-        return [
-            record("softplus", max(lengths), 4 * padded, 8 * padded, bsz=len(lengths), lengths=lengths),
-            record("softplus", packed, 4 * packed, 8 * packed, bsz=1, lengths=lengths),
-        ]
-
-    ax = drawn([*batches((512, 512)), *batches((512, 256)), *batches((512, 52))]).axes[0]
-    assert ax.get_xlabel() == "used tokens, %"
-    assert points(ax) == {
-        "softplus, padded": [(55, 4096), (75, 4096), (100, 4096)],
-        "softplus, packed": [(55, 4 * 564), (75, 4 * 768), (100, 4096)],
-    }
-
-
 def test_time_shows_medians_and_quartiles() -> None:
     records = grid({"naive": 40}, [256, 512], [64])
     for row, scale in zip(records, (1, 1000), strict=True):
@@ -363,7 +347,7 @@ def test_names_without_a_style_are_told_apart() -> None:
 def test_contenders_are_told_apart_without_colour() -> None:
     from matplotlib.lines import Line2D
 
-    from memcheck.bench.catalog import CONTENDERS
+    from memcheck.bench.case import CONTENDERS
 
     styles = [(contender.style.marker, str(contender.style.dash)) for contender in CONTENDERS.values()]
     assert [style for style in styles if styles.count(style) > 1] == []

@@ -109,7 +109,7 @@ def test_names_of_kinds_and_axes() -> None:
     assert [check_axis(name, "x") for name in (None, "seq-len", "kv_len")] == [None, "length", "kv_len"]
     with pytest.raises(UsageError, match=r"kind memry is unknown; did you mean memory\? Known: memory, kept, "):
         check_kind("memry", "kind")
-    with pytest.raises(UsageError, match="x batch is unknown; known: seq-len, counted"):
+    with pytest.raises(UsageError, match="x batch is unknown; known: seq-len, kv-len, query-len"):
         check_axis("batch", "x")
 
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import types
+from operator import attrgetter
 
 import pytest
 from plotted import MIB, key, labelled, points, texts
 
+from memcheck.core.script_record import Course, Origin
 from memcheck.core.units import KINDS, colour_of
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of, plot_timeline
 
 
+def make_course(series: dict[str, list[int]]) -> Course:
+    rows = enumerate(zip(*series.values(), strict=True))
+    return Course.of([Origin(name, "forward") for name in series], [(step, None, sizes) for step, sizes in rows])
+
+
 def make_timeline(series: dict[str, list[int]], **fields: object):
-    steps = list(range(len(next(iter(series.values()), []))))
-    values = {"steps": steps, "phases": [], "peak": {}} | fields
-    return types.SimpleNamespace(series=series, **values)
+    course = make_course(series)
+    values = {"steps": [point.event for point in course.points], "phases": [], "peak": {}} | fields
+    return types.SimpleNamespace(course=course, alive=course.sums, **values)
 
 
 def test_a_case_over_time(tmp_path) -> None:
@@ -76,7 +83,7 @@ def test_a_kind_of_memory_has_one_colour_everywhere(tmp_path) -> None:
 
 def test_small_layers_are_one() -> None:
     series = {f"tensor {number}": [number + 1, 0] for number in range(MOST_LAYERS + 5)}
-    stack = layers_of(make_timeline(series, peak={"forward": 0}))
+    stack = layers_of(make_course(series), attrgetter("operator"), [0])
     assert len(stack.layers) == MOST_LAYERS + 1
     assert stack.layers["5 others"] == [1 + 2 + 3 + 4 + 5, 0]
     assert stack.tops == [sum(range(1, MOST_LAYERS + 6)), 0]
@@ -86,7 +93,7 @@ def test_a_long_timeline_keeps_its_peaks() -> None:
     sizes = [number % 7 for number in range(20 * MOST_STEPS)]
     sizes[12345] = 1000
     sizes[777] = 500
-    stack = layers_of(make_timeline({"all": sizes}, peak={"forward": 777, "backward": 12345}))
+    stack = layers_of(make_course({"all": sizes}), attrgetter("operator"), [777, 12345])
     known = dict(zip(stack.steps, stack.tops, strict=True))
     assert len(known) <= MOST_STEPS + 4
     assert (known[777], known[12345]) == (500, 1000)
