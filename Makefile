@@ -37,7 +37,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-rest test-all test-fast durations ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
+.PHONY: help profile test test-rest test-nightly test-all test-fast durations ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -50,10 +50,13 @@ test: $(BUILD) $(DEVELOPMENT)  ## Run the tests that take less than 2 seconds, o
 	$(PYTEST) --host-cuda -m "not slow and not ci" tests/host_cuda/test_kernels.py --junitxml=$(DURATIONS)/test-host-cuda.xml $(PYTEST_FLAGS)
 
 test-rest: $(BUILD) $(DEVELOPMENT) $(ZOO)  ## Run the tests that make test leaves out
-	$(PYTEST) -m "slow or ci" --junitxml=$(DURATIONS)/rest.xml $(PYTEST_FLAGS)
+	$(PYTEST) -m "(slow or ci) and not nightly" --junitxml=$(DURATIONS)/rest.xml $(PYTEST_FLAGS)
 	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/rest-host-cuda.xml $(PYTEST_FLAGS)
 
-test-all: test test-rest  ## Run all tests
+test-nightly: $(BUILD) $(DEVELOPMENT) $(ZOO)  ## Run the tests that CI runs at night: slow combinations, notebooks, benchmarks, wheels
+	$(PYTEST) -m nightly --junitxml=$(DURATIONS)/nightly.xml $(PYTEST_FLAGS)
+
+test-all: test test-rest test-nightly  ## Run all tests
 
 ci: lint docs test-rest  ## Lint, the documentation, the rest of the tests, other instructions and versions, sanitizers, counts of CUDA
 	$(BIN)/python tests/host_cuda/resources.py
@@ -61,7 +64,7 @@ ci: lint docs test-rest  ## Lint, the documentation, the rest of the tests, othe
 	MEMCHECK_HOST_CUDA_COUNTS=1 $(PYTEST) --host-cuda tests/host_cuda -k "decoding or memory_is_kept_to and (dense or column)"
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	PYTHONPATH=$(NEWER_TRANSFORMERS) $(PYTEST) tests/integrations/test_transformers.py
-	$(WITHOUT_AVX512) $(PYTEST) -m "not ci" $(MEASURING) --junitxml=$(DURATIONS)/avx2.xml
+	$(WITHOUT_AVX512) $(PYTEST) -m "not slow and not ci" $(MEASURING) --junitxml=$(DURATIONS)/avx2.xml
 
 # What matrix products take on the CPU depends on its instructions. These tests measure it, and run again as on a processor
 # without AVX-512.

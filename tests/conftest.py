@@ -195,6 +195,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid in slow and not item.get_closest_marker("smoke"):
             item.add_marker("slow")
+        if item.get_closest_marker("nightly"):
+            item.add_marker("ci")
     mark_combinations(items)
     if on_host:
         thin_out(items)
@@ -213,6 +215,7 @@ def without_repeated_skips(items):
 
 def mark_combinations(items):
     """Marks as ci the items of which every value of every parametrize also occurs in an unmarked item of the same test.
+    The slow ones of these are nightly.
 
     `make test` therefore runs each value (a shape, a dtype, a layout) at least once, and `make test-rest` the other
     combinations. The order is by a hash, so that values are combined at random; slow items are the last choice.
@@ -225,7 +228,7 @@ def mark_combinations(items):
         if not values or item.get_closest_marker("ci"):
             continue
         if values <= seen:
-            item.add_marker("ci")
+            item.add_marker("nightly" if item.get_closest_marker("slow") else "ci")
         seen |= values
 
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 FILE = Path(__file__).with_name("durations.csv")
 BUILD = Path(__file__).parent.parent / "build/tests"
 SLOW_SECONDS = 2.0
-RUNS = ("test", "rest")  # Of all tests on the CPU, with its own instructions.
+RUNS = ("test", "rest", "nightly")  # Of all tests on the CPU, with its own instructions.
 
 
 def slow_tests() -> dict[str, float]:

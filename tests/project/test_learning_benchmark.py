@@ -101,7 +101,7 @@ def test_no_model_sees_later_tokens(benchmark, kind):
         assert not torch.allclose(decoder(tokens)[:, 200:], decoder(other)[:, 200:])
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("script", ["learning", "recall"])
 def test_a_quick_study_goes_on_where_it_stopped(tmp_path, script):
     name = {"learning": "text", "recall": "recall"}[script]

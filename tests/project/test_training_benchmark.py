@@ -66,7 +66,7 @@ def test_batches_are_those_of_the_seed(benchmark):
     assert not torch.equal(one, another)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_quick_training(tmp_path):
     """Losses fall, naive and softmax agree as float32 does, and a step takes what was predicted, to the byte."""
     done = run(BENCHMARKS / "language_model.py", "--quick", "--output", tmp_path / "result.json")
@@ -87,7 +87,7 @@ def test_the_committed_trainings(name, seed):
     assert all(row["nats"] > result["unknowable_nats"] for row in result["rows"])
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_training_ends_in_time(tmp_path):
     done = run(BENCHMARKS / "language_model.py", "--quick", "--minutes", "0", "--output", tmp_path / "result.json")
     assert done.returncode == 0, done.stderr
@@ -117,7 +117,7 @@ def check_training(result, steps):
     torch.testing.assert_close(torch.tensor(first[0] + apart), torch.tensor(first[0]))
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_quick_predictions_of_models(tmp_path):
     done = run(BENCHMARKS / "models.py", "--quick", "--output", tmp_path / "result.json")
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,7 @@ def headers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "torch" / "include"
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", ["library", "rules", "cpu"])
 def test_it_compiles(part: str, headers: Path, require_tool: Callable[[str], str]) -> None:
     library = gpu_files(path.name for path in (build.sources() / "simulated").glob("*.cpp"))
