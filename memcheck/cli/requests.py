@@ -9,19 +9,8 @@ import re
 import shlex
 from pathlib import Path
 
+from memcheck.cli import options
 from memcheck.cli.launchers import Launch, launch_of
-from memcheck.cli.options import (
-    DOUBTS,
-    FORMAT,
-    HERE,
-    MEASURED,
-    MODELS,
-    OPERATORS,
-    TABLE_FORMAT,
-    TWO_LENGTHS,
-    PredictedModel,
-    Request,
-)
 from memcheck.cli.run_requests import ProfileAttention, ProfileCombinator, ProfileModel, Sweep
 from memcheck.core import converters
 from memcheck.core.converters import count, names, number, switch
@@ -37,7 +26,7 @@ MOST_GPUS = 64
 RESULTS = "a folder of results, with records.jsonl"
 
 
-class Compare(Request):
+class Compare(options.Request):
     """Compares two runs of a script, or two folders of results: memory to the byte, times beyond noise.
 
     memcheck compare before/ after/
@@ -45,7 +34,7 @@ class Compare(Request):
     memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
     """
 
-    takes = (TABLE_FORMAT,)
+    takes = (options.TABLE_FORMAT,)
     forms = ("[options] BEFORE AFTER",)
 
     before: Path = option(
@@ -69,17 +58,17 @@ class Compare(Request):
             raise UsageError(f"{named('allow_missing')} is for {named('fail_on_growth')}: without it nothing fails")
 
 
-class Devices(Request):
+class Devices(options.Request):
     """Lists every GPU that --device knows: its memory, its compute capability, and where these are from.
 
     memcheck devices
     memcheck devices --format csv
     """
 
-    takes = (TABLE_FORMAT,)
+    takes = (options.TABLE_FORMAT,)
 
 
-class Fit(PredictedModel):
+class Fit(options.PredictedModel):
     """Predicts the largest batch, length or dimension that fits; of any model or operator, and runs nothing.
 
     memcheck fit --model train.py:make --find bsz --device L4
@@ -93,7 +82,7 @@ class Fit(PredictedModel):
         "--device GPU -- SCRIPT [its own options, with {}]",
     )
 
-    first = (*PredictedModel.first[:4], "find", *PredictedModel.first[4:])
+    first = (*options.PredictedModel.first[:4], "find", *options.PredictedModel.first[4:])
     alone = ("no_changes", "doubts")
     ones = ("heads", "core_dim", "factor", "window")
 
@@ -102,7 +91,9 @@ class Fit(PredictedModel):
         None, "try only multiples of N; default: 1, and 64 for lengths of a model or under torch.compile", count
     )
     up_to: int = option(2**30, "end of the search; default: 2^30", count)
-    plot: Path | None = option(None, "draw the largest sizes as .png, .svg or .pdf", converters.file, group=OPERATORS)
+    plot: Path | None = option(
+        None, "draw the largest sizes as .png, .svg or .pdf", converters.file, group=options.OPERATORS
+    )
 
     @property
     def axis(self) -> str:
@@ -116,14 +107,14 @@ class Fit(PredictedModel):
             raise UsageError(f"{named('find')} {self.find} searches for this size: {rule}")
 
 
-class Gradcheck(Request):
+class Gradcheck(options.Request):
     """Checks the operators' gradients; compares them with central differences, in float64.
 
     memcheck gradcheck
     memcheck gradcheck --operator softplus_attention --device cpu
     """
 
-    takes = (FORMAT, HERE)
+    takes = (options.FORMAT, options.HERE)
 
     operator: list[str] | None = option(
         None,
@@ -135,7 +126,7 @@ class Gradcheck(Request):
     )
 
 
-class Info(Request):
+class Info(options.Request):
     """Shows this machine's versions, build, kernels and devices.
 
     memcheck info
@@ -145,7 +136,7 @@ class Info(Request):
     format: str = option("text", "format of stdout", choices=("text", "json"))
 
 
-class Predict(PredictedModel):
+class Predict(options.PredictedModel):
     """Predicts the memory of any model or operator on any device; runs nothing.
 
     memcheck predict --model train.py:make --device RTX-4090
@@ -153,12 +144,12 @@ class Predict(PredictedModel):
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
     """
 
-    first = (*PredictedModel.first, "layers", "explain")
+    first = (*options.PredictedModel.first, "layers", "explain")
     ones = ("bsz", "dim", "heads", "seq_len", "query_len", "kv_len", "core_dim", "factor", "window")
-    takes = (TWO_LENGTHS, flags_of(Step, "dense_grad"))
+    takes = (options.TWO_LENGTHS, flags_of(Step, "dense_grad"))
 
     html: Path | None = option(
-        None, "write one self-contained page with the picture", converters.file, group=MODELS, metavar="FILE"
+        None, "write one self-contained page with the picture", converters.file, group=options.MODELS, metavar="FILE"
     )
     explain: bool = option(
         False,
@@ -169,7 +160,7 @@ class Predict(PredictedModel):
         False,
         "the tree of the model's modules, with shapes, parameters, bytes kept for backward and at the peak",
         switch,
-        group=MODELS,
+        group=options.MODELS,
     )
 
     def check(self) -> None:
@@ -179,7 +170,7 @@ class Predict(PredictedModel):
             raise UsageError(f"{named('attention_type')}: {several}")
 
 
-class Report(Request):
+class Report(options.Request):
     """Prints the tables of results: scaling, accounting, pictures, and a page for a browser.
 
     memcheck report results/ --html page.html
@@ -187,7 +178,7 @@ class Report(Request):
     memcheck report results/ --plot memory,savings --output figures/
     """
 
-    takes = (DOUBTS, TABLE_FORMAT)
+    takes = (options.DOUBTS, options.TABLE_FORMAT)
     forms = ("[options] DIR...",)
 
     folders: list[Path] = option(
@@ -232,7 +223,7 @@ class Report(Request):
     title: str = option("", "text before the title of each picture of --plot")
 
 
-class Run(Request):
+class Run(options.Request):
     """Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time.
 
     memcheck run train.py --epochs 1
@@ -240,7 +231,7 @@ class Run(Request):
     memcheck run --device H100-80GB --ranks 8 --output results/train -m package.train
     """
 
-    takes = (MEASURED,)
+    takes = (options.MEASURED,)
     forms = ("[options] SCRIPT [its own options]", "[options] -m MODULE [its own options]")
     first = ("script", "module", "device", "memory_limit", "output", "snapshot")
     of_strangers = "; the script's options stand after its name: memcheck run SCRIPT {} ..."
@@ -357,7 +348,7 @@ class Run(Request):
                 simulate_with_children(self.simulated, self.memory_limit, self.machine_gpus, self.world)
 
 
-class Snapshot(Request):
+class Snapshot(options.Request):
     """Says what a memory snapshot of torch.cuda.memory holds: the peak, why memory ran out, and what would have fitted.
 
     memcheck snapshot snapshot.pickle
@@ -365,7 +356,7 @@ class Snapshot(Request):
     memcheck snapshot snapshot.pickle --device L40S --html snapshot.html
     """
 
-    takes = (TABLE_FORMAT,)
+    takes = (options.TABLE_FORMAT,)
     forms = ("[options] FILE...",)
 
     files: list[Path] = option(
@@ -393,7 +384,7 @@ class Snapshot(Request):
 
 
 # The commands by what they are for, in the order of memcheck --help.
-TASKS: dict[str, dict[str, type[Request]]] = {
+TASKS: dict[str, dict[str, type[options.Request]]] = {
     "Look at a script": {"run": Run, "snapshot": Snapshot},
     "Will it fit?": {"predict": Predict, "fit": Fit},
     "Compare attentions": {

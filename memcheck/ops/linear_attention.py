@@ -8,22 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from memcheck.ops import derivatives
-from memcheck.ops.checks import (
-    PAIRS,
-    REFUSALS,
-    Sequences,
-    changed_options,
-    check_decays,
-    check_plain,
-    check_rank,
-    check_state,
-    described,
-    explain_refusal,
-    prepare_input,
-    refuse_context_parallel,
-    sequence_arguments,
-)
+from memcheck.ops import checks, derivatives
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,7 +20,7 @@ _forward = torch.ops.memcheck.linear_attention.default
 _step = torch.ops.memcheck.linear_attention_step.default
 
 
-class Options(Sequences, total=False):
+class Options(checks.Sequences, total=False):
     """Optional arguments of linear_attention beside return_state, for type checkers."""
 
     causal: bool
@@ -153,17 +138,17 @@ def linear_attention(
         >>> y = (weights @ v) / (weights.sum(-1, keepdim=True) + eps) if normalize else weights @ v
     """
     op = "linear_attention"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
-    sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
+    sequences = checks.sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     arguments: Sequence[Tensor | None] = ()
     options: dict[str, Any] = {"feature_map": feature_map, "eps": eps}
     if normalize and not (sequences or return_state) and decay is log_decay is initial_state is None:
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), causal=causal, **options)
-        options = changed_options(q, options, DEFAULTS)
+        options = checks.changed_options(q, options, DEFAULTS)
     else:
-        check_decays(op, decay, log_decay)
+        checks.check_decays(op, decay, log_decay)
         arguments = decay if log_decay is None else log_decay, *_initial_state(op, initial_state, normalize)
         options |= {"normalize": normalize, "return_state": return_state, **sequences}
         if derivatives.differentiated((q, k, v, *arguments)):
@@ -174,8 +159,8 @@ def linear_attention(
             options["log_decay"] = True
     try:
         y, m, z = _forward(q, k, v, *arguments, causal=causal, **options)
-    except REFUSALS:
-        explain_refusal(op, q=q, k=k, v=v, **dict(zip(("decay", "m", "z"), arguments, strict=False)))
+    except checks.REFUSALS:
+        checks.explain_refusal(op, q=q, k=k, v=v, **dict(zip(("decay", "m", "z"), arguments, strict=False)))
         raise
     return (y, (m, z)) if return_state else y
 
@@ -226,16 +211,16 @@ def linear_attention_step(
         >>> y = (phi(q) @ M) / (phi(q) @ Z[..., None] + eps)
     """
     op = "linear_attention_step"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
     given: Any = state
-    with_rests = isinstance(given, PAIRS) and len(given) == 4
+    with_rests = isinstance(given, checks.PAIRS) and len(given) == 4
     state_rest = state_rest or with_rests
     if not (decay is log_decay is None and normalize):
         if state_rest:
             raise ValueError(f"{op}: a state with rests needs normalize=True and no decay")
-        check_decays(op, decay, log_decay)
-        check_rank(op, "q", q, "(B,H,1,D)", 4)
+        checks.check_decays(op, decay, log_decay)
+        checks.check_rank(op, "q", q, "(B,H,1,D)", 4)
         if q.shape[2] != 1:
             raise ValueError(f"{op}: q must be one position, (B,H,1,D), got {list(q.shape)}")
         options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "normalize": normalize}
@@ -245,12 +230,12 @@ def linear_attention_step(
     if given is None:
         given = _empty_state(op, q, k, v)
     sums, rests = (given[:2], given[2:]) if with_rests else (given, None)
-    check_state(op, sums, ("m", "z"))
-    options = changed_options(q, {"feature_map": feature_map, "eps": eps}, DEFAULTS)
+    checks.check_state(op, sums, ("m", "z"))
+    options = checks.changed_options(q, {"feature_map": feature_map, "eps": eps}, DEFAULTS)
     try:
         y, m, z = _step(q, k, v, *sums, **options)
-    except REFUSALS:
-        explain_refusal(op, q=q, k=k, v=v, m=sums[0], z=sums[1])
+    except checks.REFUSALS:
+        checks.explain_refusal(op, q=q, k=k, v=v, m=sums[0], z=sums[1])
         raise
     if not state_rest:
         return y, (m, z)
@@ -273,9 +258,11 @@ def _add_to_sum(x: Tensor, total: Tensor, rest: Tensor) -> Tensor:
 def _check_rests(op: str, rests: Sequence[Tensor], sums: tuple[Tensor, Tensor]) -> None:
     for name, rest, total in zip(("m_rest", "z_rest"), rests, sums, strict=True):
         expected = (total.shape, total.dtype, total.device)
-        check_plain(op, name, rest)
+        checks.check_plain(op, name, rest)
         if (rest.shape, rest.dtype, rest.device) != expected:
-            raise ValueError(f"{op}: {name} must be a tensor like its sum, {list(total.shape)}, got {described(rest)}")
+            raise ValueError(
+                f"{op}: {name} must be a tensor like its sum, {list(total.shape)}, got {checks.described(rest)}"
+            )
 
 
 def _initial_state(op: str, state: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -284,17 +271,17 @@ def _initial_state(op: str, state: object, normalize: bool) -> tuple[Tensor | No
         return None, None
     pair = "(m, z)" if normalize else "(m, None), because normalize is False"
     if not isinstance(state, tuple | list) or len(state) != 2:
-        raise TypeError(f"{op}: initial_state must be a pair {pair} or None, got {described(state)}")
+        raise TypeError(f"{op}: initial_state must be a pair {pair} or None, got {checks.described(state)}")
     m, z = state
     if not isinstance(m, Tensor) or (not isinstance(z, Tensor) if normalize else z is not None):
-        raise TypeError(f"{op}: initial_state must be {pair}, got ({described(m)}, {described(z)})")
+        raise TypeError(f"{op}: initial_state must be {pair}, got ({checks.described(m)}, {checks.described(z)})")
     return m, z
 
 
 def _empty_state(op: str, q: Tensor, k: Tensor, v: Tensor) -> State:
     """Zeros for M (B,Hkv,D,Dv) and z (B,Hkv,D)."""
     for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)"), ("v", v, "(B,Hkv,T,Dv)")):
-        check_rank(op, name, x, letters, 4)
+        checks.check_rank(op, name, x, letters, 4)
     dtype = torch.promote_types(q.dtype, torch.float32)
     z = torch.zeros((*k.shape[:2], k.shape[3]), dtype=dtype, device=k.device)
     return torch.zeros((*z.shape, v.shape[3]), dtype=dtype, device=k.device), z

@@ -7,21 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from memcheck.ops import derivatives
-from memcheck.ops.checks import (
-    PAIRS,
-    REFUSALS,
-    Sequences,
-    changed_options,
-    check_initial_state,
-    check_rank,
-    check_state,
-    explain_refusal,
-    prepare_input,
-    refuse_context_parallel,
-    refuse_gradient,
-    sequence_arguments,
-)
+from memcheck.ops import checks, derivatives
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,7 +21,7 @@ _forward = torch.ops.memcheck.softplus_attention.default
 _step = torch.ops.memcheck.softplus_attention_step.default
 
 
-class Options(Sequences, total=False):
+class Options(checks.Sequences, total=False):
     """Optional arguments of softplus_attention beside return_state, for type checkers."""
 
     causal: bool
@@ -128,9 +114,9 @@ def softplus_attention(
         >>> y = softplus(q) * a / (z + eps)
     """
     op = "softplus_attention"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
-    sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
+    sequences = checks.sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options: dict[str, Any] = {"causal": causal, "eps": eps}
     if state_rest and not return_state:
         raise ValueError(f"{op}: state_rest needs return_state=True, got return_state={return_state}")
@@ -138,9 +124,9 @@ def softplus_attention(
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), **options)
         try:
-            y: Tensor = _forward(q, k, v, **changed_options(q, options, DEFAULTS))[0]
-        except REFUSALS:
-            explain_refusal(op, q=q, k=k, v=v)
+            y: Tensor = _forward(q, k, v, **checks.changed_options(q, options, DEFAULTS))[0]
+        except checks.REFUSALS:
+            checks.explain_refusal(op, q=q, k=k, v=v)
             raise
         return y
     options |= sequences
@@ -160,7 +146,7 @@ def _attend_from_state(
 ) -> tuple[Tensor, Any]:
     """y, and the state after the last position, () if it is not wanted."""
     sums = rest = None
-    tensors = () if state is None else check_initial_state(op, state, q)
+    tensors = () if state is None else checks.check_initial_state(op, state, q)
     if derivatives.differentiated((q, k, v, *tensors)):
         if state_rest or len(tensors) == 4:
             raise NotImplementedError(f"{op}: torch.func differentiates states without rests only, (Z, A)")
@@ -171,8 +157,8 @@ def _attend_from_state(
         sums, rest = torch.stack(tensors[:2]), torch.stack(tensors[2:]) if len(tensors) == 4 else None
     try:
         y, _, sums, rest = _forward(q, k, v, sums, rest, return_state=return_state, **options)
-    except REFUSALS:
-        explain_refusal(op, q=q, k=k, v=v)
+    except checks.REFUSALS:
+        checks.explain_refusal(op, q=q, k=k, v=v)
         raise
     if not return_state:
         return y, ()
@@ -211,21 +197,21 @@ def softplus_attention_step(
         >>> y = softplus(q) * (a / (z + eps))[:, None]
     """
     op = "softplus_attention_step"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
-    state_rest = state_rest or (isinstance(state, PAIRS) and len(state) == 4)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
+    state_rest = state_rest or (isinstance(state, checks.PAIRS) and len(state) == 4)
     if state_rest or (isinstance(q, Tensor) and q.dim() == 3 and q.shape[1] != 1):
-        refuse_gradient(op, q, k, v, *(state if isinstance(state, PAIRS) else ()))
+        checks.refuse_gradient(op, q, k, v, *(state if isinstance(state, checks.PAIRS) else ()))
         return _attend_from_state(op, q, k, v, state, True, state_rest, {"eps": eps})
     if state is None:
         for name, x, letters in (("q", q, "(B,1,R)"), ("k", k, "(B,R,n)"), ("v", v, "(B,R,n)")):
-            check_rank(op, name, x, letters, 3)
+            checks.check_rank(op, name, x, letters, 3)
         zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
         state = (zeros, zeros)
-    check_state(op, state, ("z", "a"))
+    checks.check_state(op, state, ("z", "a"))
     try:
-        y, z, a = _step(q, k, v, *state, **changed_options(q, {"eps": eps}, STEP_DEFAULTS))
-    except REFUSALS:
-        explain_refusal(op, q=q, k=k, v=v, z=state[0], a=state[1])
+        y, z, a = _step(q, k, v, *state, **checks.changed_options(q, {"eps": eps}, STEP_DEFAULTS))
+    except checks.REFUSALS:
+        checks.explain_refusal(op, q=q, k=k, v=v, z=state[0], a=state[1])
         raise
     return y, (z, a)

@@ -24,14 +24,7 @@ from memcheck.core.trace import ANY_PHASE, WARM_UP, Allocation, Trace
 from memcheck.core.units import format_bytes
 from memcheck.measure.compile import compiled
 from memcheck.measure.run import MeasuredCall, MeasuredRun
-from memcheck.predict.evidence import (
-    blank_record,
-    certainty_of,
-    doubts_of_verdict,
-    evidence_at,
-    target_at,
-    unknown_allocations,
-)
+from memcheck.predict import evidence
 from memcheck.predict.ranks import Collectives, unknown_of
 from memcheck.predict.watch import KeepingMachine, Watch
 from memcheck.simulated.log import CpuLog, DeviceLog, GpuLog
@@ -87,7 +80,7 @@ def predicted_once(
     heard_by: a context in which the function that it is given gets the device's doubts. heard: those of before.
     compiles: whether torch.compile is known to compile code; is_compiled finds it in the model alone.
     """
-    device, target = place.for_device, target_at(place)
+    device, target = place.for_device, evidence.target_at(place)
     unknown: dict[str, dict[str, None]] = {ANY_PHASE: dict.fromkeys(heard)} if heard else {}
     module = module_called(step.model)
     for part in module.modules() if module is not None else ():
@@ -158,7 +151,7 @@ def is_compiled(model: Any) -> bool:
 
 def as_predicted(measured: Record, step: Step, place: Place) -> Record:
     """The measured record as one of the place."""
-    blank = blank_record(place, target_at(place))
+    blank = evidence.blank_record(place, evidence.target_at(place))
     names = "source", "device", "device_name", "device_total_bytes", "torch_version", "allocator", "threads"
     facts = {name: getattr(blank, name) for name in names}
     facts |= dict.fromkeys(("device_index", "device_uuid", "device_free_bytes", "certainty"))
@@ -169,11 +162,11 @@ def predicted(step: Any, place: Place, record: Record, trace: Trace, segments: d
     """The prediction with this record, whose terms, doubts and certainty are filled in. segments: as of terms_of."""
     record.terms = terms_of(trace, record, segments, place.for_device.context_bytes)
     phases = trace.phases.keys() - {"inputs", WARM_UP}
-    unknown = [*unknown_allocations(trace, record, phases, place.for_device)]
-    certainty = certainty_of(trace, record.dtype or "", place, target_at(place))
+    unknown = [*evidence.unknown_allocations(trace, record, phases, place.for_device)]
+    certainty = evidence.certainty_of(trace, record.dtype or "", place, evidence.target_at(place))
     record.certainty = Certainty.VERIFIED if certainty is Certainty.EXACT and unknown else certainty
-    record.doubts = (*unknown, *record.doubts, *doubts_of_verdict(trace, record, phases, place))
-    return Prediction(step, place, record, record.terms, trace, evidence=evidence_at(trace, place))
+    record.doubts = (*unknown, *record.doubts, *evidence.doubts_of_verdict(trace, record, phases, place))
+    return Prediction(step, place, record, record.terms, trace, evidence=evidence.evidence_at(trace, place))
 
 
 def segments_by_kind() -> dict[str, int]:

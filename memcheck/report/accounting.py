@@ -11,21 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memcheck.core.record import Record
-from memcheck.report.cases import (
-    CASE_FIELDS,
-    FIELD_WORDS,
-    NEEDS,
-    common_case,
-    count_of,
-    describe,
-    failure_note,
-    groups_besides,
-    models_among,
-    operators_among,
-    pair,
-    split_by_source,
-    varying,
-)
+from memcheck.report import cases
 from memcheck.report.predictions import agreement
 from memcheck.report.rows import quotient, unit_bytes
 from memcheck.report.tables import Cell, Column, Table
@@ -54,7 +40,7 @@ def components_of(record: Record) -> Iterator[Component]:
     predicted = predicted_parts(record)
     for field in PARTS:
         if (measured := getattr(record, field)) is not None or field in predicted:
-            yield "in all", FIELD_WORDS[field], predicted.get(field), measured, None
+            yield "in all", cases.FIELD_WORDS[field], predicted.get(field), measured, None
     for field, phase in MOMENTS.items():
         yield from components_at(record, field, phase)
 
@@ -80,7 +66,7 @@ def predicted_parts(record: Record) -> dict[str, int]:
 
 def components_at(record: Record, field: str, phase: str | None) -> Iterator[Component]:
     """The predicted terms, each with a measured tensor of the same size; then the other tensors and the sums."""
-    moment, terms, measured = FIELD_WORDS[field], (record.terms or {}).get(field), getattr(record, field)
+    moment, terms, measured = cases.FIELD_WORDS[field], (record.terms or {}).get(field), getattr(record, field)
     alive = alive_tensors(record, phase)
     left = list(alive)
     for name, size in (terms or {}).items():
@@ -130,8 +116,8 @@ def accounting_table(record: Record) -> Table:
         notes.append("No terms are known for this case: the column of predictions is empty.")
     if record.alive_at_peak is None and record.mode != "decode":
         notes.append("The tensors alive at the peaks were not recorded: single components are predicted only.")
-    notes += [*filter(None, [failure_note(record)]), *doubt_lines([record])]
-    words = describe(record, CASE_FIELDS)
+    notes += [*filter(None, [cases.failure_note(record)]), *doubt_lines([record])]
+    words = cases.describe(record, cases.CASE_FIELDS)
     return Table(f"accounting {words}", f"Where the memory goes: {words}", columns, rows, notes)
 
 
@@ -142,7 +128,7 @@ STUDENT_95 = (
     *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
 )
 QUANTITIES = {
-    **{field: FIELD_WORDS[field] for field in NEEDS},
+    **{field: cases.FIELD_WORDS[field] for field in cases.NEEDS},
     "forward_ms": "forward time",
     "backward_ms": "backward time",
 }
@@ -206,7 +192,7 @@ def points_of(records: Sequence[Record], axis: str, read: Callable[[Record], flo
 
 def axis_of(records: Sequence[Record]) -> str | None:
     """The axis that varies among records that differ only in lengths."""
-    changing = varying(records, ("query_len", "kv_len"))
+    changing = cases.varying(records, ("query_len", "kv_len"))
     if changing == ["query_len", "kv_len"]:
         return "N" if all(record.query_len == record.kv_len for record in records) else None
     if changing == ["query_len"]:
@@ -217,16 +203,16 @@ def axis_of(records: Sequence[Record]) -> str | None:
 def series_of(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Each axis with records that differ only along it."""
     square = [record for record in records if record.kv_len in (record.query_len, None)]
-    for group in groups_besides(square, ("query_len", "kv_len")):
+    for group in cases.groups_besides(square, ("query_len", "kv_len")):
         if (axis := axis_of(group)) is not None:
             yield axis, group
     oblong = [record for record in records if record.kv_len not in (record.query_len, None)]
     for besides in ("query_len", "kv_len"):
-        for group in groups_besides(oblong, (besides,)):
-            if varying(group, (besides,)):
+        for group in cases.groups_besides(oblong, (besides,)):
+            if cases.varying(group, (besides,)):
                 yield ("S" if besides == "query_len" else "T"), group
-    for group in groups_besides(records, ("dim",)):
-        if varying(group, ("dim",)):
+    for group in cases.groups_besides(records, ("dim",)):
+        if cases.varying(group, ("dim",)):
             yield "dim", group
 
 
@@ -277,13 +263,15 @@ def scaling_table(records: Sequence[Record]) -> Table:
         "same without inputs, output and parameters, which grow with N for every operator. "
         "Cases that failed or took nothing are not counted.",
     ]
-    changing = {"operator", *varying(records)}
+    changing = {"operator", *cases.varying(records)}
     rows = []
     for axis, group in series_of(records):
-        words = describe(group[0], [field for field in CASE_FIELDS if field in changing and field not in AXES[axis]])
+        words = cases.describe(
+            group[0], [field for field in cases.CASE_FIELDS if field in changing and field not in AXES[axis]]
+        )
         found = [scaling_row(group, axis, field) for field in QUANTITIES]
         rows += [[words, axis, *row] for row in found if row is not None]
-    return Table("scaling", f"Scaling: {common_case(records)}", columns, rows, notes)
+    return Table("scaling", f"Scaling: {cases.common_case(records)}", columns, rows, notes)
 
 
 NUMBER = re.compile(r"\d[\d.,]*")
@@ -291,12 +279,12 @@ NUMBER = re.compile(r"\d[\d.,]*")
 
 def summary(records: Sequence[Record]) -> list[str]:
     """How many cases were measured and predicted and how they ended, then the remarks."""
-    kinds = ((operators_among(records), ""), (models_among(records), " of whole models"))
-    groups = [(rows, kind) for some, kind in kinds for rows in split_by_source(some) if rows]
+    kinds = ((cases.operators_among(records), ""), (cases.models_among(records), " of whole models"))
+    groups = [(rows, kind) for some, kind in kinds for rows in cases.split_by_source(some) if rows]
     counts = [Counter(record.status for record in rows).most_common() for rows, _ in groups]
     ends = [", ".join(f"{number} {status}" for status, number in one) for one in counts]
     lines = [
-        f"{count_of(rows)}{kind} ({common_case(rows)}): {words}."
+        f"{cases.count_of(rows)}{kind} ({cases.common_case(rows)}): {words}."
         for (rows, kind), words in zip(groups, ends, strict=True)
     ]
     return [*lines, *remarks(records)]
@@ -304,14 +292,14 @@ def summary(records: Sequence[Record]) -> list[str]:
 
 def remarks(records: Sequence[Record]) -> list[str]:
     """How far measurements and predictions of the same cases agree, and what is doubtful."""
-    pairs = pair(records)
+    pairs = cases.pair(records)
     return [*([agreement(pairs)] if pairs else []), *doubt_lines(records)]
 
 
 def doubt_lines(records: Sequence[Record]) -> list[str]:
     """One line about times, one about bytes and one about predictions, for those that are doubtful."""
     lines = []
-    measured, predicted = split_by_source(records)
+    measured, predicted = cases.split_by_source(records)
     noisy = [record for record in measured if any(doubt.about_times for doubt in record.doubts)]
     if noisy:
         reasons = Counter(reason for row in noisy for reason in {doubt.about_times for doubt in row.doubts} if reason)
@@ -336,5 +324,7 @@ def of_rows(what: str, some: Sequence[Record], rows: Sequence[Record]) -> str:
 
 def doubt_details(records: Sequence[Record]) -> list[str]:
     """Every doubt, with its case."""
-    fields = [field for field in CASE_FIELDS if field in ("operator", "query_len", "kv_len", *varying(records))]
-    return [f"{describe(record, fields)}: {doubt}" for record in records for doubt in record.doubts]
+    fields = [
+        field for field in cases.CASE_FIELDS if field in ("operator", "query_len", "kv_len", *cases.varying(records))
+    ]
+    return [f"{cases.describe(record, fields)}: {doubt}" for record in records for doubt in record.doubts]

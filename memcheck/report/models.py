@@ -6,17 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from memcheck.core.record import PHASES, Record
+from memcheck.report import cases
 from memcheck.report.accounting import doubt_lines
-from memcheck.report.cases import (
-    FIELD_WORDS,
-    NEEDS,
-    attention,
-    common_case,
-    count_of,
-    failure_note,
-    pair,
-    varying,
-)
 from memcheck.report.rows import mib_column, named_columns, quartile, short_dtype
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Table
 
@@ -45,7 +36,7 @@ def spread(record: Record) -> Cell:
 
 def model_mib(field: str, rank: int) -> Column:
     """MiB, or a text for a lower bound."""
-    column = mib_column(field, TITLES.get(field, FIELD_WORDS[field]), rank=rank)
+    column = mib_column(field, TITLES.get(field, cases.FIELD_WORDS[field]), rank=rank)
 
     def read(record: Record) -> Cell:
         value = column.cell(record)
@@ -62,14 +53,14 @@ def precision(record: Record) -> str:
 
 CASE = [
     Column("size", "size", rank=4),
-    Column("operator", "attention", read=attention),
+    Column("operator", "attention", read=cases.attention),
     Column("query_len", "S", read=lambda record: str(record.query_len)),
     Column("mode", "mode", rank=7),
     Column("dtype", "dtype", read=precision, rank=7),
 ]
 FIGURES = [
     *(model_mib(field, rank=5) for field in HELD),
-    *(model_mib(field, rank=0) for field in (*NEEDS, "optimizer_peak_bytes")),
+    *(model_mib(field, rank=0) for field in (*cases.NEEDS, "optimizer_peak_bytes")),
     Column("median_ms", "time", format=TIME, read=total_ms),
     Column("spread", "±", format=SPREAD, read=spread, rank=6),
 ]
@@ -92,21 +83,21 @@ FOR_PROGRAMS = ("dim", "heads", "autocast", "passes", "device", "device_name", "
 
 def models_table(records: Sequence[Record]) -> Table:
     """One row per model."""
-    changing = varying(records, SETTINGS)
+    changing = cases.varying(records, SETTINGS)
     columns = [
         *(Column("query_len", "S") if column.key == "query_len" else column for column in CASE),
         *(named_columns([name], "all" if name in changing else "programs", 6)[0] for name in SETTINGS),
         *named_columns(FOR_PROGRAMS, "programs"),
         *FIGURES,
-        Column("note", "note", read=lambda record: failure_note(record) or None),
+        Column("note", "note", read=lambda record: cases.failure_note(record) or None),
     ]
-    title = f"{count_of(records)} of whole models: {common_case(records)}"
+    title = f"{cases.count_of(records)} of whole models: {cases.common_case(records)}"
     return Table.of("models", title, columns, records, [LEGEND, *doubt_lines(records)])
 
 
 def parts_tables(records: Sequence[Record]) -> list[Table]:
     """A table of parts for each case that has any: what was predicted beside what was measured."""
-    pairs: list[tuple[Record | None, Record | None]] = [*pair(records)]
+    pairs: list[tuple[Record | None, Record | None]] = [*cases.pair(records)]
     paired = {id(record) for both in pairs for record in both}
     alone = (record for record in records if id(record) not in paired)
     pairs += [(None, record) if record.source == "predicted" else (record, None) for record in alone]
@@ -127,7 +118,7 @@ def parts_table(measured: Record | None, predicted: Record | None) -> Table:
         Column("predicted_bytes", "predicted", format=","),
         Column("measured_bytes", "measured", format=","),
     ]
-    case = f"{record.size}, {attention(record)}, S {record.query_len}, {record.mode}, {precision(record)}"
+    case = f"{record.size}, {cases.attention(record)}, S {record.query_len}, {record.mode}, {precision(record)}"
     return Table("parts", case, columns, rows)
 
 

@@ -13,19 +13,8 @@ from memcheck.core.record import Record
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.trace import OUTSIDE
 from memcheck.core.units import alive_words, format_bytes
+from memcheck.report import cases
 from memcheck.report.alive import module_table, unit_of
-from memcheck.report.cases import (
-    CASE_FIELDS,
-    FIELD_WORDS,
-    NEEDS,
-    common_case,
-    count_of,
-    describe,
-    pair,
-    ratio,
-    ratio_words,
-    varying,
-)
 from memcheck.report.rows import MIB, PREDICTED, quotient
 from memcheck.report.tables import Cell, Column, Table
 
@@ -35,7 +24,7 @@ if TYPE_CHECKING:
 
 
 COMPARED = (
-    *NEEDS,
+    *cases.NEEDS,
     *("state_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes", "reserved_bytes"),
 )
 # The figures of a single prediction, in the order in which they are shown.
@@ -43,7 +32,7 @@ FIGURES = {
     "input_bytes": "inputs",
     "parameter_bytes": "parameters",
     "state_bytes": "state, part of the inputs",
-    **{field: FIELD_WORDS[field] for field in NEEDS},
+    **{field: cases.FIELD_WORDS[field] for field in cases.NEEDS},
     "forward_max_allocated_bytes": "max_memory_allocated after the forward",
     "backward_max_allocated_bytes": "max_memory_allocated after the backward",
     "oom_in_use_bytes": "in use when there was no room",
@@ -53,12 +42,14 @@ FIGURES = {
 
 def prediction_table(records: Sequence[Record]) -> Table:
     """One row for each case that was both measured and predicted."""
-    pairs = pair(records)
+    pairs = cases.pair(records)
     measured = [record for record, _ in pairs]
-    fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(measured)}]
+    fields = [
+        name for name in cases.CASE_FIELDS if name in {"operator", "query_len", "kv_len", *cases.varying(measured)}
+    ]
     columns = [Column("case", "case"), Column("status", "measured"), Column("predicted_status", "predicted")]
     for name in COMPARED:
-        stem, title = name.removesuffix("_bytes"), FIELD_WORDS[name]
+        stem, title = name.removesuffix("_bytes"), cases.FIELD_WORDS[name]
         columns += [
             Column(f"{stem}_measured_mib", title, "MiB", ".2f", rank=2),
             Column(f"{stem}_predicted_mib", f"{title}, predicted", "MiB", ".2f", rank=3),
@@ -67,15 +58,15 @@ def prediction_table(records: Sequence[Record]) -> Table:
         ]
     columns += [Column("certainty", "predicted is", rank=4)]
     rows = [row_of(*both, fields) for both in pairs]
-    title = f"Prediction beside measurement, {count_of(pairs)}: {common_case(measured)}"
+    title = f"Prediction beside measurement, {cases.count_of(pairs)}: {cases.common_case(measured)}"
     return Table("prediction", title, columns, rows, [PREDICTED, agreement(pairs)])
 
 
 def row_of(measured: Record, predicted: Record, fields: Sequence[str]) -> list[Cell]:
-    row: list[Cell] = [describe(measured, fields), status_words(measured), status_words(predicted)]
+    row: list[Cell] = [cases.describe(measured, fields), status_words(measured), status_words(predicted)]
     for name in COMPARED:
         row += [quotient(getattr(record, name), MIB) for record in (measured, predicted)]
-        row += [ratio_words(measured, predicted, name), ratio(measured, predicted, name)]
+        row += [cases.ratio_words(measured, predicted, name), cases.ratio(measured, predicted, name)]
     return [*row, predicted.certainty]
 
 
@@ -90,7 +81,7 @@ def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
         (share, name, measured)
         for measured, predicted in pairs
         for name in COMPARED
-        if (share := ratio(measured, predicted, name)) is not None
+        if (share := cases.ratio(measured, predicted, name)) is not None
     ]
     same = sum(share == 1 for share, _, _ in known)
     judged = [both for both in pairs if {record.status for record in both} <= {"ok", "oom"}]
@@ -99,8 +90,8 @@ def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
     if same == len(known):
         return counts
     share, name, record = max(known, key=lambda one: abs(one[0] - 1))
-    case = describe(record, CASE_FIELDS)
-    return f"{counts} Furthest off: {FIELD_WORDS[name]} of {case}, {share:.4g} x the predicted."
+    case = cases.describe(record, cases.CASE_FIELDS)
+    return f"{counts} Furthest off: {cases.FIELD_WORDS[name]} of {case}, {share:.4g} x the predicted."
 
 
 def unknown_words(predictions: Sequence[Record]) -> list[str]:
@@ -134,7 +125,7 @@ def case_words(record: Record) -> str:
     """ "softplus: cuda, RTX-4090, float32, batch 8, dim 256, causal, train, predicted, S 4096, T 4096"."""
     lengths = f"S {record.query_len}" + (f", T {record.kv_len}" if record.kv_len else "")
     backend = f", {record.backend}" if record.backend else ""
-    return f"{record.operator}: {common_case([record])}, {lengths}{backend}"
+    return f"{record.operator}: {cases.common_case([record])}, {lengths}{backend}"
 
 
 def alive_sentence(prediction: Prediction) -> str:

@@ -11,28 +11,8 @@ from pathlib import Path
 from memcheck.core.errors import unknown_name
 from memcheck.core.options import named
 from memcheck.core.record import Record
+from memcheck.report import cases
 from memcheck.report.accounting import doubt_lines, scaling_table
-from memcheck.report.cases import (
-    CASE_FIELDS,
-    FIELD_WORDS,
-    OWN_SIZES,
-    common_case,
-    count_of,
-    describe,
-    failure_note,
-    groups_besides,
-    has_sizes,
-    lengths,
-    models_among,
-    need,
-    operators_among,
-    pair,
-    place_of,
-    settings_of,
-    values_in_order,
-    values_of,
-    varying,
-)
 from memcheck.report.models import models_table
 from memcheck.report.predictions import prediction_table
 from memcheck.report.rows import (
@@ -66,7 +46,7 @@ CASE_COLUMNS = [
     BACKEND,
     MASK,
     *named_columns(("dtype", "mode", "compiled")),
-    Column("device", "device", read=place_of),
+    Column("device", "device", read=cases.place_of),
     Column("source", "source"),
     Column("bsz", "B"),
     Column("query_len", "S", audience="programs"),
@@ -75,7 +55,7 @@ CASE_COLUMNS = [
 ]
 ALWAYS_SHOWN = ("operator", "backend")
 SIZES = ("bsz", "dim", "query_len", "kv_len")
-OPERATORS_OWN = ("operator", *OWN_SIZES, "compiled")  # Cases that differ in nothing else are comparable.
+OPERATORS_OWN = ("operator", *cases.OWN_SIZES, "compiled")  # Cases that differ in nothing else are comparable.
 
 
 class Footnotes:
@@ -99,19 +79,19 @@ def note_columns(footnotes: Footnotes) -> list[Column]:
 
     def marks(record: Record) -> Cell:
         backend = f"{record.backend}: {record.backend_reason}" if record.backend_reason else ""
-        return footnotes.marks([failure_note(record), backend])
+        return footnotes.marks([cases.failure_note(record), backend])
 
     return [
         Column("note", "note", audience="people", read=marks),
-        Column("reason", "reason", audience="programs", read=lambda record: failure_note(record) or None),
+        Column("reason", "reason", audience="programs", read=lambda record: cases.failure_note(record) or None),
         Column("doubts", "doubts", audience="programs", read=lambda record: " ".join(record.doubts) or None),
     ]
 
 
 def case_columns(records: Sequence[Record]) -> list[Column]:
     """Columns of the case. In text, common settings move to the title; data formats keep every column."""
-    changing = {*ALWAYS_SHOWN, *varying(records, (*CASE_FIELDS, "source"))}
-    changing |= {"device"} if len({*map(place_of, records)}) > 1 else set()
+    changing = {*ALWAYS_SHOWN, *cases.varying(records, (*cases.CASE_FIELDS, "source"))}
+    changing |= {"device"} if len({*map(cases.place_of, records)}) > 1 else set()
     if all(record.core_dim in (None, record.dim) for record in records):
         changing.discard("core_dim")
     columns = [
@@ -125,12 +105,12 @@ def by_need(records: Sequence[Record]) -> list[tuple[Record, float | None]]:
     """The records by size, and those of equal sizes by their highest peak, each with its multiple of the least one."""
     groups: dict[object, list[Record]] = {}
     for record in records:
-        groups.setdefault(settings_of(record, OPERATORS_OWN), []).append(record)
+        groups.setdefault(cases.settings_of(record, OPERATORS_OWN), []).append(record)
     rows: list[tuple[Record, float | None]] = []
     for group in sorted(groups.values(), key=lambda group: [getattr(group[0], size) or 0 for size in SIZES]):
-        group.sort(key=lambda record: math.inf if (size := need(record)) is None else size)
-        several = len(group) > 1 and need(group[1]) is not None
-        rows += [(record, quotient(need(record), need(group[0])) if several else None) for record in group]
+        group.sort(key=lambda record: math.inf if (size := cases.need(record)) is None else size)
+        several = len(group) > 1 and cases.need(group[1]) is not None
+        rows += [(record, quotient(cases.need(record), cases.need(group[0])) if several else None) for record in group]
     return rows
 
 
@@ -151,7 +131,7 @@ def rows_table(
         *figures[times:],
         *note_columns(footnotes),
     ]
-    title = f"{count_of(records)}{words}: {common_case(records)}"
+    title = f"{cases.count_of(records)}{words}: {cases.common_case(records)}"
     more = [LEAST] if any(least.values()) else []
     return footnotes.below(Table.of(name, title, columns, records, [*notes, *more]), doubt_lines(records))
 
@@ -215,8 +195,8 @@ def cs336_tables(records: Sequence[Record]) -> list[Table]:
         for name, fields in CS336_COLUMNS.items()
     ]
     tables = []
-    for rows in groups_besides(records, besides):
-        words = describe(rows[0], [field for field in CASE_FIELDS if field not in besides])
+    for rows in cases.groups_besides(records, besides):
+        words = cases.describe(rows[0], [field for field in cases.CASE_FIELDS if field not in besides])
         rows.sort(key=lambda record: (record.dim or 0, record.query_len or 0, bool(record.compiled)))
         title = f"In the columns of cs336's published table: {words}"
         tables.append(Table.of(f"cs336 {words}", title, columns, rows, [CS336_NOTE]))
@@ -234,19 +214,21 @@ def pivot_tables(records: Sequence[Record], field: str) -> list[Table]:
     across: str = "dim"
     besides: tuple[str, ...] = ("query_len", "kv_len", "dim")
     # Each operator has one row for each length and shared setting.
-    one_each = len({settings_of(record, OWN_SIZES) for record in records}) == len(records)
-    if "dim" not in varying(records) and one_each:
-        across, besides = "operator", ("query_len", "kv_len", "operator", *OWN_SIZES)
-    return [pivot_table(rows, field, across, besides) for rows in groups_besides(records, besides)]
+    one_each = len({cases.settings_of(record, cases.OWN_SIZES) for record in records}) == len(records)
+    if "dim" not in cases.varying(records) and one_each:
+        across, besides = "operator", ("query_len", "kv_len", "operator", *cases.OWN_SIZES)
+    return [pivot_table(rows, field, across, besides) for rows in cases.groups_besides(records, besides)]
 
 
 def pivot_table(records: Sequence[Record], field: str, across: str, besides: Sequence[str]) -> Table:
-    heads = sorted(values_of(records, across)) if across == "dim" else list(values_in_order(records, across))
-    rows = sorted({(record.query_len or 0, record.kv_len or 0, lengths(record)) for record in records})
-    cells = {(lengths(record), getattr(record, across)): value_or_verdict(record, field) for record in records}
+    heads = (
+        sorted(cases.values_of(records, across)) if across == "dim" else list(cases.values_in_order(records, across))
+    )
+    rows = sorted({(record.query_len or 0, record.kv_len or 0, cases.lengths(record)) for record in records})
+    cells = {(cases.lengths(record), getattr(record, across)): value_or_verdict(record, field) for record in records}
     titles = [f"dim {head}" if across == "dim" else str(head) for head in heads]
     form = TIME if field.endswith("_ms") else ".2f"
-    words = describe(records[0], [name for name in CASE_FIELDS if name not in besides])
+    words = cases.describe(records[0], [name for name in cases.CASE_FIELDS if name not in besides])
     return Table(
         f"{field} {words}",
         f"{pivot_title(field)}: {words}",
@@ -265,7 +247,7 @@ def stacked_pivot(records: Sequence[Record], field: str) -> Table:
         for row in data_rows(pivot)
     ]
     heads = [Column("case", "case"), Column("length", "N"), *columns.values()]
-    title = f"{pivot_title(field)}, by length and {'dimension' if 'dim' in varying(records) else 'operator'}"
+    title = f"{pivot_title(field)}, by length and {'dimension' if 'dim' in cases.varying(records) else 'operator'}"
     return Table.of(f"pivot {field}", title, heads, rows)
 
 
@@ -273,18 +255,18 @@ def pivot_title(field: str) -> str:
     """A field's name and its unit: "peak forward, MiB". Times carry their units themselves."""
     if field.endswith("_ms"):
         return f"{field.removesuffix('_ms')} time"
-    words = FIELD_WORDS.get(field, field.replace("_bytes", "").replace("_", " "))
+    words = cases.FIELD_WORDS.get(field, field.replace("_bytes", "").replace("_", " "))
     return f"{words}, {'B' if 'per_token' in field else 'MiB'}"
 
 
 def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
     """All rows, and the tables of decoding, predictions, cs336 cases and whole models, as far as there are any."""
-    operators = operators_among(records)
+    operators = cases.operators_among(records)
     runs = [record for record in operators if record.mode != "decode"]
     tables = [records_table(runs, units)] if runs else []
     tables += [decode_table(operators)] if len(runs) < len(operators) else []
-    if models := models_among(records):
-        beside_measured = {id(predicted) for _, predicted in pair(models)}
+    if models := cases.models_among(records):
+        beside_measured = {id(predicted) for _, predicted in cases.pair(models)}
         tables.append(models_table([model for model in models if id(model) not in beside_measured]))
     tables += [beside] if (beside := prediction_table(records)).rows else []
     return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
@@ -292,7 +274,7 @@ def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
 
 def growth_tables(records: Sequence[Record]) -> list[Table]:
     """Scaling, and the standard pivots that have a value, of the cases that have sizes."""
-    runs = [record for record in operators_among(records) if record.mode != "decode" and has_sizes(record)]
+    runs = [record for record in cases.operators_among(records) if record.mode != "decode" and cases.has_sizes(record)]
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
     scaling = scaling_table(runs)
     return ([scaling] if scaling.rows else []) + [stacked_pivot(runs, field) for field in known]

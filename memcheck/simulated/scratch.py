@@ -13,14 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.core.devices import (
-    NEWEST_TRIED,
-    OLDEST_TRIED,
-    WORKSPACES_ON_BLACKWELL,
-    WORKSPACES_ON_THOR,
-    TorchChange,
-    Version,
-)
+from memcheck.core import devices
 from memcheck.core.tensors import tensors_in
 
 
@@ -31,12 +24,12 @@ class Target:
     kind: str  # "cpu" or "cuda".
     threads: int = 1
     architecture: tuple[int, int] | None = None  # Compute capability of a GPU: (8, 0).
-    torch_version: Version = NEWEST_TRIED
+    torch_version: devices.Version = devices.NEWEST_TRIED
     has_workspaces: bool = True  # False: cuBLAS's workspaces are left out.
     multiprocessors: int | None = None  # Of a GPU; None: unknown.
     searches: bool = False  # As torch.backends.cudnn.benchmark: cuDNN tries all algorithms of a new convolution.
 
-    def has(self, change: TorchChange) -> bool:
+    def has(self, change: devices.TorchChange) -> bool:
         return change.is_in(self.torch_version)
 
     @property
@@ -44,9 +37,9 @@ class Target:
         """The default of CUBLAS_WORKSPACE_CONFIG: :4096:2:16:8, or 32 MiB on newer GPUs."""
         major = self.architecture[0] if self.architecture else 0
         large = {9}
-        if self.has(WORKSPACES_ON_BLACKWELL):
+        if self.has(devices.WORKSPACES_ON_BLACKWELL):
             large |= {10, 12}
-        if self.has(WORKSPACES_ON_THOR):
+        if self.has(devices.WORKSPACES_ON_THOR):
             large |= {11}
         return 32 * 2**20 if major in large else (2 * 4096 + 8 * 16) * 2**10
 
@@ -162,7 +155,7 @@ class OperatorFacts:
     operands: str = "plain"
     source: str = ""
     measured_in: str = "tests/predict/test_operator_facts.py"
-    versions: tuple[Version, Version] = (OLDEST_TRIED, NEWEST_TRIED)
+    versions: tuple[devices.Version, devices.Version] = (devices.OLDEST_TRIED, devices.NEWEST_TRIED)
     sparse: str = ""
     on_host: tuple[int, ...] = ()
     uses_cublas: bool = False

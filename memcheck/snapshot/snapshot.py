@@ -16,16 +16,10 @@ from memcheck.core.options import named
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.core.step import Place
 from memcheck.core.units import few_lines
+from memcheck.report import snapshots
 from memcheck.report.alive import MOST_ROWS
 from memcheck.report.plots.style import image_element, shown
 from memcheck.report.plots.timeline import snapshot_figure
-from memcheck.report.snapshots import (
-    comparison_of,
-    name_of,
-    snapshot_object,
-    snapshot_sentences,
-    snapshot_tables,
-)
 from memcheck.report.tables import Sentences, Tables, to_html
 from memcheck.snapshot.analysis import analyse
 from memcheck.snapshot.files import read_data, uncollected
@@ -113,13 +107,13 @@ class Snapshot:
     def _repr_html_(self) -> str:
         macros, parts = html.macros(), []
         for record in self.records:
-            parts += [macros.listed(snapshot_sentences(record)), macros.picture(picture_of(record))]
-            parts += map(to_html, snapshot_tables(record, MOST_ROWS))
+            parts += [macros.listed(snapshots.snapshot_sentences(record)), macros.picture(picture_of(record))]
+            parts += map(to_html, snapshots.snapshot_tables(record, MOST_ROWS))
         return html.fragment(*parts)
 
     def summary(self) -> Sentences:
         """Whether memory ran out and why, the peak, what would have fitted, and how true that is."""
-        return Sentences(sentence for record in self.records for sentence in snapshot_sentences(record))
+        return Sentences(sentence for record in self.records for sentence in snapshots.snapshot_sentences(record))
 
     def table(self, kind: str | None = None) -> Tables:
         """Tables of each device. `kind`: "what-if", "lines", "modules", "sizes", "pools" or "growing"; default: all.
@@ -130,7 +124,7 @@ class Snapshot:
         kinds = ("what-if", "lines", "modules", "sizes", "pools", "growing")
         if kind is not None and kind not in kinds:
             raise unknown_name("table:", kind, kinds)
-        tables = (table for record in self.records for table in snapshot_tables(record, MOST_ROWS))
+        tables = (table for record in self.records for table in snapshots.snapshot_tables(record, MOST_ROWS))
         return Tables(table for table in tables if kind in (None, table.name))
 
     def plot(self) -> Figure:
@@ -139,17 +133,17 @@ class Snapshot:
 
     def compare(self, after: Snapshot) -> Tables:
         """What was alive at the peaks of this snapshot and of `after`, by line of Python."""
-        return Tables([comparison_of(self.record, after.record)[1]])
+        return Tables([snapshots.comparison_of(self.record, after.record)[1]])
 
     def to_dict(self) -> dict[str, Any]:
         """The record of the device with the most reserved memory as data, as `memcheck snapshot --format json`."""
-        return snapshot_object(self.record)
+        return snapshots.snapshot_object(self.record)
 
 
 def picture_of(record: SnapshotRecord) -> str:
     """The figure as an <img> of HTML."""
-    return image_element(figure_of(record), name_of(record), "png")
+    return image_element(figure_of(record), snapshots.name_of(record), "png")
 
 
 def figure_of(record: SnapshotRecord) -> Figure:
-    return snapshot_figure(record, title=f"Memory of {name_of(record)}", subtitle=record.settings)
+    return snapshot_figure(record, title=f"Memory of {snapshots.name_of(record)}", subtitle=record.settings)

@@ -144,7 +144,7 @@ def test_a_page_without_plots_or_sweeps(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("memcheck.cli.commands.report.inline_pictures", lambda *args: [("A picture.", SVG)])
+    monkeypatch.setattr("memcheck.report.plots.pictures.inline_pictures", lambda *args: [("A picture.", SVG)])
     write_json_lines(RECORDS, tmp_path / "records.jsonl")
     (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "new" / "page.html")]) == 0

@@ -27,14 +27,9 @@ from memcheck.core.prediction import SIZES as SIZES_IN_WORDS
 from memcheck.core.prediction import Largest, Prediction, certainty
 from memcheck.core.step import Place
 from memcheck.predict.api import Search, fits_by_interpolation
+from memcheck.report import predictions
 from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.plots.savings import Limit, plot_capacity
-from memcheck.report.predictions import (
-    SIZE_WORDS,
-    edge_verdict,
-    edges_table,
-    tensors_of,
-)
 from memcheck.report.tables import Screen, render
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
@@ -95,14 +90,14 @@ def fit_model(request: Fit) -> int:
         print(json.dumps(model_object(edges, predictor, axis), indent=1))
     else:
         screen = Screen.of(sys.stdout)
-        print(screen.fill(edge_verdict(first, axis)))
+        print(screen.fill(predictions.edge_verdict(first, axis)))
         known = first.at or first.beyond
         if known is not None:
             words = predictor.words(known, predictor.setting.but(**{axis: first.size or step}))
             print(*map(screen.fill, filter(None, [certainty(known), f"{words}."])), sep="\n")
             if request.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
-        print(f"\n{render([edges_table(edges, axis)], 'table', sys.stdout)}")
+        print(f"\n{render([predictions.edges_table(edges, axis)], 'table', sys.stdout)}")
     return DOES_NOT_FIT if request.fail_on_oom and first.at is None else 0
 
 
@@ -119,7 +114,7 @@ def edges_of(predictor: ModelPredictor, axis: str, step: int, request: Fit, bar:
 
     def search(setting: Setting) -> Search:
         def predict(size: int) -> Prediction:
-            bar.set_description_str(f"fit: trying {SIZE_WORDS[axis]} {size:,}")
+            bar.set_description_str(f"fit: trying {predictions.SIZE_WORDS[axis]} {size:,}")
             return predictor.predict(setting.but(**{axis: size}))
 
         return Search(predict, step, request.up_to, fits_by_interpolation)
@@ -146,7 +141,7 @@ def model_object(edges: Mapping[str, Largest], predictor: ModelPredictor, axis: 
         "record": first.at.record.values() if first.at else None,
         "next_record": first.beyond.record.values() if first.beyond else None,
         "changes": [
-            {"change": flags, "largest": edge.size, "need_bytes": edge.at and tensors_of(edge.at)}
+            {"change": flags, "largest": edge.size, "need_bytes": edge.at and predictions.tensors_of(edge.at)}
             for flags, edge in edges.items()
             if flags != AS_IT_IS
         ],

@@ -11,14 +11,7 @@ from typing import Any
 
 from memcheck.bench.case import Case
 from memcheck.bench.predict import predict_case
-from memcheck.cli.cases import (
-    attention_fields_of,
-    check_takes_window,
-    lengths_of,
-    make_any_case,
-    note_unused_options,
-    single_changes,
-)
+from memcheck.cli import cases
 from memcheck.cli.model_predictor import ModelPredictor
 from memcheck.cli.models import SIZES, Setting
 from memcheck.cli.options import DEFAULT_SIZES
@@ -26,18 +19,9 @@ from memcheck.cli.output import DOES_NOT_FIT, make_room, progress_bar
 from memcheck.cli.requests import Predict
 from memcheck.core.files import write_text
 from memcheck.core.prediction import EXPANDABLE, Prediction, certainty, has_fragments, verdict
+from memcheck.report import predictions
 from memcheck.report.layers import layers_table
 from memcheck.report.prediction_page import prediction_page
-from memcheck.report.predictions import (
-    alive_sentence,
-    buffers_words,
-    case_words,
-    changes_table,
-    figures_table,
-    modules_table,
-    operators_table,
-    tensors_of,
-)
 from memcheck.report.tables import Screen, render
 
 FEW = 2  # Doubts of a case that are shown without --doubts.
@@ -56,14 +40,19 @@ def predict_model(request: Predict) -> Prediction:
     with progress_bar(1, "predict"):
         prediction = predictor.predict()
     changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
-    words = [verdict(prediction), certainty(prediction), f"{predictor.words(prediction)}.", buffers_words(prediction)]
+    words = [
+        verdict(prediction),
+        certainty(prediction),
+        f"{predictor.words(prediction)}.",
+        predictions.buffers_words(prediction),
+    ]
     words += [f"doubt: {doubt}" for doubt in prediction.record.doubts] if request.doubts else []
     words = list(filter(None, words))
     tables = []
     if prediction.peak:
-        tables = [layers_table(prediction.layers) if request.layers else modules_table(prediction)]
-        tables += [operators_table(prediction)] if request.explain else []
-    tables += [changes_table(prediction, changes)] if changes else []
+        tables = [layers_table(prediction.layers) if request.layers else predictions.modules_table(prediction)]
+        tables += [predictions.operators_table(prediction)] if request.explain else []
+    tables += [predictions.changes_table(prediction, changes)] if changes else []
     if request.html is not None:
         command = shlex.join(["memcheck", *(request.words or ["predict"])])
         write_text(request.html, prediction_page(prediction, words, tables, command))
@@ -83,7 +72,7 @@ def model_object(prediction: Prediction, changes: Mapping[str, Prediction]) -> d
     return {
         **prediction_object(prediction),
         "fits": prediction.fits,
-        "need_bytes": tensors_of(prediction),
+        "need_bytes": predictions.tensors_of(prediction),
         "usable_bytes": prediction.place.room_bytes,
         "peak_phase": peak and peak.phase,
         "peak_module": peak and peak.module,
@@ -93,7 +82,7 @@ def model_object(prediction: Prediction, changes: Mapping[str, Prediction]) -> d
         "changes": [
             {
                 "change": flags,
-                "need_bytes": tensors_of(found),
+                "need_bytes": predictions.tensors_of(found),
                 "fits": found.fits,
                 "oom_phase": found.record.oom_phase,
             }
@@ -126,22 +115,22 @@ def predict_operator(request: Predict) -> Prediction:
 def print_case(request: Predict, prediction: Prediction) -> None:
     """Prints the verdict, how it is known, the figures, and what would help if the case does not fit."""
     screen, place, doubts = Screen.of(sys.stdout), prediction.place, prediction.record.doubts
-    words = [verdict(prediction), certainty(prediction), alive_sentence(prediction)]
+    words = [verdict(prediction), certainty(prediction), predictions.alive_sentence(prediction)]
     words += [f"doubt: {doubt}" for doubt in doubts[: None if request.doubts else FEW]]
     print(*map(screen.fill, filter(None, words)), sep="\n")
     changes: dict[str, Prediction] = {}
     if prediction.record.oom_phase and not request.no_changes:
-        others = single_changes(prediction.case)
+        others = cases.single_changes(prediction.case)
         changes = {flag: predict_case(it, place, dense_grad=request.dense_grad) for flag, it in others}
         if has_fragments(prediction):
             there = dataclasses.replace(place, expandable_segments=True)
             changes[EXPANDABLE] = predict_case(prediction.case, there, dense_grad=request.dense_grad)
         changes = {flag: found for flag, found in changes.items() if found.record.status != "skipped"}
-    tables = [changes_table(prediction, changes)] if changes else []
+    tables = [predictions.changes_table(prediction, changes)] if changes else []
     if prediction.terms and (request.explain or not changes):
-        tables.insert(0, figures_table(prediction, with_terms=request.explain))
+        tables.insert(0, predictions.figures_table(prediction, with_terms=request.explain))
     else:
-        print(screen.fill(f"{case_words(prediction.record)}."))
+        print(screen.fill(f"{predictions.case_words(prediction.record)}."))
     if tables:
         print(f"\n{render(tables, 'table', sys.stdout)}")
 
@@ -150,10 +139,10 @@ def make_case_of(request: Predict) -> Case:
     """The case of the flags."""
     (name,), (bsz,) = request.attention_type or ["naive"], request.bsz or [1]
     (dim,) = request.dim or [DEFAULT_SIZES["dim"]]
-    ((query_len, kv_len),) = lengths_of(vars(request), [1024])
-    check_takes_window(request.window, [name])
+    ((query_len, kv_len),) = cases.lengths_of(vars(request), [1024])
+    cases.check_takes_window(request.window, [name])
     sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim}
     more = {"dtype": request.dtype or "float32", "mode": request.mode, "compiled": request.compile}
-    case = make_any_case(name, attention_fields_of(request), **sizes, **more)
-    note_unused_options(request, [case])
+    case = cases.make_any_case(name, cases.attention_fields_of(request), **sizes, **more)
+    cases.note_unused_options(request, [case])
     return case

@@ -24,14 +24,7 @@ from memcheck.report.alive import MOST_ROWS_OF_PAGE
 from memcheck.report.cases import has_sizes, is_model, models_among, parse_wanted, select
 from memcheck.report.models import parts_tables
 from memcheck.report.page import html_page
-from memcheck.report.plots.pictures import (
-    KINDS,
-    check_axis,
-    check_kind,
-    inline_pictures,
-    pictures_of,
-    write_pictures,
-)
+from memcheck.report.plots import pictures
 from memcheck.report.plots.style import FORMATS
 from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
 from memcheck.report.script_tables import script_page, script_report
@@ -118,15 +111,15 @@ def requested_tables(records: Sequence[Record], request: Report) -> list[Table]:
 def write_plots(records: Sequence[Record], request: Report) -> list[Path]:
     """Writes the pictures of --plot to --output, or beside the records of the first folder."""
     folder, paths = request.output or request.folders[0], list[Path]()
-    x = check_axis(request.x, named("x"))
+    x = pictures.check_axis(request.x, named("x"))
     for word in request.plot or ():
         kind, dot, suffix = word.partition(".")
         if dot and suffix not in FORMATS:
             raise unknown_name(named("plot"), word, [f"{kind}.{known}" for known in FORMATS])
-        kinds = KINDS if kind == "all" else [check_kind(kind, named("plot"))]
+        kinds = pictures.KINDS if kind == "all" else [pictures.check_kind(kind, named("plot"))]
         how: dict[str, Any] = {"formats": [suffix] if dot else ["png", "svg"], "watch": watch, "title": request.title}
         try:
-            made = write_pictures(
+            made = pictures.write_pictures(
                 records, folder, styles=styles_of_contenders(), kinds=kinds, x=x, log=not request.linear, **how
             )
         except OSError as error:
@@ -143,7 +136,7 @@ def write_page(records: Sequence[Record], folders: Sequence[Path], path: Path) -
     styles = styles_of_contenders()
     sweeps = [sweep for folder in folders if (sweep := read_sweep(folder))]
     operators = [record for record in records if not is_model(record)]
-    plots = inline_pictures(pictures_of(records, styles=styles), watch)
+    plots = pictures.inline_pictures(pictures.pictures_of(records, styles=styles), watch)
     title = "What attention costs" if any(map(has_sizes, operators)) else "Peak memory"
     page = html_page(records, title=title, plots=plots, sweeps=sweeps)
     try:

@@ -12,43 +12,26 @@ from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.core.units import Style
 from memcheck.report.cases import common_case, has_sizes
-from memcheck.report.plots.series import (
-    Line,
-    Quantity,
-    View,
-    axis_among,
-    axis_words,
-    groups_of,
-    undrawn_note,
-    views_along,
-)
-from memcheck.report.plots.style import (
-    GREY,
-    HATCHES,
-    add_note,
-    distinct_styles,
-    in_house_style,
-    new_panels,
-    save,
-    set_linear,
-    set_powers,
-    set_ticks,
-    spaced,
-)
+from memcheck.report.plots import series, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORWARD = Quantity("Forward", ("forward_peak_bytes",))
-BACKWARD = Quantity("Forward + backward", ("forward_peak_bytes", "backward_peak_bytes"))
-WHOLE_STEP = Quantity("With the optimizer", ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"))
+FORWARD = series.Quantity("Forward", ("forward_peak_bytes",))
+BACKWARD = series.Quantity("Forward + backward", ("forward_peak_bytes", "backward_peak_bytes"))
+WHOLE_STEP = series.Quantity(
+    "With the optimizer", ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
+)
 # The quantities of each kind of figure, a panel each.
 FIGURES = {
     "memory": [FORWARD, BACKWARD, WHOLE_STEP],
-    "kept": [Quantity("Kept for the backward", ("saved_bytes",))],
-    "time": [Quantity(phase.capitalize(), (f"{phase}_ms",)) for phase in ("forward", "backward", "optimizer")],
-    "decode": [Quantity("State", ("state_bytes",)), Quantity("Peak of one step", ("forward_peak_bytes",))],
+    "kept": [series.Quantity("Kept for the backward", ("saved_bytes",))],
+    "time": [series.Quantity(phase.capitalize(), (f"{phase}_ms",)) for phase in ("forward", "backward", "optimizer")],
+    "decode": [
+        series.Quantity("State", ("state_bytes",)),
+        series.Quantity("Peak of one step", ("forward_peak_bytes",)),
+    ],
 }
 TITLES = {
     "memory": "peak memory",
@@ -65,7 +48,7 @@ MARKS = {"oom": "x", "timeout": r"$\mathbf{T}$", "killed": r"$\mathbf{K}$", "ski
 ENDINGS = {"oom": "OOM", "timeout": "timeout", "killed": "killed", "skipped": "not run"}
 
 
-def quantities_of(kind: str, records: Sequence[Record]) -> list[Quantity]:
+def quantities_of(kind: str, records: Sequence[Record]) -> list[series.Quantity]:
     """The quantities of a kind, or of a field such as "saved_bytes", that these records have."""
     decoding = records[0].mode == "decode"
     if kind == "memory":  # Its panels show where memory ran out, even if no case has a peak.
@@ -76,15 +59,15 @@ def quantities_of(kind: str, records: Sequence[Record]) -> list[Quantity]:
     if kind == ("kept" if decoding else "decode"):
         return []
     words = kind.removesuffix("_ms").removesuffix("_bytes").replace("_", " ").capitalize()
-    quantities = FIGURES.get(kind) or [Quantity(words, (kind,))]
+    quantities = FIGURES.get(kind) or [series.Quantity(words, (kind,))]
     return [quantity for quantity in quantities if any(quantity.value(record) is not None for record in records)]
 
 
-def drawn_views(records: Sequence[Record], x: str | None) -> list[View]:
+def drawn_views(records: Sequence[Record], x: str | None) -> list[series.View]:
     """The views with points enough for a line, or if nothing varies and no axis was asked for, those of bars."""
     if not any(map(has_sizes, records)):
-        return [View("length", {}, list(records))]
-    views = views_along(records, axis_among(records, x))
+        return [series.View("length", {}, list(records))]
+    views = series.views_along(records, series.axis_among(records, x))
     lines = [view for view in views if len(view.positions) > 1]
     return lines if lines or x else views
 
@@ -94,10 +77,10 @@ class Panel:
     """What a panel of a figure shows."""
 
     title: str
-    quantity: Quantity
-    lines: list[Line]
+    quantity: series.Quantity
+    lines: list[series.Line]
 
-    def missing(self) -> Iterator[tuple[Line, int, str]]:
+    def missing(self) -> Iterator[tuple[series.Line, int, str]]:
         """The cases without a value: line, x and status."""
         for line in self.lines:
             for x, record in line.points:
@@ -105,7 +88,7 @@ class Panel:
                     yield line, x, how
 
 
-@in_house_style
+@style.in_house_style
 def figure(
     records: Sequence[Record],
     kind: str = "memory",
@@ -124,7 +107,7 @@ def figure(
         UsageError: the records differ in more than one figure can show.
         MemcheckError: there is nothing to draw.
     """
-    groups = groups_of(records, x)
+    groups = series.groups_of(records, x)
     if len(groups) > 1:
         raise UsageError(f"a figure shows one setting, got {' and '.join(words for words, _ in groups)}")
     records = groups[0][1] if groups else []
@@ -134,7 +117,7 @@ def figure(
     if len(views) * len(quantities) > MOST_PANELS:
         quantities = quantities[-1:]
     names = dict.fromkeys(line.name for view in views for line in view.lines({}))
-    drawn = distinct_styles(names, styles or {})
+    drawn = style.distinct_styles(names, styles or {})
     several = len(quantities) > 1 or (kind == "memory" and len(views) == 1)
     panels = [
         Panel(", ".join(filter(None, [quantity.title * several, view.words()])), quantity, view.lines(drawn))
@@ -143,20 +126,20 @@ def figure(
     ]
     columns = len(quantities) if len(quantities) > 1 else 2 if len(views) in (2, 4) else COLUMNS
     words = title or title_of(kind), common_case(records) if subtitle is None else subtitle
-    label = axis_words(records, views[0].x)
+    label = series.axis_words(records, views[0].x)
     if all(len(view.positions) < 2 for view in views):
         result, drawn_as = bar_figure(panels, columns, words, label), "black: predicted"
     else:
         result = line_figure(panels, columns, words, label, log=log)
         drawn_as = "marks: measured; lines: predicted, else from mark to mark"
-    add_note(result, *notes_of(panels, drawn_as), undrawn_note(records, views[0].x))
+    style.add_note(result, *notes_of(panels, drawn_as), series.undrawn_note(records, views[0].x))
     return result
 
 
 def plot_figure(records: Sequence[Record], path: Path | str, kind: str = "memory", **how: Any) -> Figure:
     """Draws a figure and writes it to `path`. how: as of figure()."""
     drawn = figure(records, kind, **how)
-    save(drawn, path)
+    style.save(drawn, path)
     return drawn
 
 
@@ -168,7 +151,9 @@ def title_of(kind: str) -> str:
 def line_figure(panels: Sequence[Panel], columns: int, words: tuple[str, str], label: str, *, log: bool) -> Figure:
     rows, names = math.ceil(len(panels) / columns), {line.name for panel in panels for line in panel.lines}
     height = max(3.4 if rows == 1 else 2.4, 0.19 * (len(names) + 4) / rows)
-    figure, axes = new_panels(len(panels), *words, panel=height, around=1.0, columns=columns, sharey=True, sharex=True)
+    figure, axes = style.new_panels(
+        len(panels), *words, panel=height, around=1.0, columns=columns, sharey=True, sharex=True
+    )
     sizes = [y for panel in panels for line in panel.lines for _, y in panel.quantity.along(line.points)]
     # On a linear axis, one large prediction would flatten all measurements.
     limit = math.inf if log or not sizes else 1.25 * max(sizes)
@@ -196,7 +181,7 @@ def line_figure(panels: Sequence[Panel], columns: int, words: tuple[str, str], l
     return figure
 
 
-def look_of(line: Line, how: str = "") -> dict[str, Any]:
+def look_of(line: series.Line, how: str = "") -> dict[str, Any]:
     """Keywords of a mark of the line, or of its cases that have no value. It is hollow where nothing ran."""
     colour, mark = line.style.colour, MARKS.get(how, "")
     face = colour if line.measured and how != "skipped" else "white"
@@ -204,7 +189,7 @@ def look_of(line: Line, how: str = "") -> dict[str, Any]:
     return {"color": colour, "ls": "none", "mfc": face, **shape}
 
 
-def draw_line(ax: Axes, line: Line, quantity: Quantity, limit: float, *, log: bool) -> None:
+def draw_line(ax: Axes, line: series.Line, quantity: series.Quantity, limit: float, *, log: bool) -> None:
     """Marks of the measured values, hollow ones where only the prediction is known, and the line of the predictions.
 
     Where nothing is predicted, the line goes from mark to mark.
@@ -232,20 +217,20 @@ def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
         # Set explicitly: if no case finished, there are no points from which matplotlib could derive it.
         margin = (max(positions) / min(positions)) ** 0.06
         ax.set_xlim(min(positions) / margin, max(positions) * margin)
-        set_ticks(ax.xaxis, spaced(positions), str)
+        style.set_ticks(ax.xaxis, style.spaced(positions), str)
     else:
         ax.set_xlim(0, 1.05 * max(positions))
 
 
-def set_y(axes: Sequence[Axes], quantity: Quantity, *, log: bool, room: float) -> None:
+def set_y(axes: Sequence[Axes], quantity: series.Quantity, *, log: bool, room: float) -> None:
     """The axis that all panels share, around what is drawn. room: the share of it for rows of marks above."""
     values = [y for ax in axes for y in (ax.dataLim.y0, ax.dataLim.y1) if math.isfinite(y)]
     if log:
-        set_powers(axes[0], values, quantity.text, room=room)
+        style.set_powers(axes[0], values, quantity.text, room=room)
         return
     highest = max(values, default=0) or 2.0**20
     axes[0].set_ylim(0, 1.06 * highest / (1 - room))
-    set_linear(axes[0].yaxis, highest, quantity.text)
+    style.set_linear(axes[0].yaxis, highest, quantity.text)
 
 
 def legend_of(panels: Sequence[Panel]) -> list[Any]:
@@ -264,7 +249,7 @@ def legend_of(panels: Sequence[Panel]) -> list[Any]:
     ]
     for how in [how for how in MARKS if how in {how for _, how in ends}]:
         look: dict[str, Any] = {"marker": MARKS[how] or "o", "mfc": "white", "mew": 2.2 if how == "oom" else 1.3}
-        handles.append(Line2D([], [], ls="none", color=GREY, label=ENDINGS[how], **look))
+        handles.append(Line2D([], [], ls="none", color=style.GREY, label=ENDINGS[how], **look))
     return handles
 
 
@@ -286,7 +271,7 @@ def bar_figure(panels: Sequence[Panel], columns: int, words: tuple[str, str], la
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     height = 0.6 + 0.36 * max(len(names), 2)
     shape: dict[str, Any] = {"panel": height, "around": 1.0, "columns": columns, "sharex": True, "sharey": True}
-    figure, axes = new_panels(len(panels), *words, **shape)
+    figure, axes = style.new_panels(len(panels), *words, **shape)
     for ax, panel in zip(axes, panels, strict=True):
         for line in panel.lines:
             ((x, record),) = line.points
@@ -294,7 +279,7 @@ def bar_figure(panels: Sequence[Panel], columns: int, words: tuple[str, str], la
             how, expected = panel.quantity.missing(record), line.expected_at(x, panel.quantity)
             width = 0.0 if how or value is None else value
             face, edge = (line.style.colour, "white") if line.measured else ("white", line.style.colour)
-            hatch = HATCHES[place % len(HATCHES)]
+            hatch = style.HATCHES[place % len(style.HATCHES)]
             ax.barh(place, width, height=0.65, color=face, edgecolor=edge, hatch=hatch, label=line.name)
             if expected and line.measured:
                 ax.plot([expected], [place], marker="|", color="black", ms=20, mew=1.5, label="_predicted")
@@ -308,5 +293,5 @@ def bar_figure(panels: Sequence[Panel], columns: int, words: tuple[str, str], la
     highest = highest if math.isfinite(highest) and highest else 2.0**20
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set(ylim=(len(names) - 0.4, -0.6), xlim=(0, 1.4 * highest))  # The first operator stands at the top.
-    set_linear(axes[0].xaxis, highest, panels[0].quantity.text, 2.5)
+    style.set_linear(axes[0].xaxis, highest, panels[0].quantity.text, 2.5)
     return figure

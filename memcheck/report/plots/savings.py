@@ -9,21 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import UsageError
 from memcheck.core.units import Style
+from memcheck.report.plots import style
 from memcheck.report.plots.figure import ENDINGS, quantities_of
 from memcheck.report.plots.series import Line, Quantity, View, axis_words
-from memcheck.report.plots.style import (
-    GREY,
-    HATCHES,
-    add_note,
-    distinct_styles,
-    in_house_style,
-    new_figure,
-    new_panels,
-    save,
-    set_powers,
-    set_ticks,
-    spaced,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +45,7 @@ def fullest_view(views: Sequence[View]) -> View | None:
     return fullest[(len(fullest) - 1) // 2] if fullest else None
 
 
-@in_house_style
+@style.in_house_style
 def savings(view: View, *, styles: Mapping[str, Style], title: str, subtitle: str = "") -> Figure:
     """A panel per operator and a bar per x: the standard's peak memory divided by the operator's."""
     lines = view.lines(styles)
@@ -67,12 +55,12 @@ def savings(view: View, *, styles: Mapping[str, Style], title: str, subtitle: st
     quantity = quantities_of("memory", view.records)[-1]
     (base,) = (line for line in lines if line.name == standard)
     others = [line for line in lines if line is not base and ratios(line, base, quantity)]
-    figure, panels = new_panels(
+    figure, panels = style.new_panels(
         len(others), title, subtitle, panel=2.1, around=1.0, columns=COLUMNS, sharey=True, sharex=True
     )
-    places = sorted(spaced(view.positions))[-MOST_BARS:]
+    places = sorted(style.spaced(view.positions))[-MOST_BARS:]
     for number, (ax, line) in enumerate(zip(panels, others, strict=True)):
-        draw_ratios(ax, line, base, quantity, places, HATCHES[number % len(HATCHES)])
+        draw_ratios(ax, line, base, quantity, places, style.HATCHES[number % len(style.HATCHES)])
         if number + COLUMNS >= len(others):
             # Two lines where one might run into that of the next panel.
             ax.set_xlabel(axis_words(view.records, view.x).replace(", ", ",\n"))
@@ -81,10 +69,10 @@ def savings(view: View, *, styles: Mapping[str, Style], title: str, subtitle: st
     if panels:
         # Room for the values below bars that go down.
         lowest = min(found) / 1.7 if min(found) < 1 else 1.0
-        set_powers(panels[0], [*found, lowest], lambda y: f"{y:.3g}x", room=0.1)
+        style.set_powers(panels[0], [*found, lowest], lambda y: f"{y:.3g}x", room=0.1)
     figure.supylabel(f"{standard} / operator", fontsize=10)
     hollow = any(predicted for line in others for _, predicted in ratios(line, base, quantity).values())
-    add_note(
+    style.add_note(
         figure, f"peak memory, {quantity.title.lower()}", f"hollow: {standard} predicted, not run" if hollow else ""
     )
     return figure
@@ -113,7 +101,7 @@ def draw_ratios(ax: Axes, line: Line, base: Line, quantity: Quantity, places: Se
         elif x in rows and x in standard:
             one = rows[x] if quantity.value(rows[x]) is None else standard[x]
             words = ("" if one is rows[x] else "standard: ") + ENDINGS.get(one.status, one.status)
-            write(ax, words, place, 1, above=True, rotation=90, fontsize=8, color=GREY)
+            write(ax, words, place, 1, above=True, rotation=90, fontsize=8, color=style.GREY)
     ax.axhline(1, color="black", lw=0.8, ls=":", label="_one")
     ax.set_xticks(range(len(places)), [str(x) for x in places], fontsize=9 if len(places) < 7 else 8)
     ax.set_xlim(-0.6, len(places) - 0.4)
@@ -137,7 +125,7 @@ class Limit:
     open: bool = False
 
 
-@in_house_style
+@style.in_house_style
 def capacity_figure(
     curves: Mapping[str, Sequence[Limit]],
     styles: Mapping[str, Style],
@@ -152,9 +140,9 @@ def capacity_figure(
 
     Both are "seq_len", "bsz", "dim" or words of their own.
     """
-    figure = new_figure(7.6, 4.6, title, subtitle)
+    figure = style.new_figure(7.6, 4.6, title, subtitle)
     ax = figure.subplots()
-    drawn = distinct_styles(curves, styles)
+    drawn = style.distinct_styles(curves, styles)
     every = [edge for edges in curves.values() for edge in edges]
     nothing = [name for name, edges in curves.items() if not all(edge.largest for edge in edges)]
     for name, edges in curves.items():
@@ -172,20 +160,20 @@ def capacity_figure(
     ax.set_xlabel(WORDS.get(along, along))
     ax.set_ylabel(f"largest {WORDS.get(found, found)} that fits")
     ax.set_xscale("log", base=2)
-    set_ticks(ax.xaxis, spaced({edge.x for edge in every}), str)
-    set_powers(ax, [edge.largest for edge in every], lambda y: f"{y:,.0f}")
+    style.set_ticks(ax.xaxis, style.spaced({edge.x for edge in every}), str)
+    style.set_powers(ax, [edge.largest for edge in every], lambda y: f"{y:,.0f}")
     if nothing:
         low, high = ax.get_ylim()
         share = min(0.05 * (len(nothing) + 1), 0.6)
         ax.set_ylim(low / (high / low) ** (share / (1 - share)), high)
     figure.legend(loc="outside right center", handlelength=3)
     unended = "hollow: the search ended there, more may fit" if any(edge.open for edge in every) else ""
-    add_note(figure, unended, "x: nothing fits" if nothing else "", note)
+    style.add_note(figure, unended, "x: nothing fits" if nothing else "", note)
     return figure
 
 
 def plot_capacity(curves: Mapping[str, Sequence[Limit]], path: Path | str, **how: Any) -> Figure:
     """Draws the capacities and writes them to `path`. how: as of capacity_figure."""
     figure = capacity_figure(curves, **how)
-    save(figure, path)
+    style.save(figure, path)
     return figure
