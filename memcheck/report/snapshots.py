@@ -226,7 +226,7 @@ def holes_table(holes: Iterable[Holes], title: str) -> Table:
 
 def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[str], Table]:
     """Two snapshots: what was reserved in a sentence, and what was alive at the peaks by line, by change."""
-    sides = [sums_by_line(record.peak.alive) for record in (before, after)]
+    sides = [{line["line"]: line["bytes"] for line in line_objects(record.peak.alive)} for record in (before, after)]
     unit = unit_of(max(before.peak.allocated_bytes, after.peak.allocated_bytes))
     lines = {line: (sides[0].get(line, 0), sides[1].get(line, 0)) for line in sides[0] | sides[1]}
     title = f"Alive at the peaks, by line: {name_of(before)}, then {name_of(after)}"
@@ -266,10 +266,6 @@ def switched(record: SnapshotRecord) -> float | None:
     """Reserved MiB if expandable segments had been on, or off where they were on."""
     found = (case for case in record.what_if if case.settings.startswith("expandable_segments"))
     return next((in_unit(case.peak_reserved_bytes, "MiB") for case in found if case.fits), None)
-
-
-def sums_by_line(alive: Iterable[Alive]) -> dict[str, int]:
-    return {line["line"]: line["bytes"] for line in line_objects(alive)}
 
 
 def line_objects(alive: Iterable[Alive]) -> list[dict[str, Any]]:

@@ -107,7 +107,10 @@ class Snapshot:
     def _repr_html_(self) -> str:
         macros, parts = html.macros(), []
         for record in self.records:
-            parts += [macros.listed(snapshots.snapshot_sentences(record)), macros.picture(picture_of(record))]
+            parts += [
+                macros.listed(snapshots.snapshot_sentences(record)),
+                macros.picture(image_element(figure_of(record), snapshots.name_of(record), "png")),
+            ]
             parts += map(to_html, snapshots.snapshot_tables(record, MOST_ROWS))
         return html.fragment(*parts)
 
@@ -138,11 +141,6 @@ class Snapshot:
     def to_dict(self) -> dict[str, Any]:
         """The record of the device with the most reserved memory as data, as `memcheck snapshot --format json`."""
         return snapshots.snapshot_object(self.record)
-
-
-def picture_of(record: SnapshotRecord) -> str:
-    """The figure as an <img> of HTML."""
-    return image_element(figure_of(record), snapshots.name_of(record), "png")
 
 
 def figure_of(record: SnapshotRecord) -> Figure:

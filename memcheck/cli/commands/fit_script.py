@@ -8,7 +8,7 @@ import sys
 
 from memcheck.cli.output import DOES_NOT_FIT
 from memcheck.cli.script_requests import FitScript
-from memcheck.cli.trials import Trial, Trials
+from memcheck.cli.trials import Trials
 from memcheck.core.errors import MemcheckError
 from memcheck.core.script_record import ScriptRecord
 from memcheck.report.alive import size_of
@@ -47,7 +47,9 @@ def searched(request: FitScript, tried: Trials) -> int:
         count = min(max(count, low + 1), high - 1)
         trial = tried(count * request.step)
         if trial.fits is None:
-            raise MemcheckError(f"{shlex.join(trial.record.command)} fails: {reason_of(trial)}")
+            record = trial.record
+            reason = record.error or f"exit code {record.exit_code}, after {trial.words!r}"
+            raise MemcheckError(f"{shlex.join(record.command)} fails: {reason}")
         if trial.fits:
             check_grows(request, fitting, count, trial.record)
             fitting[count] = trial.record
@@ -75,10 +77,6 @@ def guessed(fitting: dict[int, ScriptRecord], high: int, is_bounded: bool) -> in
     if not is_bounded:
         return min(max(found, low + 1), MOST_TIMES * low)
     return found if low < found < high else (low + high) // 2
-
-
-def reason_of(trial: Trial) -> str:
-    return trial.record.error or f"exit code {trial.record.exit_code}, after {trial.words!r}"
 
 
 def check_grows(request: FitScript, fitting: dict[int, ScriptRecord], count: int, record: ScriptRecord) -> None:
