@@ -292,39 +292,6 @@ def test_modes_and_dtypes(fit) -> None:
     assert largest("--up-to", "100") == 100
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--device toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB, and T4"),
-        ("--device cpu", "device cpu has no limit to find: give it one, as --memory-limit 16GiB"),
-        (
-            "--device T4 --seq-len 512",
-            "--find seq-len searches for this size: leave out --seq-len, or find another one",
-        ),
-        ("--device T4 --find bsz --bsz 4", "--find bsz searches for this size: leave out --bsz"),
-        ("--device T4 --find heads", "--find"),
-        ("--device T4 --attention-type soft", "--attention-type soft is unknown; did you mean softmax? Known: naive"),
-        ("--device T4 --dtype int8", "--dtype int8 is unknown"),
-        ("--device T4 --dim 10", "--dim must be divisible by --heads for naive, got --dim 10 --heads 4"),
-        ("--device T4 --bsz 0", "--bsz must be at least 1"),
-        ("--device T4 --step 0", "--step must be at least 1"),
-        ("--device T4 --step 64 --up-to 32", "--up-to must be at least the step of 64, got 32"),
-        ("--device T4 --plot picture.gif", "--plot picture.gif must end in one of .png, .svg, .pdf"),
-        ("--device T4 --plot /dev/null/picture.png", "--plot /dev/null/picture.png cannot be written to: "),
-        ("--device T4 --memory-limit lots", "--memory-limit must look like 40GiB"),
-        ("--device T4 --device-from-this-gpu", "--device T4 and --device-from-this-gpu exclude each other"),
-        ("--device T4 --format yaml", "--format"),
-        ("--device T4 --query-len 4", "unrecognized arguments: --query-len 4"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(capsys, flags: str, words: str) -> None:
-    assert main(["fit", *flags.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-
-
 def test_an_operator_that_fails_is_named(tmp_path: Path, capsys) -> None:
     plugin = tmp_path / "clumsy.py"
     plugin.write_text(

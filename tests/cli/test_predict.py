@@ -158,28 +158,3 @@ def test_threads_and_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None
     assert (one["threads"], two["threads"]) == (1, 2)
     assert "grad y, expanded" in one["terms"]["backward_peak_bytes"]
     assert "grad y" in two["terms"]["backward_peak_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--device", "A3"], "--device A3 is unknown; known: cpu"),
-        (["--device", "A100"], "--device A100 is one of several: A100-40GB, A100-80GB"),
-        (["--attention-type", "hard"], "--attention-type hard is unknown; known: naive"),
-        (["--attention-type", "naive,softmax"], "predict takes one; memcheck sweep --predict-only takes several"),
-        (["--dim", "13"], "--dim must be divisible by --heads for naive"),
-        (["--bsz", "0"], "--bsz must be at least 1, got 0"),
-        (["--seq-len", "8", "--kv-len", "8"], "--seq-len sets both lengths"),
-        (["--query-len", "16", "--kv-len", "8"], "--query-len must not exceed --kv-len when causal"),
-        (["--mode", "decode", "--query-len", "2"], "--query-len must be 1 in --mode decode, got 2"),
-        (["--memory-limit", "much"], "--memory-limit must look like 40GiB"),
-        (["--dtype", "int8"], "--dtype int8 is unknown"),
-        (["--format", "yaml"], "is unknown; known: "),
-    ],
-)
-def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
-    assert main(["predict", *flags, *([] if "--device" in flags else ["--device", "cpu"])]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert words in said.err
-    assert said.err.count("\n") == 1

@@ -279,32 +279,6 @@ def test_predict_runs_nothing(
     assert small["saved_bytes"] == sum(small["kept_by_part"].values())
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--size", "huge"), "--size huge is unknown; known: tiny, mini, small, medium, large, xl, 2.7B"),
-        (("--attention-type", "flash"), "--attention-type flash is unknown; known: naive, softmax, linear"),
-        (("--mode", "infer"), "--mode infer is unknown; known: forward, backward, train"),
-        (("--dtype", "int8"), "--dtype int8 is unknown"),
-        (("--feed-forward", "gelu"), "--feed-forward gelu is unknown; did you mean swiglu? Known: swiglu, combinator"),
-        (("--context", "0"), "--context must be at least 1, got 0"),
-        (("--autocast", "fp32"), "--autocast must be bf16 or fp16, as a text"),
-        (("--autocast", "--dtype", "bf16"), "--autocast needs parameters in float32, got --dtype bfloat16"),
-        (("--device", "A100-40GB"), "--device A100-40GB is no device of this machine"),
-        (("--device-from-this-gpu",), "--device-from-this-gpu is for --predict"),
-        (("--predict", "--trace", "x.json"), "--trace needs a single case that runs"),
-        (("--trace", "/dev/null/x.json"), "--trace /dev/null/x.json cannot be written to"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], message: str
-) -> None:
-    code, out, err = run(capsys, *words, "--output", str(tmp_path))
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-
-
 def test_snapshot_and_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     snapshot, trace = tmp_path / "snapshot.pickle", tmp_path / "trace.json"
     words = ("--context", "16", "--no-time", "--snapshot", str(snapshot), "--trace", str(trace))

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ FILES = {
     "number.py": "from memcheck.bench.catalog import register\nregister('mine', 7)\n",
     "nameless.py": "from memcheck.bench.catalog import register\nregister('', print)\n",
     "model.py": "import torch\nmake = lambda: (torch.nn.Linear(4, 4), torch.ones(2, 4))\n",
+    "net.py": Path(__file__).with_name("net.py").read_bytes(),
     "latin.toml": b'attention-type = "na\xefve"\n',
     "latin.py": b'name = "na\xefve"\n',
     "not.ipynb": "{}",
@@ -60,6 +62,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder/records.jsonl").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     return tmp_path
 
 

@@ -40,24 +40,6 @@ def test_what_was_asked_for(results: Path, tmp_path: Path) -> None:
     assert "naive" not in picture
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--plot", "pie"], "--plot pie is unknown; known: memory, kept, time, decode, savings, device_total_bytes"),
-        (["--plot", "memory.gif"], "--plot memory.gif is unknown; did you mean memory.svg? Known: memory.png"),
-        (["--plot", "memory", "--x", "batch"], "--x batch is unknown; known: seq-len, kv-len"),
-        (["--plot", "memory", "--output", "/dev/null/x"], "--output /dev/null/x cannot be written to"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(
-    results: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", str(results), *words]) == 2
-    printed = capsys.readouterr()
-    assert said in printed.err
-    assert (printed.out, printed.err.count("\n"), drawn(results)) == ("", 1, set())
-
-
 def test_nothing_to_draw_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(results), "--plot", "decode"]) == 1
     assert "there is nothing to draw of decode in these 4 records" in capsys.readouterr().err

@@ -286,14 +286,6 @@ def test_memory_that_runs_out_is_reported_where_it_did(run):
     assert "Alive when memory ran out, by line of Python" in err
 
 
-def test_a_snapshot_of_the_cpu_is_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["run", "--device", "cpu", "--snapshot", "train.pickle", "train.py"]) == 2
-    said = "memcheck: --snapshot records the allocator of a GPU, and this run is of cpu\n"
-    assert capsys.readouterr().err == said
-    assert not list(tmp_path.iterdir())
-
-
 def test_threads_are_waited_for(run):
     code, out, _err, record = run(
         """
@@ -330,32 +322,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     done = python(tmp_path, "-m", "memcheck", "run", "--device=cpu", "script.py")
     assert done.stdout == "7\n"
     assert done.stderr.count("The peak was 1.95 KiB") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "there is no SCRIPT and no -m MODULE"),
-        (["missing.py"], "there is no script 'missing.py'"),
-        (["-m", "no.such.module"], "there is no module 'no.such.module'"),
-        (["--device", "tpu", "a.py"], "--device tpu is unknown; known: cpu, a size such as 40GiB, and T4, "),
-        (["--device", "RTX-4091", "a.py"], "--device RTX-4091 is unknown; did you mean RTX-4090?"),
-        (["--device", "A100", "a.py"], "--device A100 is one of several: A100-40GB, A100-80GB"),
-        (["--device", "T4", "--steps", "0", "a.py"], "--steps must be at least 1, got 0"),
-        (["--device", "T4", "--steps", "3", "--whole", "a.py"], "--whole: not allowed with argument --steps"),
-        (["--steps", "3", "a.py"], "--steps is for a simulated GPU, as of --device RTX-4090"),
-        (["--device", "cpu", "--whole", "a.py"], "--whole is for a simulated GPU, as of --device RTX-4090"),
-        (["--doubts", "a.py"], "--doubts is for a simulated GPU, as of --device RTX-4090"),
-        (["--device", "T4", "a.py"], "torch is imported already, and it looks for GPUs once"),
-        (["--memory-limit", "lots", "a.py"], "--memory-limit must look like 40GiB"),
-    ],
-)
-def test_what_cannot_run_is_said_in_one_line(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [*sys.argv])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["run", *words]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_scripts_and_modules_see_what_python_shows_them(tmp_path):
