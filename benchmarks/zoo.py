@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 import memcheck
+from memcheck.core.outputs import ForwardOptions, Outputs
 from memcheck.core.tensors import gradients_for, tensors_in
-from memcheck.core.workload import ForwardOptions, Outputs
 
 FIGURES = (
     "input_bytes",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memcheck.core.arguments import takes_step
+from memcheck.core.outputs import Outputs
 from memcheck.core.record import FEW_PASSES, PHASES, Doubt, Record
 from memcheck.core.step import HERE, Place, Step
 from memcheck.core.tensors import (
@@ -18,7 +19,6 @@ from memcheck.core.tensors import (
     resolve_device,
 )
 from memcheck.core.units import format_time
-from memcheck.core.workload import Outputs
 from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain
 from memcheck.measure.gradients import gradients_aside

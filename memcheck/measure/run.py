@@ -24,6 +24,7 @@ from memcheck.core.optimizers import (
     optimizers_in,
     optimizers_in_hooks,
 )
+from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Doubt, Record
 from memcheck.core.step import Step
 from memcheck.core.tensors import (
@@ -40,7 +41,6 @@ from memcheck.core.tensors import (
     tensors_in,
     with_data,
 )
-from memcheck.core.workload import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.measure.gradients import (
     Aside,
     clear_gradients,

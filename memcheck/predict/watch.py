@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.options import named
+from memcheck.core.outputs import why_no_backward
 from memcheck.core.tensors import named_tensors_in
 from memcheck.core.trace import WARM_UP, Allocation, AllocationLog, Trace
 from memcheck.core.units import format_bytes
-from memcheck.core.workload import why_no_backward
 from memcheck.measure.machine import CudaMachine
 from memcheck.measure.run import MeasuredCall, MeasuredRun
 from memcheck.predict.ranks import FOLLOWED

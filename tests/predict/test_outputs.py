@@ -14,7 +14,7 @@ from predict.compared import compare, figures
 from torch import Tensor, nn
 
 import memcheck
-from memcheck.core.workload import ForwardOptions, start_of
+from memcheck.core.outputs import ForwardOptions, start_of
 
 pytestmark = pytest.mark.cpu
 

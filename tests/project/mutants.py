@@ -92,7 +92,7 @@ MISTAKES = [
     ),
     Mistake(
         "outputs-die-after-the-forward",
-        "memcheck/core/workload.py",
+        "memcheck/core/outputs.py",
         "return Outputs(Left(output, loss), named, roots, start)",
         "return Outputs(Left(None, roots), named, roots, start)",
         ("tests/predict/test_outputs.py", "-k", "loop"),
