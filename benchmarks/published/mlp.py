@@ -21,7 +21,7 @@ from .study import DATA, NVIDIA_SMI, Published, Study, read_rows
 SAMPLES = 4096
 # Binary cross entropy refuses labels (B) beside outputs (B,1), which the script gives it.
 FAILED = "the script fails in the loss of a single output"
-EPOCHS, MOST_STEPS = 20, 10  # That run, and steps of each: segments do not grow any more by then.
+EPOCHS, MOST_STEPS = 2, 3  # That run, and steps of each: segments do not grow any more by then.
 SOURCE = "GPUMemNet, random MLPs"
 TORCH = "2.7"  # The oldest release with rules; the scripts are from 2024.
 
