@@ -12,7 +12,6 @@
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
-#include "common/cpu_products.h"
 #include "compressed_attention/compressed_attention_plan_cuda.h"
 #include "linear_attention/linear_attention_plan_cuda.h"
 #include "memory/allocation_timeline.h"

@@ -9,7 +9,6 @@
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/device.h"
-#include "common/torch/matrix.h"
 #include "common/torch/product.h"
 #include "common/torch/registration.h"
 

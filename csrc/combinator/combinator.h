@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/kernel.h"
-#include "common/strided.h"
+#include "common/types.h"
 
 // Combinator: the parameters of its kernels, and the memory they need.
 //

@@ -3,12 +3,11 @@
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
-#include "common/cpu_products.h"
-#include "common/dtype_cpu.h"
 #include "common/formulas.h"
-#include "common/integer.h"
+#include "common/half.h"
 #include "common/parallel.h"
 #include "common/tile.h"
+#include "common/types.h"
 
 // A row is computed in blocks, in the accumulation type. The length of a block is known to the compiler; the last block
 // of a row may be shorter, and zeros then pad it.

@@ -2,8 +2,8 @@
 
 #include "combinator/combinator.h"
 #include "common/formulas.cuh"
-#include "common/integer.h"
 #include "common/tile.cuh"
+#include "common/types.h"
 
 // A block takes some rows, and its threads take packs of them: 16 bytes if all addresses allow it, else single
 // elements, by the same code. These kernels read what a GEMM wrote, and memory alone limits their speed.

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "common/integer.h"
+#include "common/types.h"
 
 namespace memcheck {
 

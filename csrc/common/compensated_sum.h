@@ -1,6 +1,6 @@
 #pragma once
 
-#include "common/macros.h"
+#include "common/types.h"
 
 namespace memcheck {
 

@@ -3,9 +3,8 @@
 #include <cstdint>
 #include <string>
 
-#include "common/kernel.h"
-#include "common/macros.h"
 #include "common/sequences.h"
+#include "common/types.h"
 
 // Values of arguments that break a rule. The CPU's kernels throw at once. A kernel on a GPU writes a finding to pinned
 // memory of its GPU, and the host raises it when it next calls an operator of memcheck on that GPU, without waiting for

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "common/macros.h"
+#include "common/types.h"
 
 // The formulas of the operators, for CPU kernels, CUDA kernels and the host: every formula once, its derivative under
 // it. A formula is arithmetic on a few numbers (float or double) without a branch, so that a loop over it becomes

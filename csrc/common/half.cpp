@@ -9,12 +9,6 @@
 namespace memcheck {
 namespace {
 
-template <typename from_t, typename to_t>
-void convert_each(const from_t* from, int64_t from_stride, int64_t rows, int64_t count, to_t* to, int64_t to_stride) {
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < count; ++i) to[row * to_stride + i] = from[row * from_stride + i];
-}
-
 #if MEMCHECK_CPU_HAS_LEVELS
 
 constexpr int64_t kLanes = 8;
@@ -29,8 +23,8 @@ MEMCHECK_TARGET_AVX2 inline void convert_vector(const float* from, Half* to) {
 }
 
 template <typename from_t, typename to_t>
-MEMCHECK_TARGET_AVX2 void convert_vectors(const from_t* from, int64_t from_stride, int64_t rows, int64_t count,
-                                          to_t* to, int64_t to_stride) {
+MEMCHECK_TARGET_AVX2 void convert(const from_t* from, int64_t from_stride, int64_t rows, int64_t count, to_t* to,
+                                  int64_t to_stride) {
   for (int64_t row = 0; row < rows; ++row) {
     const from_t* source = from + row * from_stride;
     to_t* target = to + row * to_stride;
@@ -40,17 +34,12 @@ MEMCHECK_TARGET_AVX2 void convert_vectors(const from_t* from, int64_t from_strid
   }
 }
 
-template <typename from_t, typename to_t>
-void convert(const from_t* from, int64_t from_stride, int64_t rows, int64_t count, to_t* to, int64_t to_stride) {
-  if (cpu_level() == CpuLevel::Default) return convert_each(from, from_stride, rows, count, to, to_stride);
-  convert_vectors(from, from_stride, rows, count, to, to_stride);
-}
-
 #else
 
 template <typename from_t, typename to_t>
 void convert(const from_t* from, int64_t from_stride, int64_t rows, int64_t count, to_t* to, int64_t to_stride) {
-  convert_each(from, from_stride, rows, count, to, to_stride);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < count; ++i) to[row * to_stride + i] = from[row * from_stride + i];
 }
 
 #endif

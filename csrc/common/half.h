@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/macros.h"
+#include "common/types.h"
 
 // The 16-bit types of the CPU. Kernels store them and compute in float: only conversions are defined, which round to
 // the nearest number, and to the even one of two. They give the bits of torch's c10::Half and c10::BFloat16.
@@ -103,5 +103,11 @@ void convert_line(const float* from, int64_t count, Half* to);
 // The same of rows of `count` numbers.
 void convert_lines(const Half* from, int64_t from_stride, int64_t rows, int64_t count, float* to, int64_t to_stride);
 void convert_lines(const float* from, int64_t from_stride, int64_t rows, int64_t count, Half* to, int64_t to_stride);
+
+// run(scalar_t{}) for the C++ type of a dtype.
+template <typename Run>
+auto with_scalar_type(Dtype dtype, const Run& run) {
+  return with_type<Half, BFloat16>(dtype, run);
+}
 
 }  // namespace memcheck

@@ -10,8 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/dtype.h"
-#include "common/macros.h"
+#include "common/types.h"
 
 // What every CUDA kernel uses: launches, shared memory and number types. The kernels' files are also compiled for the
 // host, with the stand-in for the CUDA language in tests/host_cuda. So kernels use launch and shared, not <<<>>> and

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "common/cpu_level.h"
-#include "common/dtype_cpu.h"
+#include "common/half.h"
 
 namespace memcheck {
 namespace {

@@ -2,11 +2,9 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/macros.h"
-#include "common/strided.h"
 #include "common/tile.h"
 #include "common/tile_product.h"
+#include "common/types.h"
 
 // Matrices in memory, of any strides and dtype, as matrices in scratch in the accumulation type, and back.
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/integer.h"
+#include "common/types.h"
 
 namespace memcheck {
 

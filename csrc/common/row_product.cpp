@@ -178,7 +178,7 @@ void row_product(int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, co
                  acc_t* to, int64_t to_stride) {
 #if MEMCHECK_CPU_HAS_LEVELS
   if constexpr (std::is_same_v<acc_t, float>)
-    if (cpu_level() != CpuLevel::Default && K > 0) return multiply_by_vectors(M, N, K, a, b, to, to_stride);
+    if (K > 0) return multiply_by_vectors(M, N, K, a, b, to, to_stride);
 #endif
   for (int64_t n = 0; n < N; n += kTileColumns) {
     transpose_rows(b.data + n * b.row_stride, b.row_stride, std::min(kTileColumns, N - n), padded_columns(K), lanes,

@@ -2,12 +2,7 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/integer.h"
-#include "common/kernel.h"
-#include "common/macros.h"
-#include "common/span.h"
-#include "common/strided.h"
+#include "common/types.h"
 
 // Sequences as data of a kernel. A batch is packed (all sequences in one row, each behind the one before), padded (one
 // sequence in each row) or dense (every row is a sequence). Packed and padded batches have a table of their sequences
@@ -169,24 +164,8 @@ struct SequenceTableBuild {
 
 using PositionRange = Span;
 
-// A result of a padded batch whose padding gets a value.
-struct PaddingFill {
-  SequenceTable sequences;
-  bool of_keys;                  // else of queries
-  int64_t outer, length, inner;  // x is (B,outer,length,inner); length is S or T
-  Strided<4> x;
-  uint64_t bits;  // of the value, in the dtype of x
-
-  MEMCHECK_INLINE Span inside(int64_t row) const {
-    const Sequence& one = sequences.sequences[row];
-    return of_keys ? Span{one.first_key, one.first_key + one.keys}
-                   : Span{one.first_query, one.first_query + one.queries};
-  }
-};
-
 struct SequenceKernels {
   Kernel<SequenceTableBuild> build;
-  Kernel<PaddingFill> fill_padding;
 };
 extern const SequenceKernels sequences_cpu;
 extern const SequenceKernels sequences_cuda;

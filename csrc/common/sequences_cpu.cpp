@@ -17,38 +17,8 @@ void build(const SequenceTableBuild& p, Dtype, cudaStream_t) {
   }
 }
 
-template <typename bits_t>
-void fill_range(const PaddingFill& p, int64_t row, int64_t begin, int64_t end) {
-  for (int64_t outer = 0; outer < p.outer; ++outer)
-    for (int64_t i = begin; i < end; ++i)
-      for (int64_t inner = 0; inner < p.inner; ++inner)
-        *p.x.at<bits_t>(row, outer, i, inner) = static_cast<bits_t>(p.bits);
-}
-
-template <typename bits_t>
-void fill_padding(const PaddingFill& p) {
-  parallel_tasks(p.sequences.count, p.sequences.count, [&](int64_t begin, int64_t end, int) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Span inside = p.inside(i);
-      fill_range<bits_t>(p, i, 0, inside.begin);
-      fill_range<bits_t>(p, i, inside.end, p.length);
-    }
-  });
-}
-
-void fill_padding(const PaddingFill& p, Dtype dtype, cudaStream_t) {
-  switch (element_bytes(dtype)) {
-    case 8:
-      return fill_padding<uint64_t>(p);
-    case 4:
-      return fill_padding<uint32_t>(p);
-    default:
-      return fill_padding<uint16_t>(p);
-  }
-}
-
 }  // namespace
 
-const SequenceKernels sequences_cpu{build, fill_padding};
+const SequenceKernels sequences_cpu{build};
 
 }  // namespace memcheck

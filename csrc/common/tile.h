@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/macros.h"
+#include "common/types.h"
 
 // Tiles: kTileRows rows of kTileLanes numbers in the accumulation type, one row after the other.
 

@@ -4,8 +4,7 @@
 #include <cstring>
 
 #include "common/cpu_level.h"
-#include "common/integer.h"
-#include "common/macros.h"
+#include "common/types.h"
 
 namespace memcheck {
 namespace {
@@ -136,29 +135,21 @@ MEMCHECK_TARGET_AVX2 void product_avx2(const Product<acc_t>& p) {
   const int64_t n = p.M > 1 ? 0 : product_columns<kEnding, 32, 1, 4>(p, product_columns<kEnding, 32, 1, 8>(p, 0));
   product_columns<kEnding, 32, 4, 2>(p, n);
 }
-#endif
-
-// x86-64 has 16 registers of 128 bits at this level, of which 8 are for sums. Arm has 32, and 16 are for sums: its
-// pipelines take so many before the first sum is complete.
-#if MEMCHECK_CPU_HAS_LEVELS
-constexpr int kDefaultVectors = 2;
-#else
-constexpr int kDefaultVectors = 4;
-#endif
-
-template <Ending kEnding, typename acc_t>
-void product_default(const Product<acc_t>& p) {
-  product_columns<kEnding, 16, 4, kDefaultVectors>(p, p.M > 1 ? 0 : product_columns<kEnding, 16, 1, 8>(p, 0));
-}
 
 template <Ending kEnding, typename acc_t>
 void multiply_at_level(const Product<acc_t>& p) {
-#if MEMCHECK_CPU_HAS_LEVELS
-  if (cpu_level() >= CpuLevel::Avx512) return product_avx512<kEnding>(p);
-  if (cpu_level() == CpuLevel::Avx2) return product_avx2<kEnding>(p);
-#endif
-  product_default<kEnding>(p);
+  cpu_level() == CpuLevel::Avx512 ? product_avx512<kEnding>(p) : product_avx2<kEnding>(p);
 }
+
+#else
+
+// Arm has 32 registers of 128 bits, and 16 are for sums: its pipelines take so many before the first sum is complete.
+template <Ending kEnding, typename acc_t>
+void multiply_at_level(const Product<acc_t>& p) {
+  product_columns<kEnding, 16, 4, 4>(p, p.M > 1 ? 0 : product_columns<kEnding, 16, 1, 8>(p, 0));
+}
+
+#endif
 
 template <Ending kEnding, typename acc_t>
 void multiply(const Product<acc_t>& p) {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "common/macros.h"
+#include "common/types.h"
 
 // Products of matrices in scratch, in the accumulation type (float or double): the arithmetic of attention.
 

@@ -92,8 +92,8 @@ void run_forward(const CompressedAttentionKernels& kernels, const CompressedAtte
 }
 
 void fill_padded_outputs(const Sequences& sequences, const at::Tensor& y, const at::Tensor& lse) {
-  sequences.fill_padded_queries(y, 2);
-  sequences.fill_padded_queries(lse, 2, -std::numeric_limits<double>::infinity());
+  sequences.fill_if_padded(y);
+  sequences.fill_if_padded(lse, -std::numeric_limits<double>::infinity());
 }
 
 Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Arguments& in) {
@@ -547,13 +547,13 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
   const bool keeps_delta = grad_k.defined() || grad_sink.defined() || of_window[0].defined();
   const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
   const Scratch scratch(plan.backward_scratch_bytes, in.q);
-  sequences.fill_padded_queries(grad_q, 2);
+  sequences.fill_if_padded(grad_q);
   for (const at::Tensor& x : {grad_k, grad_v}) {
-    if (!pooled) sequences.fill_padded_keys(x, 2);
+    if (!pooled) sequences.fill_if_padded(x);
     if (pooled && shape.sequences) zero_all({x});  // places without a block
   }
   if (window.size > 0) {
-    for (const at::Tensor& x : of_window) sequences.fill_padded_keys(x, 2);
+    for (const at::Tensor& x : of_window) sequences.fill_if_padded(x);
     window.grad_k = writes<4>(of_window[0]);
     window.grad_v = writes<4>(of_window[1]);
   }

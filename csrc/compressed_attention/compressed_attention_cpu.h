@@ -4,13 +4,13 @@
 #include <cstdint>
 
 #include "common/arena.h"
-#include "common/dtype_cpu.h"
 #include "common/formulas.h"
-#include "common/integer.h"
+#include "common/half.h"
 #include "common/matrix_tile.h"
 #include "common/parallel.h"
 #include "common/row_product.h"
 #include "common/tile_product.h"
+#include "common/types.h"
 #include "compressed_attention/compressed_attention.h"
 
 // What pooling, forward and backward share on the CPU: matrices, sums and products in scratch, and tasks.

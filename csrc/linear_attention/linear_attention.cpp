@@ -86,7 +86,7 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
   Op::Results results = empty_results(call, q, in.return_state);
   const auto& [y, m, z] = results;
   const Sequences sequences = sequences_of(call.op, call.sequences, *kernels.sequences, q, device, shape);
-  sequences.fill_padded_queries(y, 2);
+  sequences.fill_if_padded(y);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch states(plan.forward_states_bytes, q);
   const Scratch scratch(plan.forward_scratch_bytes, q);
@@ -172,8 +172,8 @@ Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Argu
   // The gradient of a decay for each head is a sum over that for each position.
   const bool per_head = grad_decay.defined() && grad_decay.dim() == 1;
   const at::Tensor grad_decays = per_head ? at::empty({shape.B, shape.Hkv, shape.T}, acc) : grad_decay;
-  sequences.fill_padded_queries(grad_q, 2);
-  for (const at::Tensor* x : {&grad_k, &grad_v, &grad_decays}) sequences.fill_padded_keys(*x, 2);
+  sequences.fill_if_padded(grad_q);
+  for (const at::Tensor* x : {&grad_k, &grad_v, &grad_decays}) sequences.fill_if_padded(*x);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch rows(plan.rows_bytes, q), states(plan.backward_states_bytes, q);
   const Scratch scratch(plan.backward_scratch_bytes, q);

@@ -3,11 +3,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/kernel.h"
-#include "common/macros.h"
 #include "common/sequences.h"
-#include "common/strided.h"
+#include "common/types.h"
 
 // Linear attention: the parameters of its kernels, and the memory they need.
 //

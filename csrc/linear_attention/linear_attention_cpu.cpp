@@ -7,8 +7,8 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "common/dtype_cpu.h"
 #include "common/finding.h"
+#include "common/half.h"
 #include "common/parallel.h"
 
 // The CPU's side of the contract: how a call is dealt out, the plan, and the entry points.

@@ -10,11 +10,10 @@
 #include "common/arena.h"
 #include "common/formulas.h"
 #include "common/half.h"
-#include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/sequence_tasks.h"
-#include "common/span.h"
 #include "common/tile_product.h"
+#include "common/types.h"
 #include "linear_attention/linear_attention.h"
 
 // What forward and backward share on the CPU: heads and tasks, matrices in scratch, the state, and rows of operands.

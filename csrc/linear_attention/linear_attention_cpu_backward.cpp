@@ -1,5 +1,5 @@
 #include "common/cpu_level.h"
-#include "common/dtype_cpu.h"
+#include "common/half.h"
 #include "linear_attention/linear_attention_cpu.h"
 
 // Backward. With h = g / den, delta = (g.y) / den, N_j = sum over the queries i that see j of phi(q_i) h_i^T and n_j =

@@ -1,5 +1,5 @@
 #include "common/cpu_level.h"
-#include "common/dtype_cpu.h"
+#include "common/half.h"
 #include "linear_attention/linear_attention_cpu.h"
 
 // Forward, and one step of decoding.

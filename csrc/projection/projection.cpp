@@ -8,7 +8,6 @@
 
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
-#include "common/torch/matrix.h"
 #include "common/torch/product.h"
 #include "common/torch/registration.h"
 #include "projection/projection_operators.h"

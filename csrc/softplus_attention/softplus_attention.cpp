@@ -55,7 +55,7 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
   const Op::Results results = empty_results(n, in);
   const auto& [y, carries, new_state, new_rest] = results;
   if (in.keep_carries && shape.causal && shape.sequences) carries.zero_();  // some are of no sequence
-  sequences.fill_padded_queries(y, 1);
+  sequences.fill_if_padded(y);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const Scratch scratch(plan.forward_scratch_bytes + (in.keep_carries ? 0 : plan.forward_carries_bytes), in.q);
   const SoftplusAttentionForward p{.shape = shape,
@@ -109,9 +109,9 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Ar
   const Gradients gradients = empty_gradients(n, in.q, in.k, tensor_or_none(in.v), in.output_mask);
   const auto& [grad_q, grad_k, grad_v, grad_before, grad_before_rest] = gradients;
   if (grad_before_rest.defined() && !shape.causal) grad_before_rest.zero_();
-  sequences.fill_padded_queries(grad_q, 1);
-  sequences.fill_padded_keys(grad_k, 2);
-  sequences.fill_padded_keys(grad_v, 2);
+  sequences.fill_if_padded(grad_q);
+  sequences.fill_if_padded(grad_k);
+  sequences.fill_if_padded(grad_v);
   const at::Tensor dense_carries = in.carries.contiguous();
   const Scratch scratch(kernels.plan(shape, dtype_of(in.q), device.threads).backward_scratch_bytes, in.q);
   const SoftplusAttentionBackward p{.shape = shape,

@@ -2,11 +2,8 @@
 
 #include <cstdint>
 
-#include "common/dtype.h"
-#include "common/integer.h"
-#include "common/kernel.h"
 #include "common/sequences.h"
-#include "common/strided.h"
+#include "common/types.h"
 
 // Softplus attention: the parameters of its kernels, and the memory they need.
 //

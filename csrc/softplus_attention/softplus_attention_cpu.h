@@ -6,9 +6,9 @@
 
 #include "common/compensated_sum.h"
 #include "common/formulas.h"
-#include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/parallel.h"
+#include "common/types.h"
 #include "softplus_attention/softplus_attention.h"
 
 // What forward, backward and step share on the CPU: tasks, sums over positions, and tiles of the operands.

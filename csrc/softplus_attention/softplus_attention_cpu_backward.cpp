@@ -1,6 +1,6 @@
 #include "common/cpu_level.h"
-#include "common/dtype_cpu.h"
 #include "common/formulas.h"
+#include "common/half.h"
 #include "common/parallel.h"
 #include "softplus_attention/softplus_attention_cpu.h"
 

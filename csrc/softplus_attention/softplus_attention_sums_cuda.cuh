@@ -3,8 +3,8 @@
 #include "common/compensated_sum.h"
 #include "common/exchange.cuh"
 #include "common/formulas.cuh"
-#include "common/integer.h"
 #include "common/kernel.cuh"
+#include "common/types.h"
 #include "softplus_attention/softplus_attention_plan_cuda.h"
 
 // Which block and thread of a CUDA kernel forms which sum, and where sums are kept.

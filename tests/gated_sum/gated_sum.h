@@ -2,8 +2,7 @@
 
 #include <cstdint>
 
-#include "common/kernel.h"
-#include "common/strided.h"
+#include "common/types.h"
 
 // Gated sum: y[b,r] = sum over t of sigmoid(g[b,t,r]) x[b,t,r]
 //

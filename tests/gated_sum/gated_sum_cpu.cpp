@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include "common/dtype_cpu.h"
+#include "common/half.h"
 #include "common/parallel.h"
 #include "common/tile.h"
 #include "gated_sum/gated_sum.h"

@@ -1,5 +1,5 @@
-#include "common/integer.h"
 #include "common/kernel.cuh"
+#include "common/types.h"
 #include "gated_sum/gated_sum.h"
 
 namespace memcheck {

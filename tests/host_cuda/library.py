@@ -43,7 +43,6 @@ SHARED_BYTES = {
 COMMON = [
     "common/torch/parallel.cpp",
     "common/cpu_level.cpp",
-    "common/cpu_products.cpp",
     "common/finding.cpp",
     "common/torch/device.cpp",
     "common/torch/sequences.cpp",

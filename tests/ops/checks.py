@@ -38,10 +38,8 @@ def level_marks(level: str) -> list[pytest.MarkDecorator]:
 
     All other tests run at the level of this machine, so its own is for CI.
     """
-    marks = [pytest.mark.cpu, pytest.mark.isolated(MEMCHECK_CPU=level)]
-    if level != "default":
-        marks.append(pytest.mark.slow)
-    if level == _C.cpu_level() != "default":
+    marks = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.isolated(MEMCHECK_CPU=level)]
+    if level == _C.cpu_level():
         marks.append(pytest.mark.ci)
     return marks
 

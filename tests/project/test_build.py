@@ -77,11 +77,10 @@ def test_importing_memcheck_leaves_torch_compile_alone() -> None:
     )
 
 
-LEVELS = ("default", "avx2", "avx512")
+LEVELS = ("avx2", "avx512")
 
 
 def test_cpu_levels() -> None:
-    assert _C.cpu_levels()[0] == "default"
     assert _C.cpu_levels() == list(LEVELS)[: len(_C.cpu_levels())]
     assert _C.cpu_level() == os.environ.get("MEMCHECK_CPU", _C.cpu_levels()[-1])
 
@@ -110,7 +109,7 @@ def test_16_bit_products_of_many_rows_need_instructions() -> None:
 )
 def test_a_wrong_cpu_level_fails_the_import(value: str) -> None:
     said = import_error("import memcheck", MEMCHECK_CPU=value)
-    assert f"MEMCHECK_CPU must be default, avx2 or avx512, got '{value}'" in said
+    assert f"MEMCHECK_CPU must be avx2 or avx512, got '{value}'" in said
 
 
 def setup_for_cuda(tmp_path: Path, torch_has: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

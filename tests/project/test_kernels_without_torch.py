@@ -40,7 +40,7 @@ def test_a_program_without_torch_calls_a_kernel_through_its_table(
 ) -> None:
     program = tmp_path / "program"
     sources = [ROOT / "tests/kernels/without_torch.cpp", CSRC / "combinator/combinator_cpu.cpp"]
-    sources += [CSRC / "common/cpu_level.cpp", CSRC / "common/cpu_products.cpp", CSRC / "common/half.cpp"]
+    sources += [CSRC / "common/cpu_level.cpp", CSRC / "common/half.cpp"]
     compile_with(require_tool("g++"), "-O1", *sources, "-o", program)
     y = [float(word) for word in subprocess.run([program], capture_output=True, check=True).stdout.split()]
     rows, width = 3, 5

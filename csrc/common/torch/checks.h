@@ -10,9 +10,8 @@
 #include <optional>
 #include <string>
 
-#include "common/dtype.h"
-#include "common/strided.h"
 #include "common/torch/device.h"
+#include "common/types.h"
 
 // Checks of arguments, and what kernels get of tensors. Every message names the operator, the argument, the rule and
 // the value.

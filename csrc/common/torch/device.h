@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "common/kernel.h"
+#include "common/types.h"
 
 #if defined(MEMCHECK_WITH_CUDA) && !defined(MEMCHECK_HOST_CUDA)
 #include <c10/cuda/CUDAStream.h>

@@ -9,11 +9,11 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/kernel.h"
 #include "common/sequences.h"
 #include "common/torch/arguments.h"
 #include "common/torch/autocast.h"
 #include "common/torch/device.h"
+#include "common/types.h"
 
 // How operators are made known to torch: Registration registers the schema of each, its kernels of every device, Meta
 // and autocast. What autograd registers is in common/torch/autograd.h.
@@ -37,7 +37,7 @@ struct SimulatedKernel {
 
   static const SequenceKernels sequences;
 };
-inline constexpr SequenceKernels SimulatedKernel::sequences{SimulatedKernel(), SimulatedKernel()};
+inline constexpr SequenceKernels SimulatedKernel::sequences{SimulatedKernel()};
 
 // A table has pointers alone, of which those of plans are the first.
 template <auto... plans, typename Kernels, size_t... kOthers>

@@ -1,10 +1,7 @@
 #include "common/torch/sequences.h"
 
-#include <ATen/Dispatch.h>
-
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <stdexcept>
 
 #include "common/finding.h"
@@ -86,8 +83,7 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
 }
 
 Sequences::Sequences(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels,
-                     const at::Tensor& q, int64_t S, int64_t T, bool causal, cudaStream_t stream)
-    : kernels_(kernels), stream_(stream) {
+                     const at::Tensor& q, int64_t S, int64_t T, bool causal, cudaStream_t stream) {
   if (!arguments.packed() && !arguments.padded()) return;
   const at::Tensor& given_keys = arguments.packed() ? arguments.cu_seqlens_k : arguments.lengths;
   const bool on_cpu = given_keys.is_cpu() && (!arguments.packed() || arguments.cu_seqlens_q.is_cpu());
@@ -114,35 +110,6 @@ Sequences::Sequences(const char* op, const SequenceArguments& arguments, const S
   }
   raise_findings_at_once(q.device(), stream);
   table_ = {memory, source.count, arguments.packed()};
-}
-
-void Sequences::fill_padded_queries(const at::Tensor& x, int64_t dimension, double value) const {
-  fill(x, dimension, value, false);
-}
-
-void Sequences::fill_padded_keys(const at::Tensor& x, int64_t dimension, double value) const {
-  fill(x, dimension, value, true);
-}
-
-void Sequences::fill(const at::Tensor& x, int64_t dimension, double value, bool of_keys) const {
-  if (!x.defined() || !table_ || table_.packed || x.numel() == 0) return;
-  const int64_t rank = x.dim();
-  TORCH_INTERNAL_ASSERT(rank == 3 || rank == 4);
-  Strided<4> all{x.mutable_data_ptr(), {x.stride(0), 0, x.stride(dimension), 0}};
-  PaddingFill p{table_, of_keys, 1, x.size(dimension), 1, all, 0};
-  if (dimension == 2) {
-    p.outer = x.size(1);
-    p.x.stride[1] = x.stride(1);
-  }
-  if (dimension + 1 < rank) {
-    p.inner = x.size(dimension + 1);
-    p.x.stride[3] = x.stride(dimension + 1);
-  }
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "fill_padding", [&] {
-    const auto one = static_cast<scalar_t>(value);
-    std::memcpy(&p.bits, &one, sizeof(one));
-  });
-  kernels_.fill_padding(p, dtype_of(x), stream_);
 }
 
 }  // namespace memcheck

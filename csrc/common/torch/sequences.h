@@ -43,17 +43,12 @@ class Sequences {
 
   // Without sequences if the batch is neither packed nor padded.
   const SequenceTable& table() const { return table_; }
-  // Writes a value, by default 0, to the padding of a result, which the operator's kernels do not write. Dimension 0 of
-  // x is the batch, and `dimension` that of its positions. Nothing happens if x is undefined, or if there is no
-  // padding.
-  void fill_padded_queries(const at::Tensor& x, int64_t dimension, double value = 0) const;
-  void fill_padded_keys(const at::Tensor& x, int64_t dimension, double value = 0) const;
+  // Fills a result of a padded batch before the operator's kernels, which do not write its padding. x may be undefined.
+  void fill_if_padded(const at::Tensor& x, double value = 0) const {
+    if (x.defined() && table_ && !table_.packed) x.fill_(value);
+  }
 
  private:
-  void fill(const at::Tensor& x, int64_t dimension, double value, bool of_keys) const;
-
-  const SequenceKernels& kernels_;
-  cudaStream_t stream_;
   std::vector<Sequence> on_host_;
   Scratch on_gpu_;
   SequenceTable table_;
