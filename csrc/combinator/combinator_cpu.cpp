@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
@@ -17,6 +18,10 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 constexpr int64_t kTaskElements = 8192;
+
+// For values that are read and stored as scalar_t.
+template <typename scalar_t>
+using MathsOf = std::conditional_t<sizeof(scalar_t) == 2, CpuMathsFor16Bits, CpuMaths>;
 
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void load_block(const scalar_t* from, int64_t count, acc_t* to) {
@@ -56,6 +61,7 @@ MEMCHECK_INLINE int64_t block_length(int64_t column, int64_t E) {
 template <typename scalar_t>
 MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin, int64_t end) {
   using acc_t = acc_type<scalar_t>;
+  using Maths = MathsOf<scalar_t>;
   alignas(64) acc_t a[kBlock];
   alignas(64) acc_t b[kBlock];
   alignas(64) acc_t e[kBlock];
@@ -66,8 +72,8 @@ MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin
       const int64_t count = block_length(column, p.E);
       load_block(pair + column, count, a);
       load_block(pair + p.E + column, count, b);
-      exponentials_minus_abs(a, kBlock, e);
-      for (int64_t i = 0; i < kBlock; ++i) b[i] *= softplus_from_exponential(a[i], e[i]);
+      exponentials_minus_abs<Maths>(a, kBlock, e);
+      for (int64_t i = 0; i < kBlock; ++i) b[i] *= softplus_from_exponential<Maths>(a[i], e[i]);
       store_block(b, count, y + column);
     }
   }
@@ -77,6 +83,7 @@ MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin
 template <typename scalar_t>
 MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t begin, int64_t end) {
   using acc_t = acc_type<scalar_t>;
+  using Maths = MathsOf<scalar_t>;
   alignas(64) acc_t a[kBlock];
   alignas(64) acc_t b[kBlock];
   alignas(64) acc_t e[kBlock];
@@ -91,9 +98,10 @@ MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t beg
       load_block(pair + column, count, a);
       load_block(pair + p.E + column, count, b);
       load_strided_block(grad_y + column * stride, stride, count, g);
-      exponentials_minus_abs(a, kBlock, e);
+      exponentials_minus_abs<Maths>(a, kBlock, e);
       for (int64_t i = 0; i < kBlock; ++i) {
-        const auto gradients = combinator_gradients(g[i], softplus_and_sigmoid_from_exponential(a[i], e[i]), b[i]);
+        const auto of_a = softplus_and_sigmoid_from_exponential<Maths>(a[i], e[i]);
+        const auto gradients = combinator_gradients(g[i], of_a, b[i]);
         a[i] = gradients.grad_a;
         b[i] = gradients.grad_b;
       }
