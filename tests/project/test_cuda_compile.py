@@ -52,6 +52,7 @@ def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_p
         ),
         ("linear_attention/linear_attention_forward_cuda.cu", ["forward_kernel"], 0),
         ("linear_attention/linear_attention_step_cuda.cu", ["step_kernel<__nv_bfloat16, true>"], 0),
+        ("combinator/combinator_cuda.cu", ["kernel<float, 4>", "kernel<__half, 8>", "kernel<__nv_bfloat16, 8>"], 0),
     ],
 )
 def test_packs_are_stored_by_one_instruction(
