@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from host_cuda import count, counters, library
+from host_cuda import count, counters, library, machine_code
 from host_cuda.build import Target, build, folder_of
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -239,6 +239,34 @@ def test_a_count_that_grows_is_named() -> None:
     first, second = count.growths(grown, stored)
     assert first.endswith(f"barriers {stored['barriers'][0]} -> {stored['barriers'][0] + 1}")
     assert second.endswith("a new kernel: not stored")
+
+
+LOOP = """
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_1:
+        /*0010*/                   HMMA.16816.F32.BF16 R4, R4, R8, R4 ;
+        /*0020*/              @!P0 BRA `(.L_x_3) ;
+        /*0030*/                   IMAD R1, R1, R2, R3 ;
+        /*0040*/                   BRA `(.L_x_3) ;
+.L_x_2:
+        /*0050*/                   FADD R1, R1, R1 ;
+        /*0060*/                   MUFU.EX2 R1, R1 ;
+        /*0070*/               @P1 BRA `(.L_x_2) ;
+        /*0080*/                   BRA `(.L_x_4) ;
+.L_x_3:
+        /*0090*/               @P2 BRA `(.L_x_2) ;
+.L_x_4:
+        /*00a0*/               @P3 BRA `(.L_x_1) ;
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_instructions_of_a_loop() -> None:
+    """A branch around an exponential is not taken, one around a product of integers is; the inner loop runs thrice."""
+    counted = machine_code.Counted("", "", "", 1, in_loop=True, trips=lambda names: 3, copies=0)
+    path = machine_code.best_path(machine_code.blocks_of(LOOP.splitlines()), counted)
+    assert [(block.first, block.runs) for block in path] == [(1, 1), (9, 1), (5, 3), (8, 1), (10, 1)]
+    assert sum(len(block.names) * block.runs for block in path) == 2 + 1 + 3 * 3 + 1 + 1
 
 
 class Copies(TorchDispatchMode):
