@@ -115,7 +115,7 @@ class KeyTileInMemory {
     const int64_t left = work.x.keys - t;
     positions_ = left < 0 ? 0 : left < kWarpPositions ? static_cast<int>(left) : kWarpPositions;
     const bool along_positions = order == TileOrder::Packs || order == TileOrder::Rows;
-    const bool is_inside = in_row >= kCount - 1 && in_row + kWarpPositions + kCount - 1 <= T;
+    const bool is_inside = in_row >= kCount - 1 && in_row + kWarpPositions + kCount <= T;
     if (positions_ == 0 || (order == TileOrder::Packs && in_row % kCount == 0 && positions_ % kCount == 0))
       copies_ = Copies::Packs;
     else if (along_positions && is_inside)

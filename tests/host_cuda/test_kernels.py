@@ -7,7 +7,7 @@ import pytest
 import torch
 from host_cuda import library, widest
 from ops.checks import DTYPES, LAYOUTS, assert_contract, run, same_bits
-from ops.operators import OPERATORS, Operator
+from ops.operators import OPERATORS, SOFTPLUS, Operator
 from ops.test_compressed_merging import make_more, run_both
 from torch import Tensor
 
@@ -78,6 +78,15 @@ def test_memory_is_kept_to(it: Operator, dtype: torch.dtype, layout: str) -> Non
     for sizes in (it.small, it.middle) if layout == "dense" else (it.small,):
         *inputs, grad_y = [LAYOUTS[layout](x) for x in it.inputs(sizes, dtype)[0] + [it.inputs(sizes, dtype)[1]]]
         assert not any(result.isnan().any() for result in run(it.function, inputs, grad_y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_memory_is_kept_to_at_the_end_of_a_row(dtype: torch.dtype) -> None:
+    """The last tile of 32 keys begins at a multiple of 16 bytes, and less than a pack of the row is behind it."""
+    of_pack = 16 // dtype.itemsize
+    length, channels = 64 + of_pack - 1, of_pack + 1
+    inputs, grad_y = SOFTPLUS.make(1, length, length, channels, dtype)
+    assert not any(result.isnan().any() for result in run(SOFTPLUS.function, inputs, grad_y))
 
 
 # ---- what GPUs allow
