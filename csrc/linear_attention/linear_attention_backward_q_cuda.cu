@@ -115,12 +115,24 @@ __device__ __forceinline__ void read_chunk(const ChunkDecays<T>& decays, const S
   });
 }
 
-// Two features of q; 0 behind the last column.
+// phi(q) of this thread's numbers. Behind the last column, where the sums are 0, it is that of 0.
 template <typename T>
-__device__ __forceinline__ float2 features_of(FeatureMap map, float2 x, int column, int columns) {
-  return make_float2(column < columns ? feature_of<T>(map, x.x) : 0,
-                     column + 1 < columns ? feature_of<T>(map, x.y) : 0);
-}
+struct QueryFeatures {
+  float phi[8 * T::kHigh];
+
+  __device__ __forceinline__ float at(int m, int low, int right, int i) const {
+    return phi[8 * m + 4 * low + 2 * right + i];
+  }
+  __device__ __forceinline__ void form(FeatureMap map, const Step& step, QueryMemory<T>& s) {
+    auto& q = s.tile(s.kQ, step);
+    unroll<T::kHigh, 2, 2>([&](int m, int low, int right) {
+      const float2 pair = load_pair<T>(q, q.place_of_sums(m, low, warp(), right));
+      phi[8 * m + 4 * low + 2 * right] = pair.x;
+      phi[8 * m + 4 * low + 2 * right + 1] = pair.y;
+    });
+    form_features<T>(map, phi);
+  }
+};
 
 // At least 1, and finite, so that 0 times 1 / den stays 0 where den is infinite.
 __device__ __forceinline__ float scale_of(float denominator) {
@@ -130,22 +142,15 @@ __device__ __forceinline__ float scale_of(float denominator) {
 // This warp's parts of phi(q) z and phi(q) S g. The second may overflow where g.y does not, so it is divided by the
 // scale of the first.
 template <typename T>
-__device__ __forceinline__ void share_rows(FeatureMap map, const Step& step, const QueryResult<T>& result, int columns,
+__device__ __forceinline__ void share_rows(const QueryResult<T>& result, const QueryFeatures<T>& phi,
                                            QueryMemory<T>& s) {
-  auto& q = s.tile(s.kQ, step);
   unroll<T::kHigh, 2>([&](int m, int low) {
-    float2 phi[2], part = {};
-    unroll<2>([&](int right) {
-      const float2 x = load_pair<T>(q, q.place_of_sums(m, low, warp(), right));
-      phi[right] = features_of<T>(map, x, 16 * warp() + fragment_column(right), columns);
-      part.x += phi[right].x * result.z[m][right][2 * low] + phi[right].y * result.z[m][right][2 * low + 1];
-    });
+    float2 part = {};
+    unroll<2, 2>([&](int right, int i) { part.x += phi.at(m, low, right, i) * result.z[m][right][2 * low + i]; });
     part.x = sum_of_row(part.x);
-    const float scale = 1 / scale_of(part.x);
-    unroll<2>([&](int right) {
-      part.y += phi[right].x * (result.S_g[m][right][2 * low] * scale);
-      part.y += phi[right].y * (result.S_g[m][right][2 * low + 1] * scale);
-    });
+    const float scale = reciprocal_flushed(scale_of(part.x));
+    unroll<2, 2>(
+        [&](int right, int i) { part.y += phi.at(m, low, right, i) * (result.S_g[m][right][2 * low + i] * scale); });
     part.y = sum_of_row(part.y);
     if (lane() % 4 == 0) s.parts[warp()][16 * m + fragment_row(0, low)] = part;
   });
@@ -170,17 +175,17 @@ __device__ __forceinline__ void find_rows(const Scan& scan, const Step& step, Qu
 // The gradient, by way of q's tile: every thread writes where it alone has read.
 template <typename T>
 __device__ __forceinline__ void stage_gradient(FeatureMap map, const Step& step, const QueryResult<T>& result,
-                                               int columns, QueryMemory<T>& s) {
+                                               const QueryFeatures<T>& phi, QueryMemory<T>& s) {
   auto& q = s.tile(s.kQ, step);
   unroll<T::kHigh, 2>([&](int m, int low) {
     const float2 row = s.rows[16 * m + fragment_row(0, low)];
     unroll<2>([&](int right) {
-      const uint32_t place = q.place_of_sums(m, low, warp(), right);
-      const float2 phi = features_of<T>(map, load_pair<T>(q, place), 16 * warp() + fragment_column(right), columns);
-      const float(&S_g)[4] = result.S_g[m][right];
-      const float(&z)[4] = result.z[m][right];
-      store_pair<T>(q, place, (S_g[2 * low] - row.y * z[2 * low]) * row.x * derivative_of(map, phi.x),
-                    (S_g[2 * low + 1] - row.y * z[2 * low + 1]) * row.x * derivative_of(map, phi.y));
+      float gradient[2];
+      unroll<2>([&](int i) {
+        const float of_phi = result.S_g[m][right][2 * low + i] - row.y * result.z[m][right][2 * low + i];
+        gradient[i] = of_phi * row.x * derivative_of(map, phi.at(m, low, right, i));
+      });
+      store_pair<T>(q, q.place_of_sums(m, low, warp(), right), gradient[0], gradient[1]);
     });
   });
 }
@@ -216,13 +221,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
           const auto& k = s.tile(s.kK, step);
           join_state(decays, k, s.tile(s.kV, step), k, state);
         }
-        const int columns = lines[s.kQ].columns;
-        if (step.chunk.has_rows) share_rows(map, step, result, columns, s);
+        QueryFeatures<T> phi;
+        if (step.chunk.has_rows) {
+          phi.form(map, step, s);
+          share_rows(result, phi, s);
+        }
         __syncthreads();
         if (!step.chunk.has_rows) return;
         find_rows(scan, step, s);
         __syncthreads();
-        stage_gradient(map, step, result, columns, s);
+        stage_gradient(map, step, result, phi, s);
         __syncthreads();
         store_lines<T>(lines[s.kTensors], s.tile(s.kQ, step));
       });

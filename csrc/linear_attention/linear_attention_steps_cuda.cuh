@@ -243,10 +243,11 @@ __device__ __forceinline__ void form_parts(const TensorLines<typename T::scalar>
     const uint32_t at = Of::square(place, i, 0);
     float values[8];
     load_values<T>(tile, at, values);
+    form_features<T>(map, values);
     uint32_t parts[4][T::kParts];
     unroll<4>([&](int j) {
       const float factor = scale == nullptr ? 1 : scale[i];
-      split(feature_of<T>(map, values[2 * j]) * factor, feature_of<T>(map, values[2 * j + 1]) * factor, parts[j]);
+      split(values[2 * j] * factor, values[2 * j + 1] * factor, parts[j]);
     });
     const int exist = lines.has(own.line_of(i)) ? columns : 0;
     if (exist < 8) {

@@ -83,12 +83,16 @@ __device__ __forceinline__ float2 load_pair(Of& tile, uint32_t place) {
   }
 }
 
-// phi(x), and phi'(x) from it.
-template <typename T>
-__device__ __forceinline__ float feature_of(FeatureMap map, float x) {
-  if (map == FeatureMap::Identity) return x;
-  if constexpr (std::is_same_v<typename T::scalar, float>) return elu_plus_one(x, exp_minus_abs(x));
-  return x > 0 ? x + 1 : exp2_flushed(x * kLog2e);
+// Replaces numbers by phi of them, and phi'(x) from phi(x). There is one branch for all numbers.
+template <typename T, int kCount>
+__device__ __forceinline__ void form_features(FeatureMap map, float (&x)[kCount]) {
+  if (map == FeatureMap::Identity) return;
+  unroll<kCount>([&](int i) {
+    if constexpr (std::is_same_v<typename T::scalar, float>)
+      x[i] = elu_plus_one(x[i], exp_minus_abs(x[i]));
+    else
+      x[i] = x[i] > 0 ? x[i] + 1 : exp2_flushed(x[i] * kLog2e);
+  });
 }
 __device__ __forceinline__ float derivative_of(FeatureMap map, float feature) {
   return map == FeatureMap::Identity ? 1.0f : fminf(feature, 1.0f);
