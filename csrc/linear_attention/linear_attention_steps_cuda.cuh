@@ -42,6 +42,15 @@ struct TensorLines {
   }
 };
 
+// A tensor of the block's row of the batch, for which form_step forms the lines of a step.
+template <typename scalar_t>
+struct StepTensor {
+  scalar_t* data;  // null if there is none
+  int64_t head_stride, line_stride, column_stride;
+  int columns;
+  bool in_packs, of_rows, is_result;
+};
+
 // The weights that decays give to the positions of a chunk.
 template <typename T, bool kDecayed = T::kDecayed>
 struct ChunkDecays {};
@@ -67,6 +76,7 @@ struct StepMemory {
   static constexpr int kRowTensors = kRowTensors_;
   static constexpr int kTensors = kTensors_;
   static constexpr int kResults = 2;
+  static constexpr bool kOutput = kTensors == 3;
 
   struct alignas(256) Stage {
     Loaded tile[kTensors];
@@ -76,6 +86,7 @@ struct StepMemory {
   ChunkDecays<T> decays[2];                           // of this chunk and the next one
   TensorLines<scalar> lines[3][kTensors + kResults];  // of this step and the next two
   Step steps[3];
+  StepTensor<scalar> tensors[kTensors + kResults];
   ScanWork work;
   ScanRanges ranges;
   double kept;  // the product of the decays so far
@@ -96,6 +107,29 @@ struct StepMemory {
 
 // ---- which rows and columns
 
+// The tensors of q, k, v, or of the rows' q or k, then a, the columns' x, then b; and the results.
+template <typename Memory>
+__device__ __forceinline__ void note_tensors(const Scan& scan, Memory& s) {
+  using scalar_t = typename Memory::scalar;
+  const auto note = [&](int tensor, const Strided<4>& x, bool in_packs, int64_t columns) {
+    const bool is_result = tensor >= Memory::kTensors;
+    s.tensors[tensor] = {x ? x.at<scalar_t>(s.work.b(), 0, 0, 0) : nullptr,
+                         x.stride[1],
+                         x.stride[2],
+                         x.stride[3],
+                         static_cast<int>(columns),
+                         in_packs,
+                         is_result || tensor < Memory::kRowTensors,
+                         is_result};
+  };
+  if (!Memory::kOutput) note(0, scan.last, scan.last_in_packs, scan.width);
+  note(Memory::kRowTensors - 1, scan.a.x, scan.a.in_packs, scan.depth);
+  note(2, scan.x.x, scan.x.in_packs, scan.width);
+  note(Memory::kOutput ? 1 : 3, scan.b.x, scan.b.in_packs, scan.depth);
+  note(Memory::kTensors, scan.out, scan.out_in_packs, scan.width);
+  note(Memory::kTensors + 1, scan.out_of_values, scan.values_in_packs, scan.depth);
+}
+
 // One thread calls it.
 template <typename Memory>
 __device__ __forceinline__ void begin_steps(const Scan& scan, int stages, int chunk_size, Memory& s) {
@@ -105,6 +139,7 @@ __device__ __forceinline__ void begin_steps(const Scan& scan, int stages, int ch
   s.chunks = s.summed_chunks + s.ranges.row_chunks(chunk_size);
   s.stages = stages;
   s.kept = 1;
+  note_tensors(scan, s);
   Step& none = s.steps[2];
   none = {};
   none.number = -1;
@@ -131,59 +166,34 @@ __device__ __forceinline__ Step step_after(const Scan& scan, const Memory& s, St
   step.finishes_rows = step.chunk.has_rows && (queries || is_last);
   step.joins_columns = step.chunk.has_columns && (!queries || is_last);
   step.fades = queries ? is_last : is_first;
-  if (step.takes_rows) step.row_stage = (step.row_stage + 1) % s.stages;
-  if (step.takes_columns) step.column_stage = (step.column_stage + 1) % s.stages;
+  // Of one stage or two.
+  if (step.takes_rows) step.row_stage = s.stages - 1 - step.row_stage;
+  if (step.takes_columns) step.column_stage = s.stages - 1 - step.column_stage;
   return step;
 }
 
-// Lines of x in a step: of its rows, or of its columns.
-template <typename scalar_t>
-__device__ __forceinline__ TensorLines<scalar_t> lines_of(const Strided<4>& x, bool in_packs, int64_t columns,
-                                                          int64_t b, int64_t head, const Lines& lines, bool taken) {
-  const bool exists = static_cast<bool>(x);
-  return {exists ? x.at<scalar_t>(b, head, lines.first, 0) : nullptr,
-          x.stride[2],
-          x.stride[3],
-          static_cast<int>(columns),
-          exists ? lines.begin : 0,
-          exists ? lines.end : 0,
-          in_packs,
-          taken};
-}
-
-// Forms step i, and its lines: those of q, k, v, or of the rows' q or k, then a, the columns' x, then b; and of
-// results. One warp calls it.
+// Forms step i, and its lines: a lane those of each tensor. One warp calls it.
 template <typename T, typename Memory>
 __device__ __forceinline__ void form_step(const Scan& scan, int i, Memory& s) {
-  using scalar_t = typename T::scalar;
   if (lane() == 0) s.steps[i] = step_after(scan, s, s.steps[(i + 2) % 3], T::kChunk);
   __syncwarp();
-  const Step& step = s.steps[i];
-  const int64_t b = s.work.b();
-  const auto of_rows = [&](const Strided<4>& x, bool in_packs, int64_t columns, bool taken) {
-    return lines_of<scalar_t>(x, in_packs, columns, b, step.row_head, step.chunk.rows, taken);
-  };
-  const auto of_columns = [&](const ScanFactor& factor, int64_t columns) {
-    return lines_of<scalar_t>(factor.x, factor.in_packs, columns, b, step.column_head, step.chunk.columns,
-                              step.takes_columns);
-  };
-  constexpr bool kOutput = Memory::kTensors == 3;
-  auto* lines = s.lines[i];
-  const int of_lane = lane();
-  if (of_lane == 0) {
-    lines[0] = kOutput ? of_rows(scan.a.x, scan.a.in_packs, scan.depth, step.takes_rows)
-                       : of_rows(scan.last, scan.last_in_packs, scan.width, step.takes_rows);
-  } else if (of_lane == 1) {
-    lines[1] =
-        kOutput ? of_columns(scan.b, scan.depth) : of_rows(scan.a.x, scan.a.in_packs, scan.depth, step.takes_rows);
-  } else if (of_lane == 2) {
-    lines[2] = of_columns(scan.x, scan.width);
-  } else if (of_lane == 3 && !kOutput) {
-    lines[3] = of_columns(scan.b, scan.depth);
-  } else if (of_lane == 4) {
-    lines[Memory::kTensors] = of_rows(scan.out, scan.out_in_packs, scan.width, step.finishes_rows);
-  } else if (of_lane == 5) {
-    lines[Memory::kTensors + 1] = of_rows(scan.out_of_values, scan.values_in_packs, scan.depth, step.finishes_rows);
+  const int tensor = lane();
+  if (tensor < Memory::kTensors + Memory::kResults) {
+    const Step& step = s.steps[i];
+    const auto& x = s.tensors[tensor];
+    const Lines& lines = x.of_rows ? step.chunk.rows : step.chunk.columns;
+    const int64_t head = x.of_rows ? step.row_head : step.column_head;
+    const bool exists = x.data != nullptr;
+    s.lines[i][tensor] = {exists ? x.data + head * x.head_stride + lines.first * x.line_stride : nullptr,
+                          x.line_stride,
+                          x.column_stride,
+                          x.columns,
+                          exists ? lines.begin : 0,
+                          exists ? lines.end : 0,
+                          x.in_packs,
+                          x.is_result ? step.finishes_rows
+                          : x.of_rows ? step.takes_rows
+                                      : step.takes_columns};
   }
   __syncwarp();
 }
