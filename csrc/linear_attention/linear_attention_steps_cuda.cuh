@@ -521,10 +521,18 @@ void with_traits(const Scan& scan, Dtype dtype, const Run& run) {
   dtype == Dtype::Float16 ? with_traits_of<__half, 32>(scan, run) : with_traits_of<float, 32>(scan, run);
 }
 
-// Queues a kernel of T with as many stages, 2 or 1, as a block has shared memory for.
+// Whether a multiprocessor has shared memory for two blocks. It has 1 KiB more than a block may have, and each block
+// takes 1 KiB for CUDA.
+inline bool two_blocks_fit(size_t shared_bytes) {
+  return fits_in_a_block(2 * shared_bytes + (1 << 10));
+}
+
+// Queues a kernel of T with 2 stages, where a block has shared memory for them, or 1. A second block hides more than a
+// second stage; a kernel of 128 columns has registers for one block alone.
 template <typename T, typename Memory, typename Kernel>
 void launch_steps(const Scan& scan, int64_t blocks, cudaStream_t stream, Kernel kernel) {
-  const int stages = fits_in_a_block(Memory::bytes(2)) ? 2 : 1;
+  const bool leaves_one = T::kDepth == 64 && two_blocks_fit(Memory::bytes(1)) && !two_blocks_fit(Memory::bytes(2));
+  const int stages = fits_in_a_block(Memory::bytes(2)) && !leaves_one ? 2 : 1;
   launch({name_of(scan.kind, true), blocks, dim3(T::kThreads), Memory::bytes(stages), stream}, kernel, scan, stages);
 }
 
