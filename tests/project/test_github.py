@@ -13,7 +13,10 @@ GITHUB = ROOT / ".github"
 
 def test_the_workflow_runs_the_script_that_ci_runs() -> None:
     steps = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["test"]["steps"]
-    assert steps[-1] == {"run": ".ci/run"}
+    assert steps[-2:] == [
+        {"run": ".ci/run"},
+        {"if": "github.event_name == 'schedule'", "run": "make test-nightly"},
+    ]
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 

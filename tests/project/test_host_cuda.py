@@ -153,7 +153,7 @@ class FakeItem:
     originalname = "test_operator"
 
     def __init__(self, slow: bool, **values: str) -> None:
-        self.slow, self.nodeid, self.ci = slow, str(values), False
+        self.slow, self.nodeid, self.ci, self.nightly = slow, str(values), False, False
         self.callspec = SimpleNamespace(params=values)
 
     def iter_markers(self, name: str) -> list[SimpleNamespace]:
@@ -163,7 +163,7 @@ class FakeItem:
         return {"slow": self.slow, "ci": self.ci}.get(name, False)
 
     def add_marker(self, name: str) -> None:
-        self.ci = name == "ci"
+        self.ci, self.nightly = name == "ci", name == "nightly"
 
 
 def test_make_test_runs_every_parameter_value() -> None:
@@ -178,5 +178,5 @@ def test_make_test_runs_every_parameter_value() -> None:
     assert {value["dtype"] for value in left} == {"float64", "float32", "float16", "bfloat16"}
     assert {value["layout"] for value in left} == {"dense", "strided"}
     assert 4 <= len(left) <= 9
-    assert covered.ci
-    assert not long.ci  # no other has this shape
+    assert covered.nightly
+    assert not long.ci | long.nightly  # no other has this shape
