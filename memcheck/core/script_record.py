@@ -137,10 +137,7 @@ class Course:
         return states
 
     def by(self, name_of: Callable[[Origin], str]) -> dict[str, list[int]]:
-        """The bytes of all places of a name at each point.
-
-        name_of: gives a place its name, such as its module.
-        """
+        """The bytes of all places of a name at each point. `name_of` gives a place its name, such as its module."""
         names = [name_of(place) for place in self.places]
         sums: dict[str, list[int]] = {name: [] for name in names}
         sizes, now = [0] * len(names), dict.fromkeys(sums, 0)
