@@ -124,18 +124,31 @@ def test_many_cases_are_compared() -> None:
 
 @pytest.mark.extension
 @pytest.mark.isolated(OMP_NUM_THREADS="1")
-def test_predictions_equal_measurements_with_one_thread() -> None:
+@pytest.mark.parametrize(
+    "operators",
+    [["softmax", "linear-causal"], pytest.param(["softplus", "compressed"], marks=pytest.mark.nightly)],
+    ids=" ".join,
+)
+def test_predictions_equal_measurements_with_one_thread(operators: list[str]) -> None:
     """With one thread, flash attention's backward is known, too."""
     assert torch.get_num_threads() == 1
-    compare_all(["softmax", "linear-causal"])
+    compare_all(operators)
     assert predict_memory(case_of("softmax")).exact
 
 
 @pytest.mark.extension
 @pytest.mark.isolated
-def test_predictions_equal_measurements_with_three_threads() -> None:
+@pytest.mark.parametrize(
+    "operators",
+    [
+        ["naive", "softplus", "linear-causal", "compressed", "combinator"],
+        pytest.param(["softmax", "linear"], marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_predictions_equal_measurements_with_three_threads(operators: list[str]) -> None:
     torch.set_num_threads(3)
-    compare_all(["naive", "softplus", "linear-causal", "compressed", "combinator"])
+    compare_all(operators)
 
 
 @pytest.mark.extension

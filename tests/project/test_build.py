@@ -380,7 +380,15 @@ def test_the_sdist_is_made_without_torch_and_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_the_glue_compiles_where_apple_is_defined(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "glue",
+        pytest.param("autograd", marks=pytest.mark.nightly),
+        pytest.param("module", marks=pytest.mark.nightly),
+    ],
+)
+def test_units_compile_where_apple_is_defined(unit: str, require_tool: Callable[[str], str], tmp_path: Path) -> None:
     """As far as a compiler on Linux can tell. A header stands for macOS's own."""
     (tmp_path / "TargetConditionals.h").write_text("#define TARGET_OS_MAC 1\n#define TARGET_OS_IPHONE 0\n")
     # On macOS int64_t is long long, which this header of torch asserts and the others do not.
@@ -390,7 +398,7 @@ def test_the_glue_compiles_where_apple_is_defined(require_tool: Callable[[str], 
     (tmp_path / scalar).write_text(text.replace("__APPLE__", "INT64_IS_LONG_LONG"))
 
     sources = [tmp_path / "unit.cpp", ROOT / "csrc" / "common" / "torch" / "parallel.cpp"]
-    shutil.copy(ROOT / "build" / "units" / "glue.cpp", sources[0])
+    shutil.copy(ROOT / "build" / "units" / f"{unit}.cpp", sources[0])
     includes = [f"-isystem{folder}" for folder in [*include_paths(), sysconfig.get_path("include")]]
     command = [require_tool("g++"), "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", "-U__linux__", "-D__APPLE__"]
     ended = subprocess.run(
