@@ -195,8 +195,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid in slow and not item.get_closest_marker("smoke"):
             item.add_marker("slow")
-        if item.get_closest_marker("nightly"):
-            item.add_marker("ci")
+    leave_to_the_night(items, slow)
     mark_combinations(items)
     if on_host:
         thin_out(items)
@@ -215,7 +214,6 @@ def without_repeated_skips(items):
 
 def mark_combinations(items):
     """Marks as ci the items of which every value of every parametrize also occurs in an unmarked item of the same test.
-    The slow ones of these are nightly.
 
     `make test` therefore runs each value (a shape, a dtype, a layout) at least once, and `make test-rest` the other
     combinations. The order is by a hash, so that values are combined at random; slow items are the last choice.
@@ -228,8 +226,30 @@ def mark_combinations(items):
         if not values or item.get_closest_marker("ci"):
             continue
         if values <= seen:
-            item.add_marker("nightly" if item.get_closest_marker("slow") else "ci")
+            item.add_marker("ci")
         seen |= values
+
+
+CI_SECONDS = 20.0
+
+
+def leave_to_the_night(items, slow):
+    """Marks as nightly the slow items of a test that CI has no time for. Of each test it runs the fastest items, up to
+    CI_SECONDS for the slow ones, and at least one item."""
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.path, item.originalname].append(item)
+    for repetitions in tests.values():
+        took = 0.0
+        runs = False
+        for item in sorted(repetitions, key=lambda item: (slow.get(item.nodeid, 0.0), item.nodeid)):
+            took += slow.get(item.nodeid, 0.0)
+            if runs and took > CI_SECONDS and not item.get_closest_marker("smoke"):
+                item.add_marker("nightly")
+            runs = runs or not item.get_closest_marker("nightly")
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("ci")
 
 
 def thin_out(items):

@@ -329,7 +329,7 @@ def drawn(monkeypatch) -> list:
     ("flags", "along", "places"),
     [
         ("--bsz 1,2", "bsz", [1, 2]),
-        pytest.param("--dim 32,64,128 --bsz 3", "dim", [32, 64, 128], marks=pytest.mark.nightly),
+        ("--dim 32,64,128 --bsz 3", "dim", [32, 64, 128]),
         ("--bsz 3", "bsz", [3 * 2**power for power in range(7)]),
         ("--find bsz --seq-len 8:32:x2", "seq_len", [8, 16, 32]),
     ],

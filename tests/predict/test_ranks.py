@@ -70,22 +70,14 @@ def assert_equal(record: dict[str, Any], case: Case, processes: int, rank: int) 
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("name", "processes"),
-    [
-        *((name, 2) for name in CASES),
-        *(
-            pytest.param(name, 4, marks=[] if name in (*OVER_A_MESH, "fsdp, replicas") else pytest.mark.nightly)
-            for name in CASES
-        ),
-    ],
-)
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("name", CASES)
 def test_every_rank_equals_its_measurement(name: str, processes: int, measured: Callable[[int], Measured]) -> None:
     for rank, records in enumerate(measured(processes)):
         assert_equal(records[name], CASES[name], processes, rank)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("name", OVER_A_MESH)
 def test_a_mesh_of_running_processes_predicts_the_same(
     name: str, processes: int, measured: Callable[[int], Measured]

@@ -269,7 +269,6 @@ def small_project(folder: Path) -> Path:
         pytest.param(
             ["-c", "from setuptools import build_meta; build_meta.build_editable('.')"],
             id="editable",
-            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -58,20 +58,18 @@ def units_of(compiler: str) -> dict[str, list[Path]]:
     of those that register by itself, too, so what one forgot to include."""
     if compiler == "gcc 11, alone":
         return {source.name: [source] for source in REGISTERING}
-    in_units = {source for sources in UNITS.values() for source in sources}
-    return {**UNITS, **{source.name: [source] for source in SOURCES if source not in in_units}}
-
-
-def marks_of(compiler: str, sources: list[Path]) -> list[pytest.MarkDecorator]:
-    """Users compile units, not files, and simulated devices have no line for a processor: these two can wait."""
-    waits = compiler == "gcc 11, alone" or (compiler == "aarch64" and SIMULATED in sources[0].parents)
-    return [pytest.mark.nightly] if waits else []
+    units = dict(UNITS)
+    in_units = {source for sources in units.values() for source in sources}
+    for source in SOURCES:
+        if source not in in_units:
+            units.setdefault(source.parent.name, []).append(source)
+    return units
 
 
 @pytest.mark.parametrize(
     ("sources", "compiler"),
     [
-        pytest.param(sources, compiler, id=f"{name}-{compiler}", marks=marks_of(compiler, sources))
+        pytest.param(sources, compiler, id=f"{name}-{compiler}")
         for compiler in COMPILERS
         for name, sources in units_of(compiler).items()
     ],

@@ -360,7 +360,7 @@ def test_what_an_h200_measured_stands_in_the_documentation(benchmark: Callable[[
     assert (round(factors.min(), 2), round(factors.max(), 2)) == (0.67, 1.62)
     figures = (round(statistics.geometric_mean(errors), 2), round(errors.max(), 2), sum(errors < 1.5), len(errors))
     assert figures == (1.18, 1.62, 37, 38)
-    text = " ".join((ROOT / "csrc/cuda.md").read_text().split())
+    text = " ".join((ROOT / "docs/kernels.md").read_text().split())
     assert all(figure in text for figure in ("38 passes", "0.67 to 1.62", "is 1.18, the largest 1.62", "37 of 38"))
     assert [float(x) for x in re.findall(r"\| ([\d.]+) \|", text)][:4] == [
         round(x, 1) for x in derived.weights(measured)

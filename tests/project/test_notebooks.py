@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 MOST_BYTES = 600_000
-LONG = ("3_accounting", "4_comparison", "6_sequences")
 EXACT = ("7_mixed_precision",)  # Its numbers are the same in every run.
 
 every_notebook = pytest.mark.parametrize("name", NAMES)
@@ -60,9 +59,7 @@ def files_below(folder):
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in LONG else []) for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_and_shows_what_is_committed(name, tmp_path):
     pytest.importorskip("nbclient")
     folder = workplace(tmp_path)
