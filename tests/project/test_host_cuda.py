@@ -160,10 +160,10 @@ class FakeItem:
         return [SimpleNamespace(args=names) for names in ([("shape", "mask")], ["dtype"], ["layout"])]
 
     def get_closest_marker(self, name: str) -> bool:
-        return {"slow": self.slow, "ci": self.ci}.get(name, False)
+        return {"slow": self.slow, "ci": self.ci, "nightly": self.nightly}.get(name, False)
 
     def add_marker(self, name: str) -> None:
-        self.ci, self.nightly = name == "ci", name == "nightly"
+        self.ci, self.nightly = self.ci or name == "ci", self.nightly or name == "nightly"
 
 
 def test_make_test_runs_every_parameter_value() -> None:
@@ -178,5 +178,16 @@ def test_make_test_runs_every_parameter_value() -> None:
     assert {value["dtype"] for value in left} == {"float64", "float32", "float16", "bfloat16"}
     assert {value["layout"] for value in left} == {"dense", "strided"}
     assert 4 <= len(left) <= 9
-    assert covered.nightly
-    assert not long.ci | long.nightly  # no other has this shape
+    assert covered.ci
+    assert not long.ci  # no other has this shape
+
+
+def test_of_a_slow_test_ci_runs_the_fastest_items() -> None:
+    seconds = {"fast": 0, "slow": 9, "slower": 11, "slowest": 12}
+    items = {name: FakeItem(time > 0, shape=name) for name, time in seconds.items()}
+    slow = {items[name].nodeid: float(time) for name, time in seconds.items() if time}
+    conftest.leave_to_the_night(items.values(), slow)
+    assert [name for name, item in items.items() if item.nightly and item.ci] == ["slowest"]
+    alone = FakeItem(True, shape="alone")
+    conftest.leave_to_the_night([alone], {alone.nodeid: 90.0})
+    assert not alone.nightly
