@@ -47,6 +47,7 @@ COMMON = [
     "common/torch/device.cpp",
     "common/torch/sequences.cpp",
 ]
+DEFINES = ["-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_FLOAT32_TENSOR_CORES"]
 WARNINGS = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr"]
 # Flags of each build of the kernels, by the end of its name.
@@ -76,7 +77,7 @@ def kernel_flags(kind: str = "") -> list[str]:
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
-    common = ["-std=c++17", "-fPIC", *WARNINGS, "-fno-math-errno", "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA"]
+    common = ["-std=c++17", "-fPIC", *WARNINGS, "-fno-math-errno", "-U_FORTIFY_SOURCE", *DEFINES]
     includes = [f"-I{CSRC}", f"-I{ROOT / 'tests'}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h"]
     return [*common, *KINDS[kind], *includes, "-xc++"]
 
