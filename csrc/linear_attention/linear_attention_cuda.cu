@@ -164,7 +164,6 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind,
 void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
   if (p.is_step()) return queue_step(p, dtype, stream);
-  if (p.decay) check_decays(p, dtype, stream);
   const bool on_tensor_cores = runs_on_tensor_cores(p.shape, dtype);
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output, on_tensor_cores);
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
@@ -191,7 +190,7 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype, on_tensor_cores), dtype, stream);
 }
 
-const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, &sequences_cuda,
+const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, build_sequences_cuda,
                                                    linear_attention_forward_cuda, linear_attention_backward_cuda,
                                                    linear_attention_sum_decays_cuda};
 

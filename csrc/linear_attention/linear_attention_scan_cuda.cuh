@@ -395,7 +395,6 @@ inline bool is_in_packs(const Strided<4>& x, int64_t columns, int64_t bytes, int
 void queue_step(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
 
 // Queues the check that decays are in (0, 1]. Padding is not read.
-void check_decays(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
 
 // What the scans have stored for the gradient of a decay: parts of g.y for each query, and of phi(k).(grad phi(k)) for
 // each key; and room for sums.

@@ -43,7 +43,6 @@ SHARED_BYTES = {
 COMMON = [
     "common/torch/parallel.cpp",
     "common/cpu_level.cpp",
-    "common/finding.cpp",
     "common/torch/device.cpp",
     "common/torch/sequences.cpp",
 ]
@@ -85,8 +84,7 @@ def kernel_flags(kind: str = "") -> list[str]:
 def kernels_target(kind: str, folder: Path) -> Target:
     """The library of kernels, which exports its tables and what tests call, and nothing else."""
     exports = folder / "exports.txt"
-    functions = "memcheck::take_finding*; memcheck::wait_for_kernels*;"
-    exports.write_text(f'{{ global: host_cuda_*; extern "C++" {{ memcheck::*_cuda; {functions} }}; local: *; }};\n')
+    exports.write_text('{ global: host_cuda_*; extern "C++" { memcheck::*_cuda; }; local: *; };\n')
     flags = kernel_flags(kind)
     of_kernels = [*flags, *counters.INSTRUMENTED] if kind == "-counts" else flags
     units = [(path, of_kernels) for path in kernels()] + [(path, [*flags, "-O3"]) for path in HOST_SOURCES]
@@ -166,12 +164,6 @@ def stand_for(capability: str) -> None:
     assert _library is not None
     major, minor = capability.split(".")
     _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
-
-
-def set_device(device: int) -> None:
-    """Sets the current GPU."""
-    assert _library is not None
-    ctypes.c_int.in_dll(_library, "host_cuda_device").value = device
 
 
 def last_error() -> int:
