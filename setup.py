@@ -322,6 +322,12 @@ def in_units(sources: list[str], extension: str) -> list[str]:
     return [*written, *(source for source in sources if unit_of(source, extension) is None)]
 
 
+def macros() -> list[tuple[str, str | None]]:
+    """Kernels that run float32 on tensor cores are built by request: no GPU has run them yet."""
+    asked = [name for name in ("MEMCHECK_FLOAT32_TENSOR_CORES",) if os.environ.get(name) == "1"]
+    return [(name, None) for name in ("MEMCHECK_WITH_CUDA", *asked)]
+
+
 def extension() -> Any:
     return (CUDAExtension if CUDA else CppExtension)(
         "memcheck._C",
@@ -329,7 +335,7 @@ def extension() -> Any:
         # ninja knows what each object includes; setuptools asks it only if one of these is newer than the extension.
         depends=[*files(".h", ".cuh"), "setup.py"],
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=[("MEMCHECK_WITH_CUDA", None)] if CUDA else [],
+        define_macros=macros() if CUDA else [],
         extra_compile_args={"cxx": COMPILE_FLAGS, "nvcc": ["-O3", "--expt-relaxed-constexpr"]},
         extra_link_args=SANITIZE,
     )

@@ -56,7 +56,7 @@ architecture() { nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head
 # Some toolchains link libstdc++ statically. A module with a copy of it crashes where it raises an error of torch.
 step_build() {
     export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-$(architecture)}
-    LDFLAGS="-Wl,--no-as-needed,-l:libstdc++.so.6,--as-needed ${LDFLAGS-}" MEMCHECK_CUDA=1 \
+    LDFLAGS="-Wl,--no-as-needed,-l:libstdc++.so.6,--as-needed ${LDFLAGS-}" MEMCHECK_CUDA=1 MEMCHECK_FLOAT32_TENSOR_CORES=1 \
         "$python" setup.py build_ext --inplace && "$python" -m memcheck info
 }
 step_bench() { "$python" benchmarks/gpu.py; }

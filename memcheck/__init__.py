@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from memcheck.measure.measurement import measure_memory
     from memcheck.measure.tracker import MemoryTracker, track
     from memcheck.notebook import Results, load, profile, sweep
-    from memcheck.ops.checks import check_findings
     from memcheck.ops.combinator import combinator
     from memcheck.ops.compressed_attention import (
         CompressedAttentionState,
@@ -43,7 +42,6 @@ LATER = {
     "measure_memory": "memcheck.measure.measurement",
     **dict.fromkeys(("MemoryTracker", "track"), "memcheck.measure.tracker"),
     **dict.fromkeys(("Results", "load", "profile", "sweep"), "memcheck.notebook"),
-    "check_findings": "memcheck.ops.checks",
     "combinator": "memcheck.ops.combinator",
     **dict.fromkeys(
         (
@@ -75,7 +73,6 @@ __all__ = [
     "Results",
     "Snapshot",
     "Step",
-    "check_findings",
     "combinator",
     "compressed_attention",
     "compressed_attention_pooled",

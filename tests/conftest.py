@@ -141,7 +141,7 @@ def pytest_configure(config):
     torch.set_default_device(os.environ.get("MEMCHECK_TEST_DEVICE"))  # for tensors that are made during collection
     # What kernels took in probes is kept nowhere, except in tests of that.
     os.environ["MEMCHECK_PROBES"] = os.devnull
-    # Values that kernels of CUDA check are reported in the call itself, as on the CPU.
+    # Values on a GPU are checked, as on the CPU.
     os.environ.setdefault("MEMCHECK_CHECK", "1")
     if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
         load_host_cuda()

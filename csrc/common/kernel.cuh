@@ -45,10 +45,21 @@ inline bool fits_in_a_block(size_t shared_bytes) {
          shared_bytes <= static_cast<size_t>(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-// Whether float32 runs on tensor cores, in three parts: if MEMCHECK_FLOAT32_TENSOR_CORES is 1. No GPU has run that yet.
+// Kernels that run float32 on tensor cores, in three parts, are built by request: no GPU has run them yet.
+#if defined(MEMCHECK_FLOAT32_TENSOR_CORES)
+constexpr bool kFloat32OnTensorCores = true;
+#else
+constexpr bool kFloat32OnTensorCores = false;
+#endif
+
+// Whether they are asked for: if MEMCHECK_FLOAT32_TENSOR_CORES is 1.
 inline bool float32_runs_on_tensor_cores() {
   const char* asked = std::getenv("MEMCHECK_FLOAT32_TENSOR_CORES");
-  return asked != nullptr && std::strcmp(asked, "1") == 0;
+  if (asked == nullptr || std::strcmp(asked, "1") != 0) return false;
+  if (!kFloat32OnTensorCores)
+    throw std::runtime_error(
+        "MEMCHECK_FLOAT32_TENSOR_CORES=1 needs kernels that this build lacks; build memcheck with it, too");
+  return true;
 }
 
 // ---- launches

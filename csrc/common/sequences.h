@@ -130,7 +130,6 @@ struct SequenceSource {
   bool wide_queries, wide_keys;  // int64
   bool packed, left_padded, causal;
   int64_t count, S, T;
-  const char* names[2];  // of the two arguments
 
   MEMCHECK_INLINE static int64_t value(const void* from, bool wide, int64_t i) {
     return wide ? static_cast<const int64_t*>(from)[i] : static_cast<const int32_t*>(from)[i];
@@ -154,20 +153,25 @@ MEMCHECK_INLINE Sequence sequence_at(const SequenceSource& x, int64_t i) {
   return {i, x.left_padded ? x.S - queries : 0, queries, x.left_padded ? x.T - keys : 0, keys};
 }
 
-// A table to fill. On the CPU a broken rule throws std::invalid_argument. On CUDA all sequences are then empty, and the
-// finding is reported (common/finding.h).
+// Whether sequence i breaks no rule. The rules as sentences are in common/torch/sequences.cpp.
+MEMCHECK_INLINE bool is_valid(const SequenceSource& x, int64_t i) {
+  const int64_t key = x.key_value(i);
+  if (!x.packed) return key >= 0 && key <= x.T;
+  const int64_t query = x.query_value(i), query_end = x.query_value(i + 1), key_end = x.key_value(i + 1);
+  const bool begins = i > 0 || (query == 0 && key == 0);
+  const bool ends = i + 1 < x.count || (query_end == x.S && key_end == x.T);
+  const bool ascends = query >= 0 && query <= query_end && key >= 0 && key <= key_end;
+  return begins && ends && ascends && (!x.causal || query_end - query <= key_end - key);
+}
+
+// A table to fill on a GPU: all sequences are empty if one breaks a rule, so that kernels stay within their tensors.
 struct SequenceTableBuild {
-  const char* op;
   SequenceSource source;
   Sequence* table;  // (count,)
 };
 
 using PositionRange = Span;
 
-struct SequenceKernels {
-  Kernel<SequenceTableBuild> build;
-};
-extern const SequenceKernels sequences_cpu;
-extern const SequenceKernels sequences_cuda;
+void build_sequences_cuda(const SequenceTableBuild& p, Dtype dtype, cudaStream_t stream);
 
 }  // namespace memcheck

@@ -103,7 +103,7 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
   const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
-  const Sequences sequences = sequences_of(kForward, arguments, *kernels.sequences, q, device, shape);
+  const Sequences sequences = sequences_of(kForward, arguments, kernels.build_sequences, q, device, shape);
   const CompressedAttentionWindow window = window_of(shape, options, in.k, in.v);
   const auto plan = kernels.plan(shape, window, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
@@ -146,7 +146,7 @@ Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::
   const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(q);
   CompressedAttentionShape shape = n.shape(options);
-  const Sequences sequences = sequences_of(kPooled, arguments, *kernels.sequences, q, device, shape);
+  const Sequences sequences = sequences_of(kPooled, arguments, kernels.build_sequences, q, device, shape);
   const CompressedAttentionWindow window = window_of(shape, options, tensor_or_none(in.k), tensor_or_none(in.v));
   const auto plan = kernels.plan(shape, window, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
@@ -541,7 +541,8 @@ void run_backward(const CompressedAttentionKernels& kernels, const char* op, con
   const at::Tensor sink = contiguous_or_not(tensor_or_none(in.sink));
   const DeviceScope device(in.q);
   CompressedAttentionShape shape = n.shape(options_of(in));
-  const Sequences sequences = sequences_of(op, sequence_arguments(op, in), *kernels.sequences, in.q, device, shape);
+  const Sequences sequences =
+      sequences_of(op, sequence_arguments(op, in), kernels.build_sequences, in.q, device, shape);
   CompressedAttentionWindow window = window_of(shape, options_of(in), tensor_or_none(in.k), tensor_or_none(in.v));
   const auto plan = kernels.plan(shape, window, dtype_of(in.q), device.threads);
   const bool keeps_delta = grad_k.defined() || grad_sink.defined() || of_window[0].defined();

@@ -214,7 +214,7 @@ struct CompressedAttentionKernels {
   Kernel<CompressedAttentionWindowBackward> backward;
   Kernel<CompressedAttentionExtension> extend;
   Kernel<CompressedAttentionExtension> extend_backward;
-  const SequenceKernels* sequences;
+  Kernel<SequenceTableBuild> build_sequences;  // null on the CPU, where the glue builds the table
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;
 extern const CompressedAttentionKernels compressed_attention_cuda;

@@ -155,6 +155,6 @@ void compressed_attention_pool_cpu(const CompressedAttentionPooling& p, Dtype dt
 }
 
 const CompressedAttentionKernels compressed_attention_cpu{
-    plan, compressed_attention_pool_cpu, forward_of_all, backward_of_all, extend, extend_backward, &sequences_cpu};
+    plan, compressed_attention_pool_cpu, forward_of_all, backward_of_all, extend, extend_backward, nullptr};
 
 }  // namespace memcheck

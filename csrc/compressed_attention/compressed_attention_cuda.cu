@@ -216,6 +216,6 @@ const CompressedAttentionKernels compressed_attention_cuda{compressed_attention_
                                                            compressed_attention_backward_cuda,
                                                            compressed_attention_extend_cuda,
                                                            compressed_attention_extend_backward_cuda,
-                                                           &sequences_cuda};
+                                                           build_sequences_cuda};
 
 }  // namespace memcheck

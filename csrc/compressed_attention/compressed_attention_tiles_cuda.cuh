@@ -173,8 +173,11 @@ struct PartTiles {
 // Calls run(tiles) with the type of tiles for scalar_t.
 template <typename scalar_t, typename Run>
 void with_tiles(const Run& run) {
-  if constexpr (std::is_same_v<scalar_t, float>)
-    if (float32_runs_on_tensor_cores()) return run(PartTiles());
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    const bool asked = float32_runs_on_tensor_cores();
+    if constexpr (kFloat32OnTensorCores)
+      if (asked) return run(PartTiles());
+  }
   run(FmaTiles<acc_type<scalar_t>>());
 }
 

@@ -1,10 +1,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <array>
-#include <stdexcept>
+#include <atomic>
+#include <optional>
 #include <tuple>
 
+#include "common/parallel.h"
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
 #include "linear_attention/linear_attention_checks.h"
@@ -67,15 +70,33 @@ Op::Results forward_meta(const Op::Arguments& in) {
   return empty_results(check_forward(in), in.q, in.return_state);
 }
 
-// The CPU refuses values of decay at once.
-void run_forward(const LinearAttentionKernels& kernels, const LinearAttentionForward& p, const at::Tensor& q,
-                 const DeviceScope& device) {
-  try {
-    kernels.forward(p, dtype_of(q), device.stream);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-  if (p.decay) raise_findings_at_once(q.device(), device.stream);
+// Raises for a value that is no decay, of the first key head that has one. Those of padding are not read.
+void check_decays(Call call, LinearAttentionShape n, const Sequences& sequences, int64_t threads) {
+  if (!call.decay.defined() || !checks_values(call.decay.device())) return;
+  call.decay = call.decay.cpu();
+  n.sequences = sequences.host_table();
+  const LinearAttentionDecay decay = reads_decay(call);
+  const int64_t heads = sequence_count(n) * n.Hkv;
+  with_acc_type(dtype_of(call.decay), [&](auto acc) {
+    const auto first_wrong = [&](int64_t index) -> std::optional<double> {
+      const Sequence x = sequence_of(n, index / n.Hkv);
+      const int64_t count = decay.given.stride[2] == 0 ? std::min<int64_t>(1, x.keys) : x.keys;
+      for (int64_t t = x.first_key; t < x.first_key + count; ++t) {
+        const double value = *decay.given.at<const decltype(acc)>(x.row, index % n.Hkv, t);
+        if (!decay.allows(value)) return value;
+      }
+      return std::nullopt;
+    };
+    std::atomic<bool> found{false};
+    parallel_tasks(heads, useful_threads(n.B * n.Hkv * n.T, threads), [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i)
+        if (first_wrong(i)) found = true;
+    });
+    for (int64_t i = 0; i < heads && found; ++i)
+      if (const auto value = first_wrong(i))
+        TORCH_CHECK_VALUE(false, call.op, ": ", call.decay_name(),
+                          call.log_decay ? " must be at most 0" : " must be in (0, 1]", ", got ", *value);
+  });
 }
 
 Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& in) {
@@ -85,7 +106,8 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
   const DeviceScope device(q);
   Op::Results results = empty_results(call, q, in.return_state);
   const auto& [y, m, z] = results;
-  const Sequences sequences = sequences_of(call.op, call.sequences, *kernels.sequences, q, device, shape);
+  const Sequences sequences = sequences_of(call.op, call.sequences, kernels.build_sequences, q, device, shape);
+  check_decays(call, shape, sequences, device.threads);
   sequences.fill_if_padded(y);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const Scratch states(plan.forward_states_bytes, q);
@@ -102,7 +124,7 @@ Op::Results forward(const LinearAttentionKernels& kernels, const Op::Arguments& 
                                  .decay = reads_decay(call),
                                  .initial = reads_state(call.initial_m, call.initial_z),
                                  .last = in.return_state ? writes_state(m, z) : LinearAttentionState{}};
-  run_forward(kernels, p, q, device);
+  kernels.forward(p, dtype_of(q), device.stream);
   return results;
 }
 
@@ -163,7 +185,7 @@ Gradients backward(const LinearAttentionKernels& kernels, const BackwardOp::Argu
   const DeviceScope device(q);
   const Gradients gradients = empty_gradients(call, in);
   const auto& [grad_q, grad_k, grad_v, grad_decay, grad_initial_m, grad_initial_z] = gradients;
-  const Sequences sequences = sequences_of(call.op, call.sequences, *kernels.sequences, q, device, shape);
+  const Sequences sequences = sequences_of(call.op, call.sequences, kernels.build_sequences, q, device, shape);
   const auto acc = q.options().dtype(acc_scalar_type(q.scalar_type()));
   const bool has_state = has_state_gradient(in);
   const at::Tensor of_y = or_zeros(in.grad_y, {n.B, n.H, n.S, n.Dv}, q.options());

@@ -128,7 +128,7 @@ struct LinearAttentionPlan {
 
 struct LinearAttentionKernels {
   LinearAttentionPlan (*plan)(const LinearAttentionShape& shape, Dtype dtype, int64_t threads);
-  const SequenceKernels* sequences;
+  Kernel<SequenceTableBuild> build_sequences;  // null on the CPU, where the glue builds the table
   Kernel<LinearAttentionForward> forward;
   Kernel<LinearAttentionBackward> backward;
   Kernel<LinearAttentionDecaySum> sum_decays;

@@ -10,14 +10,19 @@ namespace linear_cuda {
 namespace {
 
 template <typename T>
-struct alignas(256) KeyMemory : StepMemory<KeyMemory<T>, T, 2, 4> {
-  enum { kK, kV, kQ, kG };
+struct alignas(256) KeyMemory : StepMemory<KeyMemory<T>, T, 2, 4, 2> {
+  enum { kK, kV, kQ, kG, kGradK, kGradV };
 
   ScoreTile<T> scores[2];                         // v g^T - g.y and phi(k) (phi(q) / den)^T
   Tile<T::kDepth, T::kDepth, T::kParts> R;        // rows are columns of v
   alignas(16) float query_products[T::kChunk];    // g.y
   alignas(16) float joining[T::kChunk];           // the same, with weights of decays
   float key_products[T::kDepth / 32][T::kChunk];  // phi(k).(grad phi(k)), of 32 columns each
+
+  __device__ __forceinline__ void note_tensors(const Scan& scan) {
+    this->note(kK, scan.last), this->note(kV, scan.a), this->note(kQ, scan.x), this->note(kG, scan.b);
+    this->note(kGradK, scan.out), this->note(kGradV, scan.out_of_values);
+  }
 };
 
 // A warp has 32 columns of both results, and of the rows squares `half` and kHigh - 1 - half, which have as many
@@ -245,42 +250,49 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
   const KeyPlace<T> at;
   KeyResult<T> result;
   QueryRows<T> rows;
-  for_steps<T>(
-      scan, s, [&](const Step& step) { rows.load(scan, step, s.work.b()); },
-      [&](const auto* lines, const Step& step) {
-        if (step.takes_columns && threadIdx.x < T::kChunk) s.query_products[threadIdx.x] = rows.product;
-        if (step.takes_rows) store_state_for_warps(state, s);
-        form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
-        form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step), rows.inverse);
-        if (T::kParts == 1) return;
-        form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
-        form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
-      },
-      [&](const Step& step, const auto* lines, const ChunkDecays<T>& decays) {
-        const bool sees = step.chunk.has_rows && step.chunk.has_columns;
-        if constexpr (T::kDecayed)
-          if (threadIdx.x < T::kChunk)
-            s.joining[threadIdx.x] = s.query_products[threadIdx.x] * decays.of_column[threadIdx.x];
-        if (sees) form_all_scores(decays, step, s);
-        if (step.takes_rows) read_state(decays, step, state, s, result);
-        __syncthreads();
-        if (step.fades) fade(decays, state);
-        if (step.chunk.has_columns) {
-          float of_r[4][4] = {};
-          read_chunk(step, s, sees, result, of_r);
-          unroll<4, 2>([&](int t, int i) { state.r[t][i] += of_r[t][i] + of_r[t][2 + i]; });
-          const float* weights = nullptr;
-          if constexpr (T::kDecayed) weights = decays.of_column;
-          join<T>(s.tile(s.kG, step), 2 * at.group, s.tile(s.kQ, step), T::kSteps / 2 * at.half, weights, state.R);
-        }
-        if constexpr (T::kDecayed)
-          if (step.finishes_rows && scan.key_products != nullptr) store_products(scan, step, result, s);
-        if (step.finishes_rows) stage_gradients(map, step, result, s);
-        __syncthreads();
-        if (!step.finishes_rows) return;
-        store_lines<T>(lines[s.kTensors], s.tile(s.kK, step));
-        store_lines<T>(lines[s.kTensors + 1], s.tile(s.kV, step));
-      });
+  Steps<T, KeyMemory<T>> steps(scan, s);
+  for (rows.load(scan, steps.step(), s.work.b()); !steps.ended(); steps.go_on()) {
+    const Step& step = steps.step();
+    const auto& lines = steps.lines();
+    const ChunkDecays<T>& decays = steps.decays();
+    const bool sees = step.chunk.has_rows && step.chunk.has_columns;
+
+    steps.wait();
+    if (step.takes_columns && threadIdx.x < T::kChunk) s.query_products[threadIdx.x] = rows.product;
+    if (step.takes_rows) store_state_for_warps(state, s);
+    form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
+    form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step), rows.inverse);
+    if (T::kParts > 1) {
+      form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
+      form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
+    }
+    __syncthreads();
+    rows.load(scan, steps.next(), s.work.b());
+    steps.look_ahead();
+
+    if constexpr (T::kDecayed)
+      if (threadIdx.x < T::kChunk)
+        s.joining[threadIdx.x] = s.query_products[threadIdx.x] * decays.of_column[threadIdx.x];
+    if (sees) form_all_scores(decays, step, s);
+    if (step.takes_rows) read_state(decays, step, state, s, result);
+    __syncthreads();
+    if (step.fades) fade(decays, state);
+    if (step.chunk.has_columns) {
+      float of_r[4][4] = {};
+      read_chunk(step, s, sees, result, of_r);
+      unroll<4, 2>([&](int t, int i) { state.r[t][i] += of_r[t][i] + of_r[t][2 + i]; });
+      const float* weights = nullptr;
+      if constexpr (T::kDecayed) weights = decays.of_column;
+      join<T>(s.tile(s.kG, step), 2 * at.group, s.tile(s.kQ, step), T::kSteps / 2 * at.half, weights, state.R);
+    }
+    if constexpr (T::kDecayed)
+      if (step.finishes_rows && scan.key_products != nullptr) store_products(scan, step, result, s);
+    if (step.finishes_rows) stage_gradients(map, step, result, s);
+    __syncthreads();
+    if (!step.finishes_rows) continue;
+    store_lines<T>(lines[s.kGradK], s.tile(s.kK, step));
+    store_lines<T>(lines[s.kGradV], s.tile(s.kV, step));
+  }
   end_with_state<T>(scan, s, [&] { give_state(state, s); });
 }
 

@@ -10,12 +10,17 @@ namespace linear_cuda {
 namespace {
 
 template <typename T>
-struct alignas(256) QueryMemory : StepMemory<QueryMemory<T>, T, 2, 4> {
-  enum { kQ, kG, kK, kV };
+struct alignas(256) QueryMemory : StepMemory<QueryMemory<T>, T, 2, 4, 1> {
+  enum { kQ, kG, kK, kV, kGradQ };
 
   ScoreTile<T> scores;                 // g v^T
   float2 parts[T::kWarps][T::kChunk];  // phi(q) z and phi(q) S g / scale_of(it), of each warp's part of the depth
   float2 rows[T::kChunk];              // 1 / den and g.y
+
+  __device__ __forceinline__ void note_tensors(const Scan& scan) {
+    this->note(kQ, scan.last), this->note(kG, scan.a), this->note(kK, scan.x), this->note(kV, scan.b);
+    this->note(kGradQ, scan.out);
+  }
 };
 
 // Of a chunk: the sum of (g.v) phi(k), and that of phi(k).
@@ -200,40 +205,45 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 2 : 1)
   WarpState<T> state = {};
   begin_with_state<T>(scan, s, [&] { take_state(s, state); });
   const FeatureMap map = scan.shape.feature_map;
-  for_steps<T>(
-      scan, s, [](const Step&) {},
-      [&](const auto* lines, const Step& step) {
-        form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
-        if (T::kParts == 1) return;
-        form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
-        form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
-      },
-      [&](const Step& step, const auto* lines, const ChunkDecays<T>& decays) {
-        const bool sees = step.chunk.has_rows && step.chunk.has_columns;
-        QueryResult<T> result;
-        if (sees) form_all_scores(decays, step, s);
-        if (step.chunk.has_rows) read_state(decays, step, state, s, result);
-        __syncthreads();
-        if (step.chunk.has_rows) read_sums(decays, state, result);
-        if (sees) read_chunk(decays, step, s, result);
-        if (step.fades) fade(decays, state);
-        if (step.joins_columns) {
-          const auto& k = s.tile(s.kK, step);
-          join_state(decays, k, s.tile(s.kV, step), k, state);
-        }
-        QueryFeatures<T> phi;
-        if (step.chunk.has_rows) {
-          phi.form(map, step, s);
-          share_rows(result, phi, s);
-        }
-        __syncthreads();
-        if (!step.chunk.has_rows) return;
-        find_rows(scan, step, s);
-        __syncthreads();
-        stage_gradient(map, step, result, phi, s);
-        __syncthreads();
-        store_lines<T>(lines[s.kTensors], s.tile(s.kQ, step));
-      });
+  for (Steps<T, QueryMemory<T>> steps(scan, s); !steps.ended(); steps.go_on()) {
+    const Step& step = steps.step();
+    const auto& lines = steps.lines();
+    const ChunkDecays<T>& decays = steps.decays();
+    const bool has_rows = step.chunk.has_rows, sees = has_rows && step.chunk.has_columns;
+
+    steps.wait();
+    form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
+    if (T::kParts > 1) {
+      form_parts<T>(lines[s.kG], FeatureMap::Identity, s.tile(s.kG, step));
+      form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
+    }
+    __syncthreads();
+    steps.look_ahead();
+
+    QueryResult<T> result;
+    if (sees) form_all_scores(decays, step, s);
+    if (has_rows) read_state(decays, step, state, s, result);
+    __syncthreads();
+    if (has_rows) read_sums(decays, state, result);
+    if (sees) read_chunk(decays, step, s, result);
+    if (step.fades) fade(decays, state);
+    if (step.joins_columns) {
+      const auto& k = s.tile(s.kK, step);
+      join_state(decays, k, s.tile(s.kV, step), k, state);
+    }
+    QueryFeatures<T> phi;
+    if (has_rows) {
+      phi.form(map, step, s);
+      share_rows(result, phi, s);
+    }
+    __syncthreads();
+    if (!has_rows) continue;
+    find_rows(scan, step, s);
+    __syncthreads();
+    stage_gradient(map, step, result, phi, s);
+    __syncthreads();
+    store_lines<T>(lines[s.kGradQ], s.tile(s.kQ, step));
+  }
   end_with_state<T>(scan, s, [&] { give_state(state, s); });
 }
 

@@ -1,13 +1,10 @@
 #include "linear_attention/linear_attention_cpu.h"
 
-#include <atomic>
 #include <functional>
 #include <initializer_list>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 
-#include "common/finding.h"
 #include "common/half.h"
 #include "common/parallel.h"
 
@@ -177,43 +174,8 @@ int64_t Deal::heads_with_rows() const {
 
 }  // namespace linear_cpu
 
-namespace {
-
-using linear_cpu::Deal;
-using linear_cpu::Phase;
-
-// Of one key head of a sequence.
-template <typename acc_t>
-Finding check_decays_of_head(const LinearAttentionForward& batch, Dtype dtype, int64_t index) {
-  const linear_cpu::Head head = linear_cpu::head_at(batch.shape, index);
-  const LinearAttentionDecay decay = linear_cpu::parameters_of(batch, head, dtype).decay;
-  for (int64_t t = 0; t < head.place.keys; ++t) {
-    const double value = *decay.given.at<const acc_t>(0, 0, t);
-    if (!decay.allows(value)) return decay_finding(decay.logarithms, head.place.first_key + t, value);
-    if (decay.given.stride[2] == 0) break;
-  }
-  return {};
-}
-
-// Throws for the first that is found.
-template <typename acc_t>
-void check_decays(const LinearAttentionForward& p, Dtype dtype) {
-  const LinearAttentionShape& n = p.shape;
-  std::atomic<bool> found{false};
-  const int64_t heads = sequence_count(n) * n.Hkv;
-  parallel_tasks(heads, useful_threads(n.B * n.Hkv * n.T, p.threads), [&](int64_t begin, int64_t end, int) {
-    for (int64_t head = begin; head < end; ++head)
-      if (check_decays_of_head<acc_t>(p, dtype, head).rule != Rule::None) found = true;
-  });
-  for (int64_t head = 0; head < heads && found; ++head)
-    if (const Finding first = check_decays_of_head<acc_t>(p, dtype, head); first.rule != Rule::None)
-      throw std::invalid_argument(message_of(first));
-}
-
-}  // namespace
-
 LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape, Dtype dtype, int64_t threads) {
-  const Deal deal(shape, threads);
+  const linear_cpu::Deal deal(shape, threads);
   const int64_t cut = static_cast<int64_t>(deal.cut.size());
   const int64_t workers = deal.workers();
   return {.forward_states_bytes = cut * deal.state_bytes(dtype, false),
@@ -224,7 +186,6 @@ LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape,
 }
 
 void linear_attention_forward_cpu(const LinearAttentionForward& p, Dtype dtype, cudaStream_t) {
-  if (p.decay) with_acc_type(dtype, [&](auto acc) { check_decays<decltype(acc)>(p, dtype); });
   linear_cpu::forward(p, dtype);
 }
 
@@ -246,8 +207,7 @@ void linear_attention_sum_decays_cpu(const LinearAttentionDecaySum& p, Dtype dty
   });
 }
 
-const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu, &sequences_cpu,
-                                                  linear_attention_forward_cpu, linear_attention_backward_cpu,
-                                                  linear_attention_sum_decays_cpu};
+const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu, nullptr, linear_attention_forward_cpu,
+                                                  linear_attention_backward_cpu, linear_attention_sum_decays_cpu};
 
 }  // namespace memcheck

@@ -64,13 +64,15 @@ bool runs_on_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
   scan.tile = scan.on_tensor_cores ? scan.width : linear_attention_tile(dtype);
   const int64_t bytes = element_bytes(dtype), in_pack = kPackBytes / bytes;
+  const auto note = [&](ScanTensor& of, int64_t columns, int64_t count) {
+    of.columns = columns;
+    of.in_packs = is_in_packs(of.x, columns, bytes, count);
+  };
+  for (ScanTensor* factor : {&scan.a, &scan.b}) note(*factor, scan.depth, in_pack);
+  note(scan.x, scan.width, in_pack);
   const int64_t of_results = scan.on_tensor_cores ? in_pack : 4;
-  scan.a.in_packs = is_in_packs(scan.a.x, scan.depth, bytes, in_pack);
-  scan.b.in_packs = is_in_packs(scan.b.x, scan.depth, bytes, in_pack);
-  scan.x.in_packs = is_in_packs(scan.x.x, scan.width, bytes, in_pack);
-  scan.last_in_packs = is_in_packs(scan.last, scan.width, bytes, of_results);
-  scan.out_in_packs = is_in_packs(scan.out, scan.width, bytes, of_results);
-  scan.values_in_packs = is_in_packs(scan.out_of_values, scan.depth, bytes, of_results);
+  for (ScanTensor* rows : {&scan.last, &scan.out}) note(*rows, scan.width, of_results);
+  note(scan.out_of_values, scan.depth, of_results);
   if (!scan.on_tensor_cores) return scan_by_fma(scan, dtype, stream);
   if (scan.kind == ScanKind::Output) return forward_on_tensor_cores(scan, dtype, stream);
   if (scan.kind == ScanKind::GradQ) return query_gradients_on_tensor_cores(scan, dtype, stream);
@@ -128,29 +130,28 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind,
   scan.deep = p.scratch;
   scan.decay = p.decay;
   const bool maps = n.feature_map == FeatureMap::EluPlusOne;
-  const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, n.normalize, false};
-  const ScanFactor v{p.v, false, false, false}, g{p.grad_y, false, false, false};
+  const ScanTensor q{p.q, maps}, k{p.k, maps}, scaled_q{p.q, maps, n.normalize}, v{p.v}, g{p.grad_y};
   // Tensor cores read g as it is in memory, and multiply what they form of it by 1 / den.
-  const ScanFactor scaled_g{p.grad_y, false, n.normalize && !on_tensor_cores, false};
+  const ScanTensor scaled_g{p.grad_y, false, n.normalize && !on_tensor_cores};
   switch (kind) {
     case ScanKind::Output:
     case ScanKind::Denominators:
-      scan.a = q, scan.b = k, scan.x = v, scan.last = p.grad_y;
+      scan.a = q, scan.b = k, scan.x = v, scan.last = g;
       scan.m = p.initial.m, scan.z = p.initial.z;
       break;
     case ScanKind::GradQ:
-      scan.a = scaled_g, scan.b = v, scan.x = k, scan.last = p.q, scan.out = p.grad_q;
+      scan.a = scaled_g, scan.b = v, scan.x = k, scan.last = q, scan.out = {p.grad_q};
       scan.m = transposed(p.initial.m), scan.z = p.initial.z;
       break;
     case ScanKind::GradK:
-      scan.a = v, scan.b = g, scan.x = scaled_q, scan.last = p.k, scan.out = p.grad_k;
+      scan.a = v, scan.b = g, scan.x = scaled_q, scan.last = k, scan.out = {p.grad_k};
       scan.m = transposed(p.grad_last.m), scan.z = p.grad_last.z;
       scan.new_m = transposed(p.grad_initial.m), scan.new_z = p.grad_initial.z;
-      if (on_tensor_cores) scan.out_of_values = p.grad_v;
+      if (on_tensor_cores) scan.out_of_values = {p.grad_v};
       if (p.grad_decay) scan.key_products = decay_products(p, dtype, on_tensor_cores).of_keys;
       break;
     case ScanKind::GradV:
-      scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v, scan.m = p.grad_last.m;
+      scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = {p.grad_v}, scan.m = p.grad_last.m;
       break;
   }
   place_states(p.states, dtype, scan);
@@ -163,14 +164,10 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind,
 void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
   if (p.is_step()) return queue_step(p, dtype, stream);
-  if (p.decay) check_decays(p, dtype, stream);
   const bool on_tensor_cores = runs_on_tensor_cores(p.shape, dtype);
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output, on_tensor_cores);
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
-  scan.a = {p.q, maps, false, false};
-  scan.b = {p.k, maps, false, false};
-  scan.x = {p.v, false, false, false};
-  scan.out = p.y;
+  scan.a = {p.q, maps}, scan.b = {p.k, maps}, scan.x = {p.v}, scan.out = {p.y};
   place_states(p.states, dtype, scan);
   scan.deep = p.scratch;
   scan.decay = p.decay;
@@ -193,7 +190,7 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   if (p.grad_decay) finish_grad_decay(p, decay_products(p, dtype, on_tensor_cores), dtype, stream);
 }
 
-const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, &sequences_cuda,
+const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, build_sequences_cuda,
                                                    linear_attention_forward_cuda, linear_attention_backward_cuda,
                                                    linear_attention_sum_decays_cuda};
 

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "common/finding.cuh"
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
 // The gradient of decays on CUDA, from what queries and keys give to each position. Sums are in float64. The terms do
@@ -195,38 +194,8 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) *p.to.at<acc_t>(head) = static_cast<acc_t>(total);
 }
 
-// ---- values of decays
-
-// A thread for each decay, in turns; of a decay for each head, which has no strides along B and T, one thread.
-template <typename acc_t>
-__global__ void __launch_bounds__(kThreads)
-    check_decays_kernel(const LinearAttentionForward p, int64_t rows, int64_t length, Finding* slot) {
-  const LinearAttentionShape& n = p.shape;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < rows * n.Hkv * length;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int64_t row = i / length / n.Hkv, t = i % length;
-    if (n.sequences && !n.sequences.packed && length == n.T) {
-      const Sequence& x = n.sequences.sequences[row];
-      if (t < x.first_key || t >= x.first_key + x.keys) continue;
-    }
-    const double value = *p.decay.given.at<acc_t>(row, i / length % n.Hkv, t);
-    if (!p.decay.allows(value)) report_finding(decay_finding(p.decay.logarithms, t, value), slot);
-  }
-}
-
 Launch launch_of(const char* name, int64_t blocks, cudaStream_t stream) {
   return {name, blocks, dim3(kThreads), kThreads * sizeof(double), stream};
-}
-
-template <typename acc_t>
-void launch_check(const LinearAttentionForward& p, cudaStream_t stream) {
-  const LinearAttentionShape& n = p.shape;
-  const bool per_head = p.decay.given.stride[0] == 0 && p.decay.given.stride[2] == 0;
-  const int64_t rows = per_head ? std::min<int64_t>(1, n.B) : n.B, length = per_head ? std::min<int64_t>(1, n.T) : n.T;
-  constexpr int64_t kMost = 8 * kLinearAttentionMultiprocessors;
-  const int64_t blocks = std::min(kMost, ceil_div(rows * n.Hkv * length, kThreads));
-  launch(launch_of("linear_attention_decays", blocks, stream), check_decays_kernel<acc_t>, p, rows, length,
-         finding_slots().decay);
 }
 
 template <typename acc_t>
@@ -246,10 +215,6 @@ void launch_sums(const LinearAttentionDecaySum& p, cudaStream_t stream) {
 }
 
 }  // namespace
-
-void check_decays(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream) {
-  dtype == Dtype::Float64 ? launch_check<double>(p, stream) : launch_check<float>(p, stream);
-}
 
 void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& products, Dtype dtype,
                        cudaStream_t stream) {

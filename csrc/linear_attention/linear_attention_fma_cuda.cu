@@ -157,22 +157,22 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& work, int64_t row, const acc_t (&x)[4]) {
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
-  if (!scan.out || column >= scan.width) return;
-  scalar_t* to = scan.out.at<scalar_t>(work.b(), work.row_head, row, column);
-  write_pack(rounded_pack<scalar_t>(x), to, {scan.out.stride[3], scan.width, scan.out_in_packs}, column);
+  if (!scan.out.x || column >= scan.width) return;
+  scalar_t* to = scan.out.x.at<scalar_t>(work.b(), work.row_head, row, column);
+  write_pack(rounded_pack<scalar_t>(x), to, {scan.out.x.stride[3], scan.width, scan.out.in_packs}, column);
 }
 
 // Elements (row, column + j) of g, q or k; 0 where none exist.
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work, int64_t row, acc_t (&x)[4]) {
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
-  const scalar_t* from = scan.last.at<scalar_t>(work.b(), work.row_head, row, column);
+  const scalar_t* from = scan.last.x.at<scalar_t>(work.b(), work.row_head, row, column);
   Pack<scalar_t, 4> pack = {};
-  if (scan.last_in_packs) {
+  if (scan.last.in_packs) {
     if (column < scan.width) pack = load_pack<4>(from);
   } else {
     unroll<4>([&](int j) {
-      if (column + j < scan.width) pack.values[j] = from[j * scan.last.stride[3]];
+      if (column + j < scan.width) pack.values[j] = from[j * scan.last.x.stride[3]];
     });
   }
   unroll<4>([&](int j) { x[j] = to_acc(pack.values[j]); });
@@ -379,7 +379,7 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
         if (work.part == 0) scan.inverse_at<acc_t>(query) = inverse;
       }
     }
-  } else if (scan.kind != ScanKind::GradV && exists && scan.out) {
+  } else if (scan.kind != ScanKind::GradV && exists && scan.out.x) {
     acc_t x[4];
     load_last<scalar_t>(scan, work, row, x);
     multiply_by_derivative(n.feature_map, x, out);

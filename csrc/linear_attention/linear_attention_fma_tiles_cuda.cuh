@@ -57,7 +57,7 @@ __device__ __forceinline__ acc_t sum_along_x(acc_t x) {
 // Loads a tile of the factor from `column` on, kCount elements at a time; zeros where nothing exists. `from` is the
 // head's first element or null, and `scale` its 1 / den or null.
 template <int kCount, typename scalar_t, typename acc_t, int kLines>
-__device__ __forceinline__ void load_packs(const ScanFactor& factor, const scalar_t* from, const acc_t* scale,
+__device__ __forceinline__ void load_packs(const ScanTensor& factor, const scalar_t* from, const acc_t* scale,
                                            const Lines& lines, int64_t column, int64_t columns,
                                            ChunkTile<acc_t, kLines>& to) {
   using Packs = TilePacks<scalar_t, kLines, kTileSize<acc_t>, kThreads<acc_t>, kCount>;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
 }
 
 template <typename scalar_t, typename acc_t, int kLines>
-__device__ __forceinline__ void load_chunk(const Scan& scan, const ScanFactor& factor, int64_t b, int64_t head,
+__device__ __forceinline__ void load_chunk(const Scan& scan, const ScanTensor& factor, int64_t b, int64_t head,
                                            const Lines& lines, int64_t column, int64_t columns,
                                            ChunkTile<acc_t, kLines>& to) {
   const scalar_t* from = factor.x ? factor.x.at<scalar_t>(b, head, 0, 0) : nullptr;

@@ -9,13 +9,17 @@ namespace linear_cuda {
 namespace {
 
 template <typename T>
-struct alignas(256) ForwardMemory : StepMemory<ForwardMemory<T>, T, 1, 3> {
-  enum { kQ, kK, kV };
+struct alignas(256) ForwardMemory : StepMemory<ForwardMemory<T>, T, 1, 3, 1> {
+  enum { kQ, kK, kV, kY };
 
   ScoreTile<T> scores;
   float score_sums[T::kHigh][T::kChunk];   // of each square of columns
   float state_sums[T::kWarps][T::kChunk];  // phi(q) z of each warp's numbers
   float inverse[T::kChunk];                // 1 / den
+
+  __device__ __forceinline__ void note_tensors(const Scan& scan) {
+    this->note(kQ, scan.a), this->note(kK, scan.b), this->note(kV, scan.x), this->note(kY, scan.out);
+  }
 };
 
 template <typename T>
@@ -136,32 +140,36 @@ __global__ void __launch_bounds__(T::kThreads, T::kDepth == 64 ? 3 : 1)
   WarpState<T> state = {};
   begin_with_state<T>(scan, s, [&] { take_state(s, state); });
   const FeatureMap map = scan.shape.feature_map;
-  for_steps<T>(
-      scan, s, [](const Step&) {},
-      [&](const auto* lines, const Step& step) {
-        form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step));
-        form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
-        if (T::kParts > 1) form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
-      },
-      [&](const Step& step, const auto* lines, const ChunkDecays<T>& decays) {
-        const bool sees = step.chunk.has_rows && step.chunk.has_columns;
-        ForwardResult<T> result;
-        if (sees) form_all_scores(decays, step, s);
-        if (step.chunk.has_rows) read_state(decays, step, state, s, result);
-        __syncthreads();
-        if (step.chunk.has_rows) find_inverse(scan, decays, step, s);
-        if (sees) read_chunk(step, s, result);
-        if (step.fades) fade(decays, state);
-        if (step.joins_columns) {
-          const auto& k = s.tile(s.kK, step);
-          join_state(decays, s.tile(s.kV, step), k, k, state);
-        }
-        __syncthreads();
-        if (!step.chunk.has_rows) return;
-        stage_output(step, s, result);
-        __syncthreads();
-        store_lines<T>(lines[s.kTensors], s.tile(s.kQ, step));
-      });
+  for (Steps<T, ForwardMemory<T>> steps(scan, s); !steps.ended(); steps.go_on()) {
+    const Step& step = steps.step();
+    const auto& lines = steps.lines();
+    const ChunkDecays<T>& decays = steps.decays();
+    const bool has_rows = step.chunk.has_rows, sees = has_rows && step.chunk.has_columns;
+
+    steps.wait();
+    form_parts<T>(lines[s.kQ], map, s.tile(s.kQ, step));
+    form_parts<T>(lines[s.kK], map, s.tile(s.kK, step));
+    if (T::kParts > 1) form_parts<T>(lines[s.kV], FeatureMap::Identity, s.tile(s.kV, step));
+    __syncthreads();
+    steps.look_ahead();
+
+    ForwardResult<T> result;
+    if (sees) form_all_scores(decays, step, s);
+    if (has_rows) read_state(decays, step, state, s, result);
+    __syncthreads();
+    if (has_rows) find_inverse(scan, decays, step, s);
+    if (sees) read_chunk(step, s, result);
+    if (step.fades) fade(decays, state);
+    if (step.joins_columns) {
+      const auto& k = s.tile(s.kK, step);
+      join_state(decays, s.tile(s.kV, step), k, k, state);
+    }
+    __syncthreads();
+    if (!has_rows) continue;
+    stage_output(step, s, result);
+    __syncthreads();
+    store_lines<T>(lines[s.kY], s.tile(s.kQ, step));
+  }
   end_with_state<T>(scan, s, [&] { give_state(state, s); });
 }
 

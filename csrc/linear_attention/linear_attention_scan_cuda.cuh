@@ -59,12 +59,13 @@ inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
 // If any sequence may have several segments, Sums forms their states before Results.
 enum class ScanPhase { Sums, Results };
 
-// x (B,heads,length,columns), or phi(x) if mapped; times 1 / den of its query if scaled. Null means zeros.
-struct ScanFactor {
-  Strided<4> x;
-  bool mapped;
-  bool scaled;
-  bool in_packs;  // may be read 16 bytes at a time
+// A factor, or rows that are read or written at the end; null means zeros, or that they are not wanted.
+struct ScanTensor {
+  Strided<4> x;     // (B,heads,length,columns)
+  bool mapped;      // of a factor: phi(x) is read
+  bool scaled;      // times 1 / den of its query
+  bool in_packs;    // may be read, or written, as many bytes at a time as its kernel takes
+  int64_t columns;  // the depth or the width of the scan
 };
 
 struct Scan {
@@ -74,17 +75,14 @@ struct Scan {
   ScanPhase phase;
   int64_t depth;  // of a and b
   int64_t width;  // of x and out
-  ScanFactor a, b, x;
+  ScanTensor a, b, x;
   bool on_tensor_cores;
-  Strided<4> out;            // (B,H,S,width) or (B,Hkv,T,width); null when not wanted, as the next
-  Strided<4> out_of_values;  // GradK on tensor cores: grad_v (B,Hkv,T,depth)
-  Strided<4> last;           // read at the end. Denominators: g; GradQ: q; GradK: k
-  bool out_in_packs;         // may be written as many bytes at a time as the kernel stores
-  bool values_in_packs;      // the same of out_of_values
-  bool last_in_packs;
-  void* inverse;   // (B,H,S): 1 / den
-  void* products;  // (parts,B,H,S): parts of g.y
-  void* deep;      // states of blocks that are too deep for shared memory
+  ScanTensor out;            // of the width
+  ScanTensor out_of_values;  // GradK on tensor cores: grad_v, of the depth
+  ScanTensor last;           // of the width, read at the end. Denominators: g; GradQ: q; GradK: k
+  void* inverse;             // (B,H,S): 1 / den
+  void* products;            // (parts,B,H,S): parts of g.y
+  void* deep;                // states of blocks that are too deep for shared memory
   // The state before the scan, and the one behind it; any may be null. GradK's z is minus the sum of its vector.
   Strided<4> m, z;  // (N,Hkv,depth,width), (N,Hkv,1,depth or width)
   Strided<4> new_m, new_z;
@@ -397,7 +395,6 @@ inline bool is_in_packs(const Strided<4>& x, int64_t columns, int64_t bytes, int
 void queue_step(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
 
 // Queues the check that decays are in (0, 1]. Padding is not read.
-void check_decays(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
 
 // What the scans have stored for the gradient of a decay: parts of g.y for each query, and of phi(k).(grad phi(k)) for
 // each key; and room for sums.

@@ -48,7 +48,7 @@ struct StepTensor {
   scalar_t* data;  // null if there is none
   int64_t head_stride, line_stride, column_stride;
   int columns;
-  bool in_packs, of_rows, is_result;
+  bool in_packs;
 };
 
 // The weights that decays give to the positions of a chunk.
@@ -68,15 +68,15 @@ struct StagedState {
 };
 
 // What a block has in shared memory, beside what its kernel, Memory, adds to it: tiles of kRowTensors tensors of rows,
-// then those of columns. A second stage is behind all.
-template <typename Memory, typename T, int kRowTensors_, int kTensors_>
+// then those of columns. A second stage is behind all. Memory has names for its tensors and then its results, and
+// note_tensors(scan) notes each.
+template <typename Memory, typename T, int kRowTensors_, int kTensors_, int kResults_>
 struct StepMemory {
   using scalar = typename T::scalar;
   using Loaded = Tile<T::kChunk, T::kDepth, T::kParts>;
   static constexpr int kRowTensors = kRowTensors_;
   static constexpr int kTensors = kTensors_;
-  static constexpr int kResults = 2;
-  static constexpr bool kOutput = kTensors == 3;
+  static constexpr int kResults = kResults_;
 
   struct alignas(256) Stage {
     Loaded tile[kTensors];
@@ -103,32 +103,18 @@ struct StepMemory {
     const int stage = tensor < kRowTensors ? step.row_stage : step.column_stage;
     return (stage == 0 ? &first_stage : reinterpret_cast<Stage*>(static_cast<Memory*>(this) + 1))->tile[tensor];
   }
+  __device__ __forceinline__ void note(int tensor, const ScanTensor& of) {
+    const Strided<4>& x = of.x;
+    tensors[tensor] = {x ? x.at<scalar>(work.b(), 0, 0, 0) : nullptr,
+                       x.stride[1],
+                       x.stride[2],
+                       x.stride[3],
+                       static_cast<int>(of.columns),
+                       of.in_packs};
+  }
 };
 
 // ---- which rows and columns
-
-// The tensors of q, k, v, or of the rows' q or k, then a, the columns' x, then b; and the results.
-template <typename Memory>
-__device__ __forceinline__ void note_tensors(const Scan& scan, Memory& s) {
-  using scalar_t = typename Memory::scalar;
-  const auto note = [&](int tensor, const Strided<4>& x, bool in_packs, int64_t columns) {
-    const bool is_result = tensor >= Memory::kTensors;
-    s.tensors[tensor] = {x ? x.at<scalar_t>(s.work.b(), 0, 0, 0) : nullptr,
-                         x.stride[1],
-                         x.stride[2],
-                         x.stride[3],
-                         static_cast<int>(columns),
-                         in_packs,
-                         is_result || tensor < Memory::kRowTensors,
-                         is_result};
-  };
-  if (!Memory::kOutput) note(0, scan.last, scan.last_in_packs, scan.width);
-  note(Memory::kRowTensors - 1, scan.a.x, scan.a.in_packs, scan.depth);
-  note(2, scan.x.x, scan.x.in_packs, scan.width);
-  note(Memory::kOutput ? 1 : 3, scan.b.x, scan.b.in_packs, scan.depth);
-  note(Memory::kTensors, scan.out, scan.out_in_packs, scan.width);
-  note(Memory::kTensors + 1, scan.out_of_values, scan.values_in_packs, scan.depth);
-}
 
 // One thread calls it.
 template <typename Memory>
@@ -139,7 +125,7 @@ __device__ __forceinline__ void begin_steps(const Scan& scan, int stages, int ch
   s.chunks = s.summed_chunks + s.ranges.row_chunks(chunk_size);
   s.stages = stages;
   s.kept = 1;
-  note_tensors(scan, s);
+  s.note_tensors(scan);
   Step& none = s.steps[2];
   none = {};
   none.number = -1;
@@ -181,8 +167,9 @@ __device__ __forceinline__ void form_step(const Scan& scan, int i, Memory& s) {
   if (tensor < Memory::kTensors + Memory::kResults) {
     const Step& step = s.steps[i];
     const auto& x = s.tensors[tensor];
-    const Lines& lines = x.of_rows ? step.chunk.rows : step.chunk.columns;
-    const int64_t head = x.of_rows ? step.row_head : step.column_head;
+    const bool is_result = tensor >= Memory::kTensors, of_rows = is_result || tensor < Memory::kRowTensors;
+    const Lines& lines = of_rows ? step.chunk.rows : step.chunk.columns;
+    const int64_t head = of_rows ? step.row_head : step.column_head;
     const bool exists = x.data != nullptr;
     s.lines[i][tensor] = {exists ? x.data + head * x.head_stride + lines.first * x.line_stride : nullptr,
                           x.line_stride,
@@ -191,9 +178,9 @@ __device__ __forceinline__ void form_step(const Scan& scan, int i, Memory& s) {
                           exists ? lines.begin : 0,
                           exists ? lines.end : 0,
                           x.in_packs,
-                          x.is_result ? step.finishes_rows
-                          : x.of_rows ? step.takes_rows
-                                      : step.takes_columns};
+                          is_result ? step.finishes_rows
+                          : of_rows ? step.takes_rows
+                                    : step.takes_columns};
   }
   __syncwarp();
 }
@@ -356,51 +343,64 @@ __device__ __forceinline__ float weight_of_row(const ChunkDecays<T>& decays, int
 
 // ---- the loop
 
+// The steps of a block. In each of them a kernel
+//
+//     wait()         for what this thread requested, and forms factors of it; then a barrier
+//     look_ahead()   requests the tiles of the next step, if they have a second stage, and forms the step after it
+//     ...            computes, and ends where no thread reads tiles of others any more
+//     go_on()        requests the tiles of the next step, if there is one stage
 template <typename T, typename Memory>
-__device__ __forceinline__ void request_step(int i, Memory& s) {
-  const Step& step = s.steps[i];
-  if (step.number >= s.chunks) return;
-#pragma unroll 1
-  for (int tensor = 0; tensor < Memory::kTensors; ++tensor) request_lines<T>(s.lines[i][tensor], s.tile(tensor, step));
-  cp_async_commit();
-}
-
-// Goes through the steps of a block. request(step) begins to load what else a step needs, form(lines, step) makes
-// factors of what this thread loaded, and run(step, lines, decays) ends where no thread reads tiles of others.
-template <typename T, typename Memory, typename Request, typename Form, typename Run>
-__device__ __forceinline__ void for_steps(const Scan& scan, Memory& s, const Request& request, const Form& form,
-                                          const Run& run) {
-  const bool prepares = warp() == T::kWarps - 1;
-  const auto weigh_step = [&](int i) {
-    const Step& step = s.steps[i];
-    if constexpr (T::kDecayed)
-      if (step.head == 0 && step.number < s.chunks) weigh_chunk<T>(scan, step, s, s.decays[step.number & 1]);
-  };
-  if (prepares) {
-    form_step<T>(scan, 0, s);
-    form_step<T>(scan, 1, s);
-    weigh_step(0);
-  }
-  __syncthreads();
-  request_step<T>(0, s);
-  request(s.steps[0]);
-  const bool ahead = s.stages > 1;
-#pragma unroll 1
-  for (int now = 0, next = 1; s.steps[now].number < s.chunks; now = next, next = next == 2 ? 0 : next + 1) {
-    const Step& step = s.steps[now];
-    cp_async_wait<0>();
-    form(s.lines[now], step);
-    __syncthreads();
-    if (ahead) request_step<T>(next, s);
-    request(s.steps[next]);
-    if (prepares) {
-      form_step<T>(scan, next == 2 ? 0 : next + 1, s);
-      weigh_step(next);
+class Steps {
+ public:
+  __device__ __forceinline__ Steps(const Scan& scan, Memory& s) : scan_(scan), s_(s) {
+    if (prepares()) {
+      form_step<T>(scan_, 0, s_);
+      form_step<T>(scan_, 1, s_);
+      weigh(0);
     }
-    run(step, s.lines[now], s.decays[step.number & 1]);
-    if (!ahead) request_step<T>(next, s);
+    __syncthreads();
+    request(0);
   }
-}
+  __device__ __forceinline__ bool ended() const { return step().number >= s_.chunks; }
+  __device__ __forceinline__ const Step& step() const { return s_.steps[now_]; }
+  __device__ __forceinline__ const Step& next() const { return s_.steps[next_]; }
+  __device__ __forceinline__ const auto& lines() const { return s_.lines[now_]; }
+  __device__ __forceinline__ const ChunkDecays<T>& decays() const { return s_.decays[step().number & 1]; }
+
+  __device__ __forceinline__ void wait() const { cp_async_wait<0>(); }
+  __device__ __forceinline__ void look_ahead() {
+    if (s_.stages > 1) request(next_);
+    if (!prepares()) return;
+    form_step<T>(scan_, after(next_), s_);
+    weigh(next_);
+  }
+  __device__ __forceinline__ void go_on() {
+    if (s_.stages == 1) request(next_);
+    now_ = next_;
+    next_ = after(next_);
+  }
+
+ private:
+  static __device__ __forceinline__ int after(int i) { return i == 2 ? 0 : i + 1; }
+  static __device__ __forceinline__ bool prepares() { return warp() == T::kWarps - 1; }
+  __device__ __forceinline__ void request(int i) {
+    const Step& step = s_.steps[i];
+    if (step.number >= s_.chunks) return;
+#pragma unroll 1
+    for (int tensor = 0; tensor < Memory::kTensors; ++tensor)
+      request_lines<T>(s_.lines[i][tensor], s_.tile(tensor, step));
+    cp_async_commit();
+  }
+  __device__ __forceinline__ void weigh(int i) {
+    const Step& step = s_.steps[i];
+    if constexpr (T::kDecayed)
+      if (step.head == 0 && step.number < s_.chunks) weigh_chunk<T>(scan_, step, s_, s_.decays[step.number & 1]);
+  }
+
+  const Scan& scan_;
+  Memory& s_;
+  int now_ = 0, next_ = 1;  // of the three steps in shared memory
+};
 
 // ---- states
 
@@ -518,7 +518,9 @@ void with_traits_of(const Scan& scan, const Run& run) {
 template <typename Run>
 void with_traits(const Scan& scan, Dtype dtype, const Run& run) {
   if (dtype == Dtype::BFloat16) return with_traits_of<bf16, 64>(scan, run);
-  dtype == Dtype::Float16 ? with_traits_of<__half, 32>(scan, run) : with_traits_of<float, 32>(scan, run);
+  if constexpr (kFloat32OnTensorCores)
+    if (dtype == Dtype::Float32) return with_traits_of<float, 32>(scan, run);
+  with_traits_of<__half, 32>(scan, run);
 }
 
 // Whether a multiprocessor has shared memory for two blocks. It has 1 KiB more than a block may have, and each block

@@ -51,7 +51,7 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
   const Sizes n = check_forward(in);
   SoftplusAttentionShape shape = n.shape();
   const DeviceScope device(in.q);
-  const Sequences sequences = sequences_of(kForward, n.sequences, *kernels.sequences, in.q, device, shape);
+  const Sequences sequences = sequences_of(kForward, n.sequences, kernels.build_sequences, in.q, device, shape);
   const Op::Results results = empty_results(n, in);
   const auto& [y, carries, new_state, new_rest] = results;
   if (in.keep_carries && shape.causal && shape.sequences) carries.zero_();  // some are of no sequence
@@ -105,7 +105,7 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Ar
   const Sizes n = check_backward(in);
   SoftplusAttentionShape shape = n.shape();
   const DeviceScope device(in.q);
-  const Sequences sequences = sequences_of(kBackward, n.sequences, *kernels.sequences, in.q, device, shape);
+  const Sequences sequences = sequences_of(kBackward, n.sequences, kernels.build_sequences, in.q, device, shape);
   const Gradients gradients = empty_gradients(n, in.q, in.k, tensor_or_none(in.v), in.output_mask);
   const auto& [grad_q, grad_k, grad_v, grad_before, grad_before_rest] = gradients;
   if (grad_before_rest.defined() && !shape.causal) grad_before_rest.zero_();

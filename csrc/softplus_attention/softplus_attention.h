@@ -108,7 +108,7 @@ struct SoftplusAttentionKernels {
   Kernel<SoftplusAttentionForward> forward;
   Kernel<SoftplusAttentionBackward> backward;
   Kernel<SoftplusAttentionStep> step;
-  const SequenceKernels* sequences;
+  Kernel<SequenceTableBuild> build_sequences;  // null on the CPU, where the glue builds the table
 };
 extern const SoftplusAttentionKernels softplus_attention_cpu;
 extern const SoftplusAttentionKernels softplus_attention_cuda;

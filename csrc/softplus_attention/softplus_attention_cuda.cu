@@ -122,6 +122,6 @@ void softplus_attention_step_cuda(const SoftplusAttentionStep& p, Dtype dtype, c
 
 const SoftplusAttentionKernels softplus_attention_cuda{softplus_attention_plan_cuda, softplus_attention_forward_cuda,
                                                        softplus_attention_backward_cuda, softplus_attention_step_cuda,
-                                                       &sequences_cuda};
+                                                       build_sequences_cuda};
 
 }  // namespace memcheck

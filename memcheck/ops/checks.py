@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import importlib
 import reprlib
 from collections.abc import Sequence
@@ -263,29 +261,3 @@ def check_decays(op: str, decay: object, log_decay: object) -> None:
             raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
     if decay is not None and log_decay is not None:
         raise ValueError(f"{op}: log_decay must be None if decay is given, got {described(log_decay)}")
-
-
-def check_findings() -> None:
-    """Waits for all GPUs in use, and raises what memcheck's kernels there found wrong with values of arguments.
-
-    Values of cu_seqlens, lengths and decay that lie on a GPU are checked by the kernels. No call waits for that: the
-    next one on the same GPU raises, and Python prints the error when it exits if there was none. Call this before
-    results are used, for example behind torch.cuda.synchronize().
-
-    Raises:
-        ValueError: a rule that a value broke. The results of its call are wrong, or were never written.
-    """
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    used = [torch.device("cuda", i) for i in gpus if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]
-    for device in (torch.device("cpu"), *used):  # in tests the kernels of CUDA run on the CPU
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        nothing = torch.empty(0, 0, 0, device=device)
-        torch.ops.memcheck.softplus_attention(nothing, nothing, nothing)  # raises as every operator does
-
-
-@atexit.register
-def _check_findings_at_exit() -> None:
-    if torch.cuda.is_initialized():
-        with contextlib.suppress(RuntimeError):  # of a GPU that failed before
-            check_findings()

@@ -168,9 +168,9 @@ def compressed_attention(
     Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
     padding is read; its rows of y and of the gradients are 0, and its lse is -inf. Work is that of the positions that
     count. On the CPU, sequences share the threads by their lengths. On CUDA the number of launches does not depend on
-    that of sequences, and values of cu_seqlens or lengths that lie on the device stay there: if one breaks a rule, the
-    next call on that GPU raises, or check_findings(), and this one under MEMCHECK_CHECK=1. With states they are waited
-    for, and torch.compile leaves the call out of its graphs, because the sizes of states depend on them.
+    that of sequences, and values of cu_seqlens or lengths that lie on the device stay there: if one breaks a rule, all
+    sequences count as empty, and under MEMCHECK_CHECK=1 the call waits for them and raises. With states it always does,
+    and torch.compile leaves the call out of its graphs, because the sizes of states depend on them.
 
     float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
     to the dtype of the inputs.

@@ -296,6 +296,7 @@ class Places(NamedTuple):
         for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)")):
             check_rank(op, name, x, letters, 4)
         B, S, T = q.shape[0], q.shape[2], k.shape[2]
+        sequences = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in sequences.items()}  # to be checked
         with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
             queries, keys = q.new_empty(B, 1, S, 0), q.new_empty(B, 1, T, 0)
             FORWARDS["compressed_attention"](queries, keys, keys, factor=LONGEST, causal=causal, **sequences)

@@ -85,9 +85,8 @@ def softplus_attention(
     Packed or padded, each sequence gives the bits that it gives alone. Nothing of padding is read; its rows of y and of
     the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
     gradients. On the CPU, sequences share the threads by their lengths. On CUDA a call has the same launches for any
-    number of sequences and does not wait for cu_seqlens or lengths that lie on the device: a rule that they break is
-    raised by memcheck's next call on that GPU or by check_findings(), or with MEMCHECK_CHECK=1 in the environment by
-    the call itself.
+    number of sequences and does not wait for cu_seqlens or lengths that lie on the device. If these break a rule, all
+    sequences count as empty; with MEMCHECK_CHECK=1 in the environment the call waits for them and raises.
 
     A sequence in pieces, each from the state of the one before, gives the y of one call: with rests the same bits, if
     pieces end at multiples of 256 positions; else up to rounding. Without rests each piece rounds the sums once, and

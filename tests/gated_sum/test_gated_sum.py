@@ -39,8 +39,8 @@ def on_host_cuda(on_cpu: None) -> None:
     if library.cuda_include() is None:
         pytest.skip("needs the headers of CUDA")
     of_cuda = [*library.kernel_flags(), f"-I{HERE.parent}"]
-    kernels = (HERE / "gated_sum_cuda.cu", CSRC / "common/finding_cuda.cu", *library.HOST_SOURCES)
-    glue = (HERE / "gated_sum.cpp", CSRC / "common/finding.cpp", CSRC / "common/torch/device.cpp")
+    kernels = (HERE / "gated_sum_cuda.cu", *library.HOST_SOURCES)
+    glue = (HERE / "gated_sum.cpp", CSRC / "common/torch/device.cpp")
     of_glue = [*library.glue_flags(), f"-I{HERE.parent}"]
     load("gated_sum_host_cuda", [*((x, of_cuda) for x in kernels), *((x, of_glue) for x in glue)])
 

@@ -43,10 +43,10 @@ SHARED_BYTES = {
 COMMON = [
     "common/torch/parallel.cpp",
     "common/cpu_level.cpp",
-    "common/finding.cpp",
     "common/torch/device.cpp",
     "common/torch/sequences.cpp",
 ]
+DEFINES = ["-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_FLOAT32_TENSOR_CORES"]
 WARNINGS = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr"]
 # Flags of each build of the kernels, by the end of its name.
@@ -76,7 +76,7 @@ def kernel_flags(kind: str = "") -> list[str]:
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
-    common = ["-std=c++17", "-fPIC", *WARNINGS, "-fno-math-errno", "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA"]
+    common = ["-std=c++17", "-fPIC", *WARNINGS, "-fno-math-errno", "-U_FORTIFY_SOURCE", *DEFINES]
     includes = [f"-I{CSRC}", f"-I{ROOT / 'tests'}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h"]
     return [*common, *KINDS[kind], *includes, "-xc++"]
 
@@ -84,8 +84,7 @@ def kernel_flags(kind: str = "") -> list[str]:
 def kernels_target(kind: str, folder: Path) -> Target:
     """The library of kernels, which exports its tables and what tests call, and nothing else."""
     exports = folder / "exports.txt"
-    functions = "memcheck::take_finding*; memcheck::wait_for_kernels*;"
-    exports.write_text(f'{{ global: host_cuda_*; extern "C++" {{ memcheck::*_cuda; {functions} }}; local: *; }};\n')
+    exports.write_text('{ global: host_cuda_*; extern "C++" { memcheck::*_cuda; }; local: *; };\n')
     flags = kernel_flags(kind)
     of_kernels = [*flags, *counters.INSTRUMENTED] if kind == "-counts" else flags
     units = [(path, of_kernels) for path in kernels()] + [(path, [*flags, "-O3"]) for path in HOST_SOURCES]
@@ -165,12 +164,6 @@ def stand_for(capability: str) -> None:
     assert _library is not None
     major, minor = capability.split(".")
     _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
-
-
-def set_device(device: int) -> None:
-    """Sets the current GPU."""
-    assert _library is not None
-    ctypes.c_int.in_dll(_library, "host_cuda_device").value = device
 
 
 def last_error() -> int:

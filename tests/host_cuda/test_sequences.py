@@ -1,7 +1,7 @@
-"""Packed and padded batches on CUDA: launches, waits, lengths that break a rule, and sums over many chunks."""
+"""Packed and padded batches on CUDA: launches, waits, values that break a rule, and sums over many chunks."""
 
-import atexit
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +19,47 @@ pytestmark = pytest.mark.host_cuda
 # Those whose kernels take a table of sequences.
 TAKE_TABLES = ("softplus", "compressed")
 EVERY = pytest.mark.parametrize("it", [pytest.param(ATTENTIONS[name], id=name) for name in TAKE_TABLES])
-MESSAGE = "cu_seqlens must ascend, got 10 at index 2 after 30"
-NOT_ASCENDING = torch.tensor([0, 30, 10, 40])
+# Values that break a rule for 300 positions (padded: 3 rows), and the error.
+HUGE = 2**62
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "begins behind 0": ({"cu_seqlens": [3, 20, 300]}, "cu_seqlens must begin with 0, got 3"),
+    "begins before 0": ({"cu_seqlens": [-3, 20, 300]}, "cu_seqlens must begin with 0, got -3"),
+    "ends too early": ({"cu_seqlens": [0, 20, 299]}, "cu_seqlens must end with the packed length S = 300, got 299"),
+    "ends too late": ({"cu_seqlens": [0, 20, 301]}, "cu_seqlens must end with the packed length S = 300, got 301"),
+    "ends far behind": ({"cu_seqlens": [0, HUGE]}, f"cu_seqlens must end with the packed length S = 300, got {HUGE}"),
+    "has no sequence": ({"cu_seqlens": [0]}, "cu_seqlens must end with the packed length S = 300, got 0"),
+    "descends": ({"cu_seqlens": [0, 30, 10, 300]}, "cu_seqlens must ascend, got 10 at index 2 after 30"),
+    "descends below 0": ({"cu_seqlens": [0, -9, 300]}, "cu_seqlens must ascend, got -9 at index 1 after 0"),
+    "exceeds the length": ({"cu_seqlens": [0, 900, 300]}, "cu_seqlens must ascend, got 300 at index 2 after 900"),
+    "wraps around": (
+        {"cu_seqlens": [0, 2**63 - 1, -2, 300]},
+        f"cu_seqlens must ascend, got -2 at index 2 after {2**63 - 1}",
+    ),
+    "keys begin behind 0": (
+        {"cu_seqlens_q": [0, 20, 300], "cu_seqlens_k": [1, 20, 300]},
+        "cu_seqlens_k must begin with 0, got 1",
+    ),
+    "keys end too late": (
+        {"cu_seqlens_q": [0, 20, 300], "cu_seqlens_k": [0, 20, 310]},
+        "cu_seqlens_k must end with the packed length T = 300, got 310",
+    ),
+    "more queries than keys": (
+        {"cu_seqlens_q": [0, 20, 300], "cu_seqlens_k": [0, 19, 300], "causal": True},
+        "causal needs no more queries than keys, got 20 queries and 19 keys of sequence 0",
+    ),
+    "too long": ({"lengths": [300, 301, 3]}, "lengths must be from 0 to T = 300, got 301 at index 1"),
+    "far too long": (
+        {"lengths": [HUGE, 4, 3], "padding": "left"},
+        f"lengths must be from 0 to T = 300, got {HUGE} at index 0",
+    ),
+    "negative": ({"lengths": [300, 4, -1]}, "lengths must be from 0 to T = 300, got -1 at index 2"),
+}
+
+
+def wrong_call(it: Attention, wrong: dict[str, Any]) -> tuple[Callable[..., Tensor], list[Tensor], Tensor]:
+    options = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in wrong.items()}
+    inputs, grad_y = it.inputs(3 if "lengths" in wrong else 1, 300, 300)
+    return functools.partial(it.function, **options), inputs, grad_y
 
 
 def launches_of(function: Callable[[], object]) -> Counter[str]:
@@ -71,71 +110,49 @@ def test_no_call_waits_for_the_gpu(it: Attention, monkeypatch: pytest.MonkeyPatc
         assert not ran & {"aten::item", "aten::_local_scalar_dense", "aten::copy_", "aten::_to_copy"}
 
 
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("it", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_memory_is_kept_to_where_values_break_a_rule(it: Attention, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences count as empty, so rows of a padded batch are 0. With a sanitizer, detects access outside tensors."""
+    monkeypatch.setenv("MEMCHECK_CHECK", "0")
+    wrong, _ = WRONG[name]
+    for causal in (True, False):
+        call, inputs, grad_y = wrong_call(it, {"causal": causal} | wrong)
+        results = run(call, inputs, grad_y)
+        assert "lengths" not in wrong or not any(x.any() for x in results)
+
+
+@pytest.mark.parametrize("name", WRONG)
 @EVERY
-def test_lengths_that_break_a_rule_are_raised_by_the_next_call(it: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever operator that calls. Kernels take all sequences for empty."""
+def test_values_that_break_a_rule_are_raised_if_that_is_asked_for(it: Attention, name: str) -> None:
+    wrong, message = WRONG[name]
+    call, inputs, _ = wrong_call(it, wrong)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"decay": torch.tensor([1.0, 2.0])}, "decay must be in (0, 1], got 2"),
+        ({"decay": torch.tensor([0.0, 1.0])}, "decay must be in (0, 1], got 0"),
+        ({"log_decay": torch.tensor([0.0, 0.5])}, "log_decay must be at most 0, got 0.5"),
+        ({"log_decay": torch.full((3, 2, 40), torch.nan)}, "log_decay must be at most 0, got nan"),
+    ],
+)
+def test_decays_that_break_a_rule_are_raised_if_that_is_asked_for(
+    wrong: dict[str, Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of padding are not read."""
+    inputs, _ = ATTENTIONS["linear"].inputs(3, 40, 40)
+    call = functools.partial(memcheck.linear_attention, *inputs, causal=True, lengths=torch.tensor([40, 0, 7]))
+    with pytest.raises(ValueError, match=re.escape(f"linear_attention: {message}")):
+        call(**wrong)
+    of_padding = torch.full((3, 2, 40), 0.5)
+    of_padding[1], of_padding[2, :, 7:] = 2, torch.nan
+    call(decay=of_padding)
     monkeypatch.setenv("MEMCHECK_CHECK", "0")
-    (q, k, v), grad_y = it.inputs(1, 40, 40)
-    it.function(q, k, v, cu_seqlens=NOT_ASCENDING)
-    with pytest.raises(ValueError, match=MESSAGE):
-        memcheck.combinator(torch.ones(2, 4), torch.ones(2, 4, 4))
-    run(it.function, [q, k, v], grad_y)
-
-
-@pytest.mark.isolated
-def test_what_kernels_find_is_raised_on_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next call on it, by check_findings, or when Python exits; not by a call on another GPU."""
-    monkeypatch.setenv("MEMCHECK_CHECK", "0")
-    softplus, linear = ATTENTIONS["softplus"], ATTENTIONS["linear"]
-    (q, k, v), _ = softplus.inputs(1, 40, 40)
-    rows, _ = linear.inputs(1, 40, 40)
-    for raise_findings in (memcheck.check_findings, functools.partial(memcheck.softplus_attention, q, k, v)):
-        for wrong, message in (
-            ({"cu_seqlens": NOT_ASCENDING}, MESSAGE),
-            ({"decay": torch.full((2,), 2.0)}, "decay must"),
-        ):
-            of_rows = "decay" in wrong
-            library.set_device(1)
-            memcheck.linear_attention(*rows, causal=True, **wrong) if of_rows else softplus.function(q, k, v, **wrong)
-            library.set_device(0)
-            raise_findings()
-            library.set_device(1)
-            with pytest.raises(ValueError, match=message):
-                raise_findings()
-            raise_findings()
-    softplus.function(q, k, v, cu_seqlens=NOT_ASCENDING)
-    printed = []
-    monkeypatch.setattr("sys.unraisablehook", printed.append)
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    atexit._run_exitfuncs()
-    assert MESSAGE in str(printed[0].exc_value)
-
-
-@pytest.mark.isolated
-def test_a_table_without_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is launched for it, but the check that finds the packed length wrong."""
-    monkeypatch.setenv("MEMCHECK_CHECK", "0")
-    none = torch.tensor([0])
-    for it in ATTENTIONS.values():
-        for causal in (True, False):
-            (q, k, v), grad_y = it.inputs(1, 600, 600)
-            for wants_gradient in (False, True):
-                leaves = [x.requires_grad_(wants_gradient) for x in (q, k, v)]
-                y = it.function(*leaves, causal=causal, cu_seqlens=none)
-                with pytest.raises(ValueError, match="cu_seqlens must end with the packed length S = 600, got 0"):
-                    memcheck.check_findings()
-                if not wants_gradient:
-                    continue
-                y.backward(grad_y)
-                with pytest.raises(ValueError, match="must end with the packed length S = 600, got 0"):
-                    memcheck.check_findings()
-
-
-@EVERY
-def test_lengths_that_break_a_rule_are_raised_at_once_if_that_is_asked_for(it: Attention) -> None:
-    (q, k, v), _ = it.inputs(1, 40, 40)
-    with pytest.raises(ValueError, match=MESSAGE):
-        it.function(q, k, v, cu_seqlens=NOT_ASCENDING)
+    call(**wrong)
 
 
 def test_sums_over_many_chunks_have_the_same_bits_packed_and_alone() -> None:

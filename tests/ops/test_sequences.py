@@ -15,7 +15,6 @@ from ops.checks import (
     DTYPES,
     KERNELS,
     LAYOUTS,
-    ON_HOST,
     Function,
     assert_threads_change_no_bit,
     generator,
@@ -274,9 +273,7 @@ class Scratches(TorchDispatchMode):
             peak = memory.peak_bytes
         call = call_of(func, args, kwargs, outputs, Target(KERNELS, threads=torch.get_num_threads()))
         self.measured[call.name] = peak - sum(x.nbytes for x in call.outputs)
-        parts = [part for part in scratch_of(call) if isinstance(part, Scratch)]
-        # A table of sequences is in the memory of the GPU, which the host does not have.
-        self.predicted[call.name] = sum(x.bytes for x in parts if not (ON_HOST and x.name == "table of sequences"))
+        self.predicted[call.name] = sum(part.bytes for part in scratch_of(call) if isinstance(part, Scratch))
         return outputs
 
 

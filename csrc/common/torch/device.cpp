@@ -8,8 +8,6 @@
 #include <string>
 #include <string_view>
 
-#include "common/finding.h"
-
 namespace memcheck {
 
 // What simulates GPUs is a library that is loaded before torch and exports these functions.
@@ -37,30 +35,18 @@ void forget_on_simulated_gpu(const at::Tensor& x) {
   written(x.storage().unsafeGetStorageImpl());
 }
 
-#if defined(MEMCHECK_WITH_CUDA) || defined(MEMCHECK_HOST_CUDA)
-
-void raise_findings(c10::Device device) {
-  if (!has_cuda_kernels(device)) return;
-  const Finding finding = take_finding();
-  TORCH_CHECK_VALUE(
-      finding.rule == Rule::None, message_of(finding),
-      "; a kernel found it in an earlier call, whose results are wrong. MEMCHECK_CHECK=1 raises it in the "
-      "call itself");
-}
-
-void raise_findings_at_once(c10::Device device, cudaStream_t stream) {
+bool checks_values(c10::Device device) {
+  if (!has_cuda_kernels(device)) return device.is_cpu();
   const char* const check = std::getenv("MEMCHECK_CHECK");
-  if (!has_cuda_kernels(device) || check == nullptr || std::string_view(check) != "1") return;
-  wait_for_kernels(stream);
-  const Finding finding = take_finding();
-  TORCH_CHECK_VALUE(finding.rule == Rule::None, message_of(finding));
-}
-
-#else
-
-void raise_findings(c10::Device) {}
-void raise_findings_at_once(c10::Device, cudaStream_t) {}
-
+  if (check == nullptr || std::string_view(check) != "1") return false;
+#if defined(MEMCHECK_WITH_CUDA) && !defined(MEMCHECK_HOST_CUDA)
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(current_stream(device), &capture));
+  TORCH_CHECK(capture == cudaStreamCaptureStatusNone,
+              "memcheck: MEMCHECK_CHECK=1 waits for values on the GPU, which a CUDA graph does not have while it is "
+              "captured; capture it without MEMCHECK_CHECK=1");
 #endif
+  return true;
+}
 
 }  // namespace memcheck

@@ -40,17 +40,14 @@ inline bool has_cuda_kernels([[maybe_unused]] c10::Device device) {
 #endif
 }
 
-// Raises what kernels on a GPU have found wrong since the last call (common/finding.h). Does not wait for them.
-void raise_findings(c10::Device device);
-// The same after waiting for the kernels on the stream, if the environment has MEMCHECK_CHECK=1.
-void raise_findings_at_once(c10::Device device, cudaStream_t stream);
+// Whether the values of an argument on this device are checked: always on the CPU, and on a GPU, for which the host
+// then waits, if the environment has MEMCHECK_CHECK=1. Raises in a stream that is captured for a CUDA graph.
+bool checks_values(c10::Device device);
 
 // What kernels need to know of the device of a tensor, which is the current device while this lives.
 struct DeviceScope {
   explicit DeviceScope(const at::Tensor& x)
-      : guard(x.device()), threads(at::get_num_threads()), stream(current_stream(x.device())) {
-    raise_findings(x.device());
-  }
+      : guard(x.device()), threads(at::get_num_threads()), stream(current_stream(x.device())) {}
 
   c10::DeviceGuard guard;
   int64_t threads;  // of the CPU, among which its kernels share their tasks

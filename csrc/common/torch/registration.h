@@ -9,7 +9,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "common/sequences.h"
 #include "common/torch/arguments.h"
 #include "common/torch/autocast.h"
 #include "common/torch/device.h"
@@ -27,17 +26,13 @@ struct KernelTables {
   const Kernels* cuda;
 };
 
-// In place of a kernel, or of those for sequences, on a simulated GPU.
+// In place of a kernel on a simulated GPU.
 struct SimulatedKernel {
   template <typename Parameters>
   constexpr operator Kernel<Parameters>() const {
     return [](const Parameters&, Dtype, cudaStream_t) { launch_on_simulated_gpu(); };
   }
-  constexpr operator const SequenceKernels*() const { return &sequences; }
-
-  static const SequenceKernels sequences;
 };
-inline constexpr SequenceKernels SimulatedKernel::sequences{SimulatedKernel()};
 
 // A table has pointers alone, of which those of plans are the first.
 template <auto... plans, typename Kernels, size_t... kOthers>

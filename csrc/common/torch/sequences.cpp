@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <stdexcept>
 
-#include "common/finding.h"
 #include "common/torch/checks.h"
 
 namespace memcheck {
@@ -41,20 +39,38 @@ SequenceSource source_of(const at::Tensor& queries, const at::Tensor& keys, cons
           causal,
           x.packed() ? queries.size(0) - 1 : B,
           S,
-          T,
-          {x.packed() ? names_of(x)[0] : "", x.packed() ? names_of(x)[1] : "lengths"}};
+          T};
 }
 
-// Values that lie on the CPU, before they are copied to a GPU.
-void check_values(const char* op, const SequenceSource& source) {
-  Finding finding = check_ends(op, source);
-  for (int64_t i = 0; i < source.count && finding.rule == Rule::None; ++i) finding = check_sequence(op, source, i);
-  TORCH_CHECK_VALUE(finding.rule == Rule::None, message_of(finding));
+// Raises for the first rule that values break. The same rules are in is_valid, for kernels.
+void check_values(const char* op, const SequenceArguments& arguments, const SequenceSource& x) {
+  const auto check_starts = [&](const char* name, char letter, int64_t length, const auto& value) {
+    TORCH_CHECK_VALUE(value(0) == 0, op, ": ", name, " must begin with 0, got ", value(0));
+    TORCH_CHECK_VALUE(value(x.count) == length, op, ": ", name, " must end with the packed length ", letter, " = ",
+                      length, ", got ", value(x.count));
+    for (int64_t i = 0; i < x.count; ++i)
+      TORCH_CHECK_VALUE(value(i) <= value(i + 1), op, ": ", name, " must ascend, got ", value(i + 1), " at index ",
+                        i + 1, " after ", value(i));
+  };
+  if (!x.packed) {
+    for (int64_t i = 0; i < x.count; ++i)
+      TORCH_CHECK_VALUE(x.key_value(i) >= 0 && x.key_value(i) <= x.T, op, ": lengths must be from 0 to T = ", x.T,
+                        ", got ", x.key_value(i), " at index ", i);
+    return;
+  }
+  check_starts(names_of(arguments)[0], 'S', x.S, [&](int64_t i) { return x.query_value(i); });
+  check_starts(names_of(arguments)[1], 'T', x.T, [&](int64_t i) { return x.key_value(i); });
+  for (int64_t i = 0; i < x.count && x.causal; ++i) {
+    const Sequence at = sequence_at(x, i);
+    TORCH_CHECK_VALUE(at.queries <= at.keys, op, ": causal needs no more queries than keys, got ", at.queries,
+                      " queries and ", at.keys, " keys of sequence ", i);
+  }
 }
 
-at::Tensor on_device_of(const at::Tensor& x, const at::Tensor& q) {
+at::Tensor on_device(const at::Tensor& x, c10::Device device) {
   if (!x.defined()) return x;
-  return x.to(q.device(), x.scalar_type(), /*non_blocking=*/true).contiguous();
+  // A copy to a GPU does not wait for it.
+  return x.to(device, x.scalar_type(), /*non_blocking=*/!device.is_cpu()).contiguous();
 }
 
 }  // namespace
@@ -82,33 +98,26 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
   return x;
 }
 
-Sequences::Sequences(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels,
+Sequences::Sequences(const char* op, const SequenceArguments& arguments, Kernel<SequenceTableBuild> build,
                      const at::Tensor& q, int64_t S, int64_t T, bool causal, cudaStream_t stream) {
   if (!arguments.packed() && !arguments.padded()) return;
-  const at::Tensor& given_keys = arguments.packed() ? arguments.cu_seqlens_k : arguments.lengths;
-  const bool on_cpu = given_keys.is_cpu() && (!arguments.packed() || arguments.cu_seqlens_q.is_cpu());
-  if (on_cpu && !q.is_cpu()) {
-    const at::Tensor queries = arguments.packed() ? arguments.cu_seqlens_q.contiguous() : at::Tensor();
-    const at::Tensor keys = given_keys.contiguous();
-    check_values(op, source_of(queries, keys, arguments, q.size(0), S, T, causal));
+  at::Tensor queries = arguments.cu_seqlens_q, keys = arguments.packed() ? arguments.cu_seqlens_k : arguments.lengths;
+  // A table without sequences is a table, so it has a place.
+  const auto places = [](const SequenceSource& x) { return std::max<int64_t>(1, x.count); };
+  if (checks_values(keys.device()) && (!arguments.packed() || checks_values(queries.device()))) {
+    const at::Tensor host_queries = on_device(queries, at::kCPU), host_keys = on_device(keys, at::kCPU);
+    const SequenceSource source = source_of(host_queries, host_keys, arguments, q.size(0), S, T, causal);
+    check_values(op, arguments, source);
+    on_host_.resize(places(source));
+    for (int64_t i = 0; i < source.count; ++i) on_host_[i] = sequence_at(source, i);
+    table_ = {on_host_.data(), source.count, arguments.packed()};
   }
-  const at::Tensor queries = on_device_of(arguments.cu_seqlens_q, q), keys = on_device_of(given_keys, q);
+  if (build == nullptr) return;
+  queries = on_device(queries, q.device()), keys = on_device(keys, q.device());
   const SequenceSource source = source_of(queries, keys, arguments, q.size(0), S, T, causal);
-  const int64_t places = std::max<int64_t>(1, source.count);  // a table without sequences is a table
-  Sequence* memory = nullptr;
-  if (q.is_cpu()) {
-    on_host_.resize(places);
-    memory = on_host_.data();
-  } else {
-    on_gpu_ = Scratch(places * static_cast<int64_t>(sizeof(Sequence)), q);
-    memory = static_cast<Sequence*>(on_gpu_.data());
-  }
-  try {
-    kernels.build({op, source, memory}, Dtype::Float32, stream);
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-  raise_findings_at_once(q.device(), stream);
+  on_gpu_ = Scratch(places(source) * static_cast<int64_t>(sizeof(Sequence)), q);
+  auto* const memory = static_cast<Sequence*>(on_gpu_.data());
+  build({source, memory}, Dtype::Float32, stream);
   table_ = {memory, source.count, arguments.packed()};
 }
 

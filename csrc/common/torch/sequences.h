@@ -36,13 +36,15 @@ SequenceArguments check_sequences(const char* op, const std::optional<at::Tensor
 // The sequences of one call, for kernels on the device of q, which is the current one.
 class Sequences {
  public:
-  // For a batch with S queries and T keys in a row. Values that lie on the CPU are checked, and a broken rule is a
-  // ValueError. Nothing waits for values that lie on a GPU (common/finding.h).
-  Sequences(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels, const at::Tensor& q,
+  // For a batch with S queries and T keys in a row. Values that are checked (checks_values) and break a rule are a
+  // ValueError. `build` fills a table on a GPU, and is null on the CPU.
+  Sequences(const char* op, const SequenceArguments& arguments, Kernel<SequenceTableBuild> build, const at::Tensor& q,
             int64_t S, int64_t T, bool causal, cudaStream_t stream);
 
   // Without sequences if the batch is neither packed nor padded.
   const SequenceTable& table() const { return table_; }
+  // The same table in the host's memory. Only of values that are checked.
+  SequenceTable host_table() const { return {table_ ? on_host_.data() : nullptr, table_.count, table_.packed}; }
   // Fills a result of a padded batch before the operator's kernels, which do not write its padding. x may be undefined.
   void fill_if_padded(const at::Tensor& x, double value = 0) const {
     if (x.defined() && table_ && !table_.packed) x.fill_(value);
@@ -56,9 +58,9 @@ class Sequences {
 
 // The sequences of a call, whose table the shape gets.
 template <typename Shape>
-Sequences sequences_of(const char* op, const SequenceArguments& arguments, const SequenceKernels& kernels,
+Sequences sequences_of(const char* op, const SequenceArguments& arguments, Kernel<SequenceTableBuild> build,
                        const at::Tensor& q, const DeviceScope& device, Shape& shape) {
-  Sequences sequences(op, arguments, kernels, q, shape.S, shape.T, shape.causal, device.stream);
+  Sequences sequences(op, arguments, build, q, shape.S, shape.T, shape.causal, device.stream);
   shape.sequences = sequences.table();
   return sequences;
 }
