@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "common/compensated_sum.h"
 #include "compressed_attention/compressed_attention_tiles_cuda.cuh"
 
 // The backward in the accumulation type. With p = softmax(scale q . kc), dp = grad_y . vc and delta = grad_y . y =
@@ -358,6 +359,42 @@ void position_gradients(const CompressedAttentionWindowBackward& window, cudaStr
   key_gradients_of_parts<scalar_t>(p, KeyParts<scalar_t>(p, {1, 0, false}), 64, stream);
 }
 
+// ---- sinks
+
+constexpr int kSinkThreads = 512;
+
+// A sink is a score with a value of 0, so that its gradient is the sum over queries of -exp(sink - lse) delta. A block
+// of threads for each head.
+template <typename acc_t>
+__global__ void __launch_bounds__(kSinkThreads) sink_gradient_kernel(CompressedAttentionBackward p) {
+  acc_t* sums = shared<acc_t[kSinkThreads]>();
+  const CompressedAttentionShape& shape = p.shape;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t head = blockIdx.x;
+  const acc_t sink = static_cast<const acc_t*>(p.sink)[head];
+  acc_t sum = acc_t(0), rest = acc_t(0);
+  for (int64_t query = thread; query < shape.B * shape.S; query += kSinkThreads) {
+    const int64_t b = query / shape.S, s = query % shape.S;
+    // A packed row has no padding.
+    const Sequence x = shape.sequences.packed ? Sequence{0, 0, shape.S, 0, 0} : sequence_of(shape, b);
+    if (s < x.first_query || s >= x.first_query + x.queries) continue;
+    const acc_t weight = sink_gradient_weight<CudaMaths<acc_t>>(sink, *p.lse.at<acc_t>(b, head, s));
+    add_to_sum(-weighted(weight, *p.delta.at<acc_t>(b, head, s)), sum, rest);
+  }
+  sums[thread] = sum + rest;
+  for (int half = kSinkThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (thread < half) sums[thread] += sums[thread + half];
+  }
+  if (thread == 0) static_cast<acc_t*>(p.grad_sink)[head] = sums[0];
+}
+
+template <typename acc_t>
+void sink_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) {
+  launch({"compressed_attention_backward_sinks", p.shape.H, dim3(kSinkThreads), kSinkThreads * sizeof(acc_t), stream},
+         sink_gradient_kernel<acc_t>, p);
+}
+
 }  // namespace
 }  // namespace compressed_cuda
 
@@ -373,7 +410,7 @@ void compressed_attention_backward_cuda(const CompressedAttentionWindowBackward&
     }
     if (p.grad_k || p.grad_v) compressed_cuda::key_gradients<scalar_t>(p, dtype, stream);
     if (p.window.size > 0) compressed_cuda::position_gradients<scalar_t>(p, stream);
-    if (p.grad_sink != nullptr) compressed_attention_sink_gradients_cuda(p, dtype, stream);
+    if (p.grad_sink != nullptr) compressed_cuda::sink_gradients<acc_type<scalar_t>>(p, stream);
   });
 }
 

@@ -6,12 +6,11 @@
 
 namespace memcheck {
 
-// In the files compressed_attention_{pool,backward,sink}_cuda.cu.
+// In the files compressed_attention_{pool,backward}_cuda.cu.
 void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_extend_cuda(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_extend_backward_cuda(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_backward_cuda(const CompressedAttentionWindowBackward& p, Dtype dtype, cudaStream_t stream);
-void compressed_attention_sink_gradients_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream);
 
 namespace compressed_cuda {
 

@@ -109,7 +109,7 @@ struct LinearAttentionBackward {
   Strided<3> grad_decay = {};              // (B,Hkv,T)
 };
 
-// The gradient of a decay for each head, from those for each position, which may be overwritten.
+// The gradient of a decay for each head, from those for each position.
 struct LinearAttentionDecaySum {
   int64_t B, Hkv, T;
   Strided<3> from;  // (B,Hkv,T)

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <limits>
 
 #include "linear_attention/linear_attention_scan_cuda.cuh"
@@ -139,56 +138,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- a decay for each head
 
-// The gradient of a head is a sum over all positions: of pieces, whose sums replace their first numbers, and of these.
-struct DecayPieces {
-  static constexpr int64_t kPositions = 4096;
-
-  int64_t positions, count;
-
-  explicit DecayPieces(const LinearAttentionDecaySum& p)
-      : positions(p.B * p.T), count(std::max<int64_t>(1, positions / kPositions)) {}
-
-  MEMCHECK_INLINE int64_t begin(int64_t piece) const { return piece * positions / count; }
-};
-
+// A block of threads for each head.
 template <typename acc_t>
-__device__ __forceinline__ acc_t* decay_at(const LinearAttentionDecaySum& p, int64_t head, int64_t position) {
-  return p.from.at<acc_t>(position / p.T, head, position % p.T);
-}
-
-template <typename acc_t>
-__global__ void __launch_bounds__(kThreads)
-    sum_decay_pieces_kernel(const LinearAttentionDecaySum p, const DecayPieces pieces) {
-  const int64_t head = blockIdx.x / pieces.count;
-  const int64_t piece = blockIdx.x % pieces.count;
-  const int64_t begin = pieces.begin(piece);
-  double sum = 0;
-  for (int64_t i = begin + threadIdx.x; i < pieces.begin(piece + 1); i += kThreads) sum += *decay_at<acc_t>(p, head, i);
-  double total = 0;
-  sum_up_to(sum, total);
-  if (threadIdx.x > 0) return;
-  acc_t parts[sizeof(double) / sizeof(acc_t)];
-  __builtin_memcpy(parts, &total, sizeof(total));
-  for (size_t i = 0; i < sizeof(double) / sizeof(acc_t); ++i) *decay_at<acc_t>(p, head, begin + i) = parts[i];
-}
-
-template <typename acc_t>
-__global__ void __launch_bounds__(kThreads)
-    sum_decays_kernel(const LinearAttentionDecaySum p, const DecayPieces pieces) {
+__global__ void __launch_bounds__(kThreads) sum_decays_kernel(const LinearAttentionDecaySum p) {
   const int64_t head = blockIdx.x;
   double sum = 0;
-  if (pieces.count == 1) {
-    for (int64_t i = threadIdx.x; i < pieces.positions; i += kThreads) sum += *decay_at<acc_t>(p, head, i);
-  } else {
-    for (int64_t piece = threadIdx.x; piece < pieces.count; piece += kThreads) {
-      acc_t parts[sizeof(double) / sizeof(acc_t)];
-      for (size_t i = 0; i < sizeof(double) / sizeof(acc_t); ++i)
-        parts[i] = *decay_at<acc_t>(p, head, pieces.begin(piece) + i);
-      double of_piece = 0;
-      __builtin_memcpy(&of_piece, parts, sizeof(of_piece));
-      sum += of_piece;
-    }
-  }
+  for (int64_t i = threadIdx.x; i < p.B * p.T; i += kThreads) sum += *p.from.at<acc_t>(i / p.T, head, i % p.T);
   double total = 0;
   sum_up_to(sum, total);
   if (threadIdx.x == 0) *p.to.at<acc_t>(head) = static_cast<acc_t>(total);
@@ -205,15 +160,6 @@ void launch_finish(const LinearAttentionBackward& p, const DecayProducts& produc
   launch(launch_of("linear_attention_backward_decay", blocks, stream), grad_decay_kernel<acc_t>, p, products);
 }
 
-template <typename acc_t>
-void launch_sums(const LinearAttentionDecaySum& p, cudaStream_t stream) {
-  const DecayPieces pieces(p);
-  if (pieces.count > 1)
-    launch(launch_of("linear_attention_sum_decay_pieces", p.Hkv * pieces.count, stream), sum_decay_pieces_kernel<acc_t>,
-           p, pieces);
-  launch(launch_of("linear_attention_sum_decays", p.Hkv, stream), sum_decays_kernel<acc_t>, p, pieces);
-}
-
 }  // namespace
 
 void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& products, Dtype dtype,
@@ -225,7 +171,8 @@ void finish_grad_decay(const LinearAttentionBackward& p, const DecayProducts& pr
 
 void linear_attention_sum_decays_cuda(const LinearAttentionDecaySum& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
-  dtype == Dtype::Float64 ? launch_sums<double>(p, stream) : launch_sums<float>(p, stream);
+  const Launch with = launch_of("linear_attention_sum_decays", p.Hkv, stream);
+  dtype == Dtype::Float64 ? launch(with, sum_decays_kernel<double>, p) : launch(with, sum_decays_kernel<float>, p);
 }
 
 }  // namespace memcheck
