@@ -1,10 +1,19 @@
 #include "compressed_attention/compressed_attention_cpu.h"
 
+#include <initializer_list>
+
 #include "common/sequence_tasks.h"
 
 // The CPU's side of the contract: the plan and the entry points.
 
 namespace memcheck {
+
+// The shape of one sequence: a dense batch of one row. Found by SequenceTasks.
+static CompressedAttentionShape shape_of(const CompressedAttentionShape& n, const Sequence& x) {
+  CompressedAttentionShape one = shape_of<CompressedAttentionShape>(n, x);
+  one.C = n.blocks_of(x);
+  return one;
+}
 
 namespace {
 
@@ -27,85 +36,64 @@ CompressedAttentionPlan plan_of_dense(const CompressedAttentionShape& shape, con
 
 // ---- one sequence of a batch
 
-// The shape of one sequence: a dense batch of one row.
-CompressedAttentionShape shape_of(const CompressedAttentionShape& n, const Sequence& x) {
-  CompressedAttentionShape one = memcheck::shape_of(n, x);
-  one.C = n.blocks_of(x);
-  return one;
-}
-
-// Where sequence i is in the tensors of a batch.
-struct CompressedAttentionSequence {
+// Moves tensors of a batch to where sequence i begins in them.
+struct SequenceStart {
   const CompressedAttentionShape& n;
   Dtype dtype;
   int64_t i;
-  const Sequence& x;
+  Sequence at = n.sequences.sequences[i];
 
-  Strided<4> queries(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_query, 0}); }
-  Strided<4> keys(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, x.first_key, 0}); }
-  Strided<4> blocks(const Strided<4>& of) const { return starting_at(of, dtype, {x.row, 0, n.first_block(i, x), 0}); }
-  Strided<3> numbers(const Strided<3>& of) const {
-    return starting_at(of, acc_dtype(dtype), {x.row, 0, x.first_query});
+  void queries(std::initializer_list<Strided<4>*> all) const { move(all, at.first_query); }
+  void keys(std::initializer_list<Strided<4>*> all) const { move(all, at.first_key); }
+  void blocks(std::initializer_list<Strided<4>*> all) const { move(all, n.first_block(i, at)); }
+  void numbers(std::initializer_list<Strided<3>*> all) const {
+    for (Strided<3>* x : all) *x = starting_at(*x, acc_dtype(dtype), {at.row, 0, at.first_query});
+  }
+  void window(CompressedAttentionWindow& x) const { keys({&x.k, &x.v, &x.grad_k, &x.grad_v}); }
+
+ private:
+  void move(std::initializer_list<Strided<4>*> all, int64_t first) const {
+    for (Strided<4>* x : all) *x = starting_at(*x, dtype, {at.row, 0, first, 0});
   }
 };
 
-// The parameters of a dense call on sequence i.
-CompressedAttentionPooling parameters_of(const CompressedAttentionPooling& p, Dtype dtype, int64_t i,
-                                         const Sequence& x) {
-  const CompressedAttentionSequence one{p.shape, dtype, i, x};
-  return {shape_of(p.shape, x), one.keys(p.k), one.keys(p.v), one.blocks(p.kc), one.blocks(p.vc), p.scratch, p.threads};
+// The parameters of a dense call on a sequence, but for its shape.
+CompressedAttentionPooling parameters_of(CompressedAttentionPooling p, const SequenceStart& start) {
+  start.keys({&p.k, &p.v});
+  start.blocks({&p.kc, &p.vc});
+  return p;
 }
 
-CompressedAttentionWindow window_in(const CompressedAttentionSequence& one, const CompressedAttentionWindow& window) {
-  return {window.size,
-          window.first,
-          one.keys(window.k),
-          one.keys(window.v),
-          one.keys(window.grad_k),
-          one.keys(window.grad_v)};
+CompressedAttentionWindowForward parameters_of(CompressedAttentionWindowForward p, const SequenceStart& start) {
+  start.queries({&p.q, &p.y});
+  start.blocks({&p.kc, &p.vc});
+  start.numbers({&p.lse});
+  start.window(p.window);
+  return p;
 }
 
-CompressedAttentionWindowForward parameters_of(const CompressedAttentionWindowForward& p, Dtype dtype, int64_t i,
-                                               const Sequence& x) {
-  const CompressedAttentionSequence one{p.shape, dtype, i, x};
-  return {{shape_of(p.shape, x), p.scale, one.queries(p.q), one.blocks(p.kc), one.blocks(p.vc), p.sink,
-           one.queries(p.y), one.numbers(p.lse), p.scratch, p.threads},
-          window_in(one, p.window)};
-}
-
-CompressedAttentionWindowBackward parameters_of(const CompressedAttentionWindowBackward& p, Dtype dtype, int64_t i,
-                                                const Sequence& x) {
-  const CompressedAttentionSequence one{p.shape, dtype, i, x};
-  CompressedAttentionWindowBackward of_one = p;
-  of_one.window = window_in(one, p.window);
-  of_one.shape = shape_of(p.shape, x);
-  for (auto member : {&CompressedAttentionBackward::grad_y, &CompressedAttentionBackward::q,
-                      &CompressedAttentionBackward::y, &CompressedAttentionBackward::grad_q})
-    of_one.*member = one.queries(p.*member);
-  for (auto member : {&CompressedAttentionBackward::kc, &CompressedAttentionBackward::vc})
-    of_one.*member = one.blocks(p.*member);
-  for (auto member : {&CompressedAttentionBackward::grad_k, &CompressedAttentionBackward::grad_v})
-    of_one.*member = p.pooled ? one.blocks(p.*member) : one.keys(p.*member);
-  for (auto member :
-       {&CompressedAttentionBackward::grad_lse, &CompressedAttentionBackward::lse, &CompressedAttentionBackward::delta})
-    of_one.*member = one.numbers(p.*member);
-  return of_one;
+CompressedAttentionWindowBackward parameters_of(CompressedAttentionWindowBackward p, const SequenceStart& start) {
+  start.queries({&p.grad_y, &p.q, &p.y, &p.grad_q});
+  start.blocks({&p.kc, &p.vc});
+  p.pooled ? start.blocks({&p.grad_k, &p.grad_v}) : start.keys({&p.grad_k, &p.grad_v});
+  start.numbers({&p.grad_lse, &p.lse, &p.delta});
+  start.window(p.window);
+  return p;
 }
 
 // ---- all sequences
 
-SequenceTasks tasks_of(const CompressedAttentionShape& n, const CompressedAttentionWindow& window, int64_t threads) {
-  return SequenceTasks(n.sequences, threads, [&](const Sequence& x) {
-    const int64_t seen = n.blocks_of(x) + std::min(window.size, x.keys);
-    return (n.H * x.queries * seen + n.Hkv * x.keys) * n.D;
-  });
+SequenceTasks<CompressedAttentionShape> tasks_of(const CompressedAttentionShape& n,
+                                                 const CompressedAttentionWindow& window, int64_t threads) {
+  return {n, threads, [&](const CompressedAttentionShape& one) {
+            return (one.H * one.S * (one.C + std::min(window.size, one.T)) + one.Hkv * one.T) * one.D;
+          }};
 }
 
-// The bytes of a part of the plan for one sequence.
-auto bytes_of(const CompressedAttentionShape& n, const CompressedAttentionWindow& window, Dtype dtype,
-              int64_t CompressedAttentionPlan::* part) {
-  return [=, &n](const Sequence& x, int64_t threads) {
-    return plan_of_dense(shape_of(n, x), window, dtype, threads).*part;
+// The bytes of a part of the plan for a dense batch.
+auto bytes_of(const CompressedAttentionWindow& window, Dtype dtype, int64_t CompressedAttentionPlan::* part) {
+  return [=](const CompressedAttentionShape& n, int64_t threads) {
+    return plan_of_dense(n, window, dtype, threads).*part;
   };
 }
 
@@ -113,11 +101,10 @@ auto bytes_of(const CompressedAttentionShape& n, const CompressedAttentionWindow
 template <typename Parameters>
 void each_sequence(const Parameters& p, Dtype dtype, int64_t CompressedAttentionPlan::* scratch,
                    void (*run)(const Parameters&, Dtype)) {
-  if (!p.shape.sequences) return run(p, dtype);
   tasks_of(p.shape, window_of(p), p.threads)
       .each(
-          bytes_of(p.shape, window_of(p), dtype, scratch), p.scratch,
-          [&](int64_t i, const Sequence& x) { return parameters_of(p, dtype, i, x); },
+          p, bytes_of(window_of(p), dtype, scratch),
+          [&](int64_t i) { return parameters_of(p, SequenceStart{p.shape, dtype, i}); },
           [&](const Parameters& one) { run(one, dtype); });
 }
 
@@ -131,8 +118,8 @@ CompressedAttentionPlan plan(const CompressedAttentionShape& shape, const Compre
                              Dtype dtype, int64_t threads) {
   if (!shape.sequences) return plan_of_dense(shape, window, dtype, threads);
   using Plan = CompressedAttentionPlan;
-  const SequenceTasks tasks = tasks_of(shape, window, threads);
-  const auto most = [&](int64_t Plan::* part) { return tasks.scratch_bytes(bytes_of(shape, window, dtype, part)); };
+  const auto tasks = tasks_of(shape, window, threads);
+  const auto most = [&](int64_t Plan::* part) { return tasks.scratch_bytes(bytes_of(window, dtype, part)); };
   // Pooling deals out its work as without a window.
   const int64_t pooling = window.size > 0 ? plan(shape, {}, dtype, threads).forward_scratch_bytes : 0;
   return {std::max(most(&Plan::forward_scratch_bytes), pooling), most(&Plan::pooled_forward_scratch_bytes),

@@ -1,17 +1,16 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "common/arena.h"
 #include "common/formulas.h"
 #include "common/half.h"
 #include "common/matrix_tile.h"
-#include "common/sequence_tasks.h"
+#include "common/parallel.h"
+#include "common/sequences.h"
 #include "common/tile_product.h"
 #include "common/types.h"
 #include "linear_attention/linear_attention.h"
@@ -76,21 +75,21 @@ inline Span segment_span(const LinearAttentionShape& shape, int64_t length, int6
 
 // ---- heads and passes
 
-// A key head of a sequence, with the query heads that read it.
+// A key head of a sequence with the query heads that read it, or a sequence with all of its heads.
 struct Head {
   Sequence place;
   int64_t sequence, key_head;
-  LinearAttentionShape shape;  // of a dense batch of one row and one key head
+  LinearAttentionShape shape;  // of a dense batch of one row
 };
 
-// Heads in the order of their results in memory.
+// Heads in their order in memory.
 Head head_at(const LinearAttentionShape& n, int64_t index);
 
 // The parameters of a head, but for its scratch.
 LinearAttentionForward parameters_of(const LinearAttentionForward& batch, const Head& head, Dtype dtype);
 LinearAttentionBackward parameters_of(const LinearAttentionBackward& batch, const Head& head, Dtype dtype);
 
-// What the tasks of one pass do. A head is a task, or it is cut and has tasks in every other pass.
+// What the tasks of one pass do. Each head is a task, or all heads are cut and have tasks in every other pass.
 enum class Phase {
   Whole,      // a task goes along the whole sequence
   KeySums,    // a task sums one segment of keys into its slot
@@ -100,7 +99,6 @@ enum class Phase {
   QueryScan,  // backward: a task adds up a part of all these sums
   Keys,       // backward: a task writes the gradients of one segment of keys
 };
-constexpr int kPhases = 7;
 
 template <typename Params>
 struct Task {
@@ -115,52 +113,36 @@ struct Task {
   }
 };
 
-// How the heads of a call are dealt out to threads.
+// How the heads of a dense batch, which are all alike, are dealt out to threads, and the scratch: that of each worker,
+// the states of segments, and backward 1 / den and delta of each query.
 struct Deal {
-  LinearAttentionShape n;
-  LinearAttentionShape longest;  // of a head with the most queries and keys that any head has
-  int64_t heads;
-  int64_t threads;                         // worth waking
-  std::vector<int64_t> cut;                // heads
-  std::array<int64_t, kPhases> pieces{1};  // tasks of a head that is cut, the most of any
-  double most_work = 0;                    // of a head that is not cut, if any is
+  LinearAttentionShape n, head;
+  Dtype dtype;
+  bool backward;
+  int64_t heads, threads;  // threads: those worth waking
+  bool cut;
+  int64_t workers, worker_bytes, state_bytes, row_bytes;  // states and rows: of a head
 
-  Deal(const LinearAttentionShape& shape, int64_t available_threads);
-  void keep_whole();
-  bool is_cut(const LinearAttentionShape& head) const;
-  bool all_cut() const { return static_cast<int64_t>(cut.size()) == heads; }
-  int64_t tasks(Phase phase) const;
-  int64_t workers() const;  // that need scratch, the most of any pass
-  double work_of(Phase phase, int64_t task) const;
-
-  // Bytes of one head: states if it is cut, and 1 / den and delta of its queries.
-  int64_t state_bytes(Dtype dtype, bool backward) const;
-  int64_t row_bytes(Dtype dtype) const;
-  int64_t heads_with_rows() const;  // at the same time: all of a dense batch
+  Deal(const LinearAttentionShape& shape, Dtype dtype, int64_t available_threads, bool backward);
+  int64_t pieces(Phase phase) const;  // tasks of a head
+  int64_t scratch_bytes() const { return workers * worker_bytes + heads * (state_bytes + row_bytes); }
 };
 
-int64_t pieces_of(Phase phase, const LinearAttentionShape& head);
-
-// Calls run(task, worker) for every task of a pass.
+// Calls run(task, arena) for every task of a pass.
 template <typename Params, typename Run>
-void run_pass(const Params& batch, Dtype dtype, const Deal& deal, Phase phase, const Run& run) {
-  constexpr bool kBackward = std::is_same_v<Params, LinearAttentionBackward>;
-  const bool whole = phase == Phase::Whole;
-  const int64_t pieces = deal.pieces[static_cast<int>(phase)];
-  const int64_t state_bytes = deal.state_bytes(dtype, kBackward), row_bytes = deal.row_bytes(dtype);
-  const auto run_one = [&](int64_t index, int worker) {
-    const int64_t place = index / pieces, piece = index % pieces;
-    const Head head = head_at(deal.n, whole ? place : deal.cut[place]);
-    if (whole ? deal.is_cut(head.shape) : piece >= pieces_of(phase, head.shape)) return;
+void run_pass(const Params& batch, const Deal& deal, Phase phase, const Run& run) {
+  const int64_t pieces = deal.pieces(phase);
+  char* const states = static_cast<char*>(batch.scratch) + deal.workers * deal.worker_bytes;
+  parallel_in_turn(deal.heads * pieces, deal.threads, [&](int64_t index, int worker) {
+    const int64_t head = index / pieces;
     // No key needs the sum of the first segment's queries: there is none before them.
-    Task<Params> task{parameters_of(batch, head, dtype), dtype, phase, piece + (phase == Phase::QuerySums ? 1 : 0)};
-    task.p.states = static_cast<char*>(batch.states) + place * state_bytes;
-    if constexpr (kBackward)
-      task.p.rows = static_cast<char*>(batch.rows) + (whole && deal.n.sequences ? worker : place) * row_bytes;
-    run(task, worker);
-  };
-  const auto work_of = [&](int64_t index) { return deal.work_of(phase, index); };
-  parallel_neighbours(deal.tasks(phase), deal.threads, work_of, run_one);
+    Task<Params> task{parameters_of(batch, head_at(deal.n, head), deal.dtype), deal.dtype, phase,
+                      index % pieces + (phase == Phase::QuerySums ? 1 : 0)};
+    task.p.states = states + head * deal.state_bytes;
+    if constexpr (std::is_same_v<Params, LinearAttentionBackward>)
+      task.p.rows = states + deal.heads * deal.state_bytes + head * deal.row_bytes;
+    run(task, arena_of(batch.scratch, deal.worker_bytes, worker));
+  });
 }
 
 // Rows of a chunk of queries of one head. Row 0 of the chunk is at `position`, which is negative where the first keys
@@ -578,9 +560,9 @@ MEMCHECK_INLINE void sum_keys(OfHead& x, State<acc_t>& state, Span keys, int64_t
   }
 }
 
-int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);  // of one worker
-// Of one worker, for heads of which none may be cut.
-int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool all_cut);
+// Of one worker, for a head.
+int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);
+int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool cut);
 void forward(const LinearAttentionForward& p, Dtype dtype);
 void backward(const LinearAttentionBackward& p, Dtype dtype);
 

@@ -512,18 +512,17 @@ void run_backward(const BackwardTask& task, Arena arena) {
 
 }  // namespace
 
-int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool all_cut) {
-  BackwardTask task{.p = {}, .dtype = dtype, .phase = all_cut ? Phase::Keys : Phase::Whole, .piece = 0};
+int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype, bool cut) {
+  BackwardTask task{.p = {}, .dtype = dtype, .phase = cut ? Phase::Keys : Phase::Whole, .piece = 0};
   task.p.shape = n;
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<BackwardHead<decltype(acc)>>(task); });
 }
 
 void backward(const LinearAttentionBackward& p, Dtype dtype) {
-  const Deal deal(p.shape, p.threads);
-  const int64_t bytes = backward_scratch_bytes(deal.longest, dtype, deal.all_cut());
+  const Deal deal(p.shape, dtype, p.threads, true);
   const auto run = [&](Phase phase) {
-    run_pass(p, dtype, deal, phase, [&](const BackwardTask& task, int worker) {
-      with_acc_type(dtype, [&](auto acc) { run_backward<decltype(acc)>(task, arena_of(p.scratch, bytes, worker)); });
+    run_pass(p, deal, phase, [&](const BackwardTask& task, Arena arena) {
+      with_acc_type(dtype, [&](auto acc) { run_backward<decltype(acc)>(task, arena); });
     });
   };
   for (const Phase phase : {Phase::Whole, Phase::KeySums, Phase::KeyScan, Phase::Queries}) run(phase);

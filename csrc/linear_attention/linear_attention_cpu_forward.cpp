@@ -187,7 +187,7 @@ struct ForwardHead {
       if (p.initial) add_initial();
       attend_to_all(whole ? Span{0, n.S} : segment_span(n, n.S, task.piece));
     }
-    if (p.last && keys.end == n.T) state.store(p.last, 1);
+    if (p.last && (!n.causal || keys.end == n.T)) state.store(p.last, 1);
   }
 };
 
@@ -208,13 +208,10 @@ int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
 }
 
 void forward(const LinearAttentionForward& p, Dtype dtype) {
-  Deal deal(p.shape, p.threads);
-  // A step has no memory for states of segments.
-  if (p.is_step()) deal.keep_whole();
-  const int64_t bytes = forward_scratch_bytes(deal.longest, dtype);
+  const Deal deal(p.shape, dtype, p.threads, false);
   for (const Phase phase : {Phase::Whole, Phase::KeySums, Phase::KeyScan, Phase::Queries})
-    run_pass(p, dtype, deal, phase, [&](const ForwardTask& task, int worker) {
-      with_acc_type(dtype, [&](auto acc) { run_forward<decltype(acc)>(task, arena_of(p.scratch, bytes, worker)); });
+    run_pass(p, deal, phase, [&](const ForwardTask& task, Arena arena) {
+      with_acc_type(dtype, [&](auto acc) { run_forward<decltype(acc)>(task, arena); });
     });
 }
 

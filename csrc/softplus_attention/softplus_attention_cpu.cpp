@@ -10,15 +10,8 @@ namespace memcheck {
 namespace softplus_cpu {
 namespace {
 
-SequenceTasks tasks_of(const SoftplusAttentionShape& shape, int64_t threads) {
-  return SequenceTasks(shape.sequences, threads,
-                       [&](const Sequence& x) { return multiplications(shape_of(shape, x)); });
-}
-
-// bytes_of(plan): of the plan of each sequence.
-template <typename BytesOf>
-auto scratch_of(const SoftplusAttentionShape& shape, Dtype dtype, const BytesOf& bytes_of) {
-  return [=, &shape](const Sequence& x, int64_t threads) { return bytes_of(plan(shape_of(shape, x), dtype, threads)); };
+SequenceTasks<SoftplusAttentionShape> tasks_of(const SoftplusAttentionShape& shape, int64_t threads) {
+  return {shape, threads, multiplications};
 }
 
 int64_t forward_bytes(const SoftplusAttentionPlan& plan, bool keeps_carries) {
@@ -42,7 +35,6 @@ struct SequenceInBatch {
 
 // The parameters of one sequence: a dense batch of one row.
 SoftplusAttentionForward parameters_of(SoftplusAttentionForward p, const SequenceInBatch& one) {
-  p.shape = shape_of(p.shape, one.x);
   p.q = one.queries(p.q);
   p.k = one.keys(p.k);
   p.v = one.keys(p.v);
@@ -53,7 +45,6 @@ SoftplusAttentionForward parameters_of(SoftplusAttentionForward p, const Sequenc
 }
 
 SoftplusAttentionBackward parameters_of(SoftplusAttentionBackward p, const SequenceInBatch& one) {
-  p.shape = shape_of(p.shape, one.x);
   for (Strided<3>* x : {&p.grad_y, &p.q, &p.grad_q}) *x = one.queries(*x);
   for (Strided<3>* x : {&p.k, &p.v, &p.grad_k, &p.grad_v}) *x = one.keys(*x);
   p.carries = static_cast<const char*>(p.carries) + one.first_carry_byte();
@@ -62,15 +53,14 @@ SoftplusAttentionBackward parameters_of(SoftplusAttentionBackward p, const Seque
   return p;
 }
 
-// Calls run for the batch, or for each of its sequences as for a batch of its own.
+// Calls run for the batch, or for each of its sequences as for a batch of its own. bytes_of(plan): of a dense batch.
 template <typename Parameters, typename BytesOf, typename Run>
 void each_sequence(const Parameters& p, Dtype dtype, const BytesOf& bytes_of, const Run& run) {
-  if (!p.shape.sequences) return run(p, dtype);
   tasks_of(p.shape, p.threads)
       .each(
-          scratch_of(p.shape, dtype, bytes_of), p.scratch,
-          [&](int64_t index, const Sequence& x) { return parameters_of(p, {p.shape, dtype, index, x}); },
-          [&](const Parameters& of_one) { run(of_one, dtype); });
+          p, [&](const SoftplusAttentionShape& n, int64_t threads) { return bytes_of(plan(n, dtype, threads)); },
+          [&](int64_t i) { return parameters_of(p, {p.shape, dtype, i, p.shape.sequences.sequences[i]}); },
+          [&](const Parameters& one) { run(one, dtype); });
 }
 
 }  // namespace
@@ -95,9 +85,11 @@ SoftplusAttentionPlan plan(const SoftplusAttentionShape& shape, Dtype dtype, int
 using namespace softplus_cpu;
 
 SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads) {
-  if (!shape.sequences) return plan(shape, dtype, threads);
-  const SequenceTasks tasks = tasks_of(shape, threads);
-  const auto most = [&](auto bytes_of) { return tasks.scratch_bytes(scratch_of(shape, dtype, bytes_of)); };
+  const auto tasks = tasks_of(shape, threads);
+  const auto most = [&](auto bytes_of) {
+    return tasks.scratch_bytes(
+        [&](const SoftplusAttentionShape& n, int64_t threads) { return bytes_of(plan(n, dtype, threads)); });
+  };
   const int64_t kept = most([](const auto& plan) { return forward_bytes(plan, true); });
   const int64_t not_kept = most([](const auto& plan) { return forward_bytes(plan, false); });
   return {.forward_carries_bytes = not_kept - kept,

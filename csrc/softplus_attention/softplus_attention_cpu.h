@@ -33,11 +33,9 @@ inline int64_t useful_threads(const SoftplusAttentionShape& shape, int64_t threa
   return memcheck::useful_threads(multiplications(shape), threads);
 }
 
-// Whether every chunk is a task of its own. Causal, that costs half of the arithmetic once more. Else it costs nothing
-// but memory, and a fifth of the threads' time may be lost where blocks are dealt out unevenly.
+// Whether every chunk is a task of its own.
 inline bool splits(const SoftplusAttentionShape& shape, int64_t chunks, int64_t threads) {
-  const int64_t blocks = shape.B * channel_blocks(shape);
-  return chunks > 1 && busy_share(blocks, useful_threads(shape, threads)) < (shape.causal ? 2. / 3 : 4. / 5);
+  return cuts(shape.B * channel_blocks(shape), chunks, useful_threads(shape, threads), shape.causal);
 }
 
 struct Task {
