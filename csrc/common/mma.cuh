@@ -132,20 +132,14 @@ __device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, c
 
 // ---- results
 
-// Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.
-template <int kTall, int kWide, typename Tile, typename PairOf>
-__device__ __forceinline__ void keep_pairs(const WarpTile<kTall, kWide>& c, int row, Tile& to, const PairOf& pair) {
-  unroll<kTall, 2, kWide>([&](int m, int half, int n) {
-    *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
-        pair(c[m][n][2 * half], c[m][n][2 * half + 1]);
-  });
-  __syncwarp();
-}
-
-// The same for c, rounded.
+// Stores c, rounded to 16 bits, in rows of a tile that only this warp uses.
 template <typename scalar_t, int kTall, int kWide, typename Tile>
 __device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {
-  keep_pairs<kTall, kWide>(c, row, to, [](float x, float y) { return rounded_pair(scalar_t(), x, y); });
+  unroll<kTall, 2, kWide>([&](int m, int half, int n) {
+    *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
+        rounded_pair(scalar_t(), c[m][n][2 * half], c[m][n][2 * half + 1]);
+  });
+  __syncwarp();
 }
 
 __device__ __forceinline__ float largest_of_row(float x) {

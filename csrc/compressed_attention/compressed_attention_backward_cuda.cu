@@ -209,8 +209,9 @@ __device__ __forceinline__ void store_position(const CompressedAttentionBackward
 }
 
 template <typename scalar_t, typename Tiles, typename Parameters>
-__device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work, const KeyParts<scalar_t>& parts,
-                                            bool of_values, const ThreadTile<Tiles>& total) {
+__device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work,
+                                            const KeyParts<acc_of<Tiles>>& parts, bool of_values,
+                                            const ThreadTile<Tiles>& total) {
   using acc_t = acc_of<Tiles>;
   const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
   unroll<Tiles::kThreadRows>([&](int i) {
@@ -223,7 +224,7 @@ __device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& 
       else if (parts.count == 1)
         store_at_positions<scalar_t>(p, gradient, work.of, j, column, x);
       else
-        parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, x);
+        store_columns(parts.matrix(p.shape, work.of, of_values, work.part), j, column, x);
     });
   });
 }
@@ -232,7 +233,7 @@ __device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& 
 // without a window.
 template <typename scalar_t, typename Tiles, typename Parameters>
 __global__ void __launch_bounds__(kThreads, 2)
-    key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts, int64_t column_tiles) {
+    key_gradient_kernel(Parameters p, KeyParts<acc_of<Tiles>> parts, int64_t column_tiles) {
   using acc_t = acc_of<Tiles>;
   constexpr int kSize = Tiles::kSize;
   auto& memory = shared<KeyGradientShared<Tiles, Parameters>>();
@@ -287,17 +288,16 @@ __global__ void __launch_bounds__(kThreads, 2)
     add_product_of_tile(weights, kept, factor, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, gradient);
   }
-  finish_keys(p, work, parts, of_values, gradient);
+  finish_keys<scalar_t>(p, work, parts, of_values, gradient);
 }
 
 constexpr int kJoinThreads = 256;
 
-// Adds the parts of a gradient in their order and stores it at the positions of the block. A thread has a pack of
-// columns of a block.
-template <typename scalar_t>
-__global__ void __launch_bounds__(kJoinThreads)
-    join_keys_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts) {
-  constexpr int kCount = kPackSize<scalar_t>;
+// Adds the parts of a gradient in their order and stores it at the positions of the block. A thread has a few columns
+// of a block.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__global__ void __launch_bounds__(kJoinThreads) join_keys_kernel(CompressedAttentionBackward p, KeyParts<acc_t> parts) {
+  constexpr int kCount = kPackSize<acc_t>;
   const CompressedAttentionShape& shape = p.shape;
   const int64_t packs = ceil_div(shape.D, kCount);
   const int64_t blocks = shape.B * shape.Hkv * shape.C;
@@ -310,26 +310,28 @@ __global__ void __launch_bounds__(kJoinThreads)
   const int64_t head = index % blocks / shape.C;
   const KeyHead of = key_head(shape, head / shape.Hkv, head % shape.Hkv);
   const int64_t j = index % shape.C;
-  const KeyMatrix<scalar_t> block = parts.of_block(shape, of, of_values, j);
-  acc_type<scalar_t> sum[kCount] = {};
-  for (int64_t part = 0; part < parts.count; ++part) parts.add(block, part, column, sum);
+  acc_t sum[kCount] = {};
+  for (int64_t part = 0; part < parts.count; ++part) {
+    const KeyMatrix<acc_t> from = parts.matrix(shape, of, of_values, part);
+    const Pack<acc_t> pack = from.read(from.at(j), true, column);
+    unroll<kCount>([&](int i) { sum[i] += pack.values[i]; });
+  }
   store_at_positions<scalar_t>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
 }
 
-template <typename scalar_t>
-void join_keys(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts, cudaStream_t stream) {
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+void join_keys(const CompressedAttentionBackward& p, const KeyParts<acc_t>& parts, cudaStream_t stream) {
   const int64_t gradients = p.grad_k && p.grad_v ? 2 : 1;
-  const int64_t packs = ceil_div(p.shape.D, int64_t{kPackSize<scalar_t>});
+  const int64_t packs = ceil_div(p.shape.D, int64_t{kPackSize<acc_t>});
   const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * packs;
   launch({"compressed_attention_backward_join", ceil_div(threads, kJoinThreads), dim3(kJoinThreads), 0, stream},
          join_keys_kernel<scalar_t>, p, parts);
 }
 
 template <typename scalar_t, typename Parameters>
-void key_gradients_of_parts(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
-                            cudaStream_t stream) {
+void key_gradients_of_parts(const Parameters& p, const KeyParts<acc_type<scalar_t>>& parts, cudaStream_t stream) {
   if constexpr (sizeof(scalar_t) == 2)
-    if (key_gradients_on_tensor_cores<scalar_t>(p, parts, key_tile, stream)) return;
+    if (key_gradients_on_tensor_cores<scalar_t>(p, parts, stream)) return;
   with_tiles<scalar_t>([&](auto tile_type) {
     using Tiles = decltype(tile_type);
     const int64_t column_tiles = ceil_div(p.shape.D, Tiles::kSize);
@@ -343,11 +345,11 @@ void key_gradients_of_parts(const Parameters& p, const KeyParts<scalar_t>& parts
 
 template <typename scalar_t>
 void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
   const CompressedAttentionShape& shape = p.shape;
   if (sequence_count(shape) * shape.Hkv * shape.C * shape.D == 0) return;
-  const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, p.block_length());
-  const KeyParts<scalar_t> parts(p, split);
-  key_gradients_of_parts<scalar_t>(p, parts, split.tile, stream);
+  const KeyParts<acc_t> parts{static_cast<acc_t*>(p.scratch), compressed_attention_key_parts_cuda(shape, dtype)};
+  key_gradients_of_parts<scalar_t>(p, parts, stream);
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }
 
@@ -356,7 +358,7 @@ template <typename scalar_t>
 void position_gradients(const CompressedAttentionWindowBackward& window, cudaStream_t stream) {
   const CompressedAttentionWindowBackward p = of_positions(window);
   if ((!p.grad_k && !p.grad_v) || sequence_count(p.shape) * p.shape.Hkv * p.shape.C * p.shape.D == 0) return;
-  key_gradients_of_parts<scalar_t>(p, KeyParts<scalar_t>(p, {1, 0, false}), 64, stream);
+  key_gradients_of_parts<scalar_t>(p, KeyParts<acc_type<scalar_t>>{nullptr, 1}, stream);
 }
 
 // ---- sinks

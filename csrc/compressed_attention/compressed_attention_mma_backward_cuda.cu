@@ -267,44 +267,40 @@ constexpr int kWeightBits = std::is_same_v<scalar_t, __half> ? 14 : 0;
 template <typename scalar_t>
 constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<scalar_t>);
 
-// A warp has 16 keys, with their gradients in registers, and fragments of keys and values too if there is room. If
-// there are fewer keys than that, several warps have the same ones, and each of them has its own queries of every tile.
-template <typename scalar_t, int kD, int kTileKeys, typename Parameters>
+// A warp has 16 keys, with their gradients in registers, and fragments of keys and values too if there is room.
+template <typename scalar_t, int kD, typename Parameters>
 struct MmaKeyShared {
   static constexpr bool kInRegisters = kD <= 128;
-  static constexpr int kKeys = kTileKeys;
-  static constexpr int kKeyWarps = kKeys / 16;
   static constexpr int kQueries = kOtherRows<kD>;
-  static constexpr int kQueriesOfWarp = kQueries * kKeyWarps / kWarps;
   static constexpr int kWide = kD == 128 ? 2 : 4;  // tiles of 8 queries that are weighed at a time
 
   struct Keys {
-    HalfTile<scalar_t, kKeys, kD> kc;  // then grad_k
-    HalfTile<scalar_t, kKeys, kD> vc;  // then grad_v
+    HalfTile<scalar_t, kRows, kD> kc;  // then grad_k
+    HalfTile<scalar_t, kRows, kD> vc;  // then grad_v
   };
   struct Queries {
-    HalfTile<scalar_t, kQueries, kD> q[kStages<kD>];       // then sums of grad_k
-    HalfTile<scalar_t, kQueries, kD> grad_y[kStages<kD>];  // then sums of grad_v
+    HalfTile<scalar_t, kQueries, kD> q[kStages<kD>];
+    HalfTile<scalar_t, kQueries, kD> grad_y[kStages<kD>];
   };
   std::conditional_t<kInRegisters, InTurns<Queries, Keys>, Together<Queries, Keys>> tiles;
   float shift[kStages<kD>][kQueries];  // of scores, from the lse, in base 2, minus kWeightBits
   float delta[kStages<kD>][kQueries];  // times scale kWeightUnit
   // In shared memory, because sums take the registers.
-  KeyLimits<kKeys, Parameters> limits;
+  KeyLimits<kRows, Parameters> limits;
   KeyWork work;
   QueryMatrix<scalar_t> queries, gradients;
 };
 
 // Loads a tile of keys, and what a block of threads knows of its work.
-template <bool kOfKeys, typename scalar_t, int kD, int kKeys, typename Parameters>
+template <bool kOfKeys, typename scalar_t, int kD, typename Parameters>
 __device__ __forceinline__ void load_keys(const Parameters& p, const KeyWork& work,
-                                          MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory) {
+                                          MmaKeyShared<scalar_t, kD, Parameters>& memory) {
   if (threadIdx.x == 0) {
     memory.work = work;
     memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
     memory.gradients = queries_of<scalar_t>(p.shape, p.grad_y, work.of);
   }
-  if (threadIdx.x < kKeys) memory.limits.fill(p, work.of, work.key);
+  if (threadIdx.x < kRows) memory.limits.fill(p, work.of, work.key);
   request_rows(blocks_of<scalar_t>(p.shape, p.kc, work.of), work.key, memory.tiles.keys.kc);
   // Without values nothing uses the products with them.
   const Strided<4>& values = p.vc ? p.vc : p.kc;
@@ -328,9 +324,9 @@ struct QueryNumbers {
 };
 
 // Begins to load a tile of queries from `row` on into a buffer.
-template <typename scalar_t, int kD, int kKeys, typename Parameters>
+template <typename scalar_t, int kD, typename Parameters>
 __device__ __forceinline__ QueryNumbers request_queries(const Parameters& p, int64_t row, int buffer,
-                                                        MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory) {
+                                                        MmaKeyShared<scalar_t, kD, Parameters>& memory) {
   request_rows(memory.queries, row, memory.tiles.queries.q[buffer]);
   request_rows(memory.gradients, row, memory.tiles.queries.grad_y[buffer]);
   cp_async_commit();
@@ -345,12 +341,12 @@ __device__ __forceinline__ QueryNumbers request_queries(const Parameters& p, int
 
 // Adds what queries from `query` of a buffer on add to the gradients of a warp's 16 keys, from `first` on. row: the
 // first of the buffer. all_see: no query is hidden from a key.
-template <bool kOfKeys, typename scalar_t, int kD, int kKeys, typename Parameters, typename Rows>
-__device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, kKeys, Parameters>& memory, int buffer,
-                                            int query, int first, int64_t row, bool all_see, float scale,
-                                            const Rows& of_k, const Rows& of_v, bool of_keys, bool of_values,
-                                            WarpTile<1, kD / 8>& grad_k, WarpTile<1, kD / 8>& grad_v) {
-  constexpr int kWide = MmaKeyShared<scalar_t, kD, kKeys, Parameters>::kWide;
+template <bool kOfKeys, typename scalar_t, int kD, typename Parameters, typename Rows>
+__device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, Parameters>& memory, int buffer, int query,
+                                            int first, int64_t row, bool all_see, float scale, const Rows& of_k,
+                                            const Rows& of_v, bool of_keys, bool of_values, WarpTile<1, kD / 8>& grad_k,
+                                            WarpTile<1, kD / 8>& grad_v) {
+  constexpr int kWide = MmaKeyShared<scalar_t, kD, Parameters>::kWide;
   const auto& q = memory.tiles.queries.q[buffer];
   const auto& grad_y = memory.tiles.queries.grad_y[buffer];
   float weights[1][kWide][4], grad_weights[1][kWide][4];
@@ -385,25 +381,6 @@ __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, kKe
   add_product<scalar_t, 1, kWide, kD / 8>(factor, q, query, grad_k);
 }
 
-// Adds the gradients of all warps that have the same keys, in their order, to those of the first. `tiles` holds the
-// others.
-template <int kKeyWarps, int kColumns, typename Tile>
-__device__ __forceinline__ void add_warps(Tile* tiles, float (&gradient)[1][kColumns][4]) {
-  constexpr int kOthers = kWarps / kKeyWarps - 1;
-  if (kOthers == 0) return;
-  static_assert(kOthers * kKeyWarps * 16 * 8 * kColumns * sizeof(float) <= kStages<8 * kColumns> * sizeof(Tile));
-  constexpr int kNumbers = 4 * kColumns * 32;  // of a warp
-  float* const sums = reinterpret_cast<float*>(tiles) + lane();
-  if (warp() >= kKeyWarps) {
-    unroll<4 * kColumns>([&](int i) { sums[(warp() - kKeyWarps) * kNumbers + 32 * i] = gradient[0][i / 4][i % 4]; });
-  }
-  __syncthreads();
-  if (warp() >= kKeyWarps) return;
-  for (int other = 0; other < kOthers; ++other)
-    unroll<4 * kColumns>(
-        [&](int i) { gradient[0][i / 4][i % 4] += sums[(other * kKeyWarps + warp()) * kNumbers + 32 * i]; });
-}
-
 // Stores the gradients in `tile`, one for each block, at all positions of the block.
 template <typename scalar_t, typename Tile>
 __device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const KeyWork& work,
@@ -419,24 +396,19 @@ __device__ __forceinline__ void store_at_positions(const CompressedAttentionBack
   }
 }
 
-// Stores a part of the gradients, one word of every number after the other.
-template <typename scalar_t, int kColumns, typename Tile>
-__device__ __forceinline__ void store_part(const CompressedAttentionBackward& p, const KeyWork& work,
-                                           const KeyParts<scalar_t>& parts, bool of_values,
-                                           const float (&gradient)[1][kColumns][4], Tile& tile) {
-  const int first = warp() * 16;
-#pragma unroll 1
-  for (int word = 0; word < parts.kWords; ++word) {
-    keep_pairs<1, kColumns>(gradient, first, tile,
-                            [&](float x, float y) { return pack_pair(parts.word(x, word), parts.word(y, word)); });
-    for (int index = lane(); index < 16 * kColumns; index += 32) {
-      const int64_t j = work.key + first + index / kColumns;
-      if (j < work.of.blocks)
-        store_row_pack(tile, first + index / kColumns, index % kColumns, parts.of_block(p.shape, work.of, of_values, j),
-                       work.part * parts.kWords + word);
-    }
-    __syncwarp();
-  }
+// Stores a part of the gradients.
+template <int kColumns>
+__device__ __forceinline__ void store_part(const KeyWork& work, const KeyMatrix<float>& to,
+                                           const float (&gradient)[1][kColumns][4]) {
+  unroll<2>([&](int half) {
+    const int64_t j = work.key + warp() * 16 + fragment_row(0, half);
+    if (j >= work.of.blocks) return;
+    float* const row = to.at(j);
+    unroll<kColumns, 2>([&](int n, int i) {
+      const int column = fragment_column(n) + i;
+      if (column < to.columns) row[column] = gradient[0][n][2 * half + i];
+    });
+  });
 }
 
 // Stores the gradients of positions of a window. Unless pooled, each one's share of its block's gradient is there
@@ -460,7 +432,7 @@ __device__ __forceinline__ void store_positions(const CompressedAttentionBackwar
 
 // Stores the gradients of keys or of values.
 template <typename scalar_t, int kColumns, typename Parameters, typename Tile>
-__device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work, const KeyParts<scalar_t>& parts,
+__device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& work, const KeyParts<float>& parts,
                                             bool of_values, float (&gradient)[1][kColumns][4], Tile& tile) {
   const int first = warp() * 16;
   unroll<2>([&](int half) {
@@ -477,28 +449,27 @@ __device__ __forceinline__ void finish_keys(const Parameters& p, const KeyWork& 
     keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
     store_at_positions<scalar_t>(p, work, to, tile);
   } else {
-    store_part<scalar_t, kColumns>(p, work, parts, of_values, gradient, tile);
+    store_part<kColumns>(work, parts.matrix(p.shape, work.of, of_values, work.part), gradient);
   }
 }
 
 // kOfKeys, kOfValues: which gradients have registers. One without is not formed. p: those of of_positions, or without a
 // window.
-template <typename scalar_t, int kD, int kKeys, bool kOfKeys, bool kOfValues, typename Parameters>
+template <typename scalar_t, int kD, bool kOfKeys, bool kOfValues, typename Parameters>
 __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
-    mma_key_gradient_kernel(Parameters p, KeyParts<scalar_t> parts) {
-  using Shared = MmaKeyShared<scalar_t, kD, kKeys, Parameters>;
+    mma_key_gradient_kernel(Parameters p, KeyParts<float> parts) {
+  using Shared = MmaKeyShared<scalar_t, kD, Parameters>;
   constexpr int kQueries = Shared::kQueries;
   constexpr int kBuffers = kStages<kD>;
   auto& memory = shared<Shared>();
-  const KeyWork work = key_work(p, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
+  const KeyWork work = key_work(p, blockIdx.x, kRows, kQueries, 1, kD, parts.count);
   if (!work.exists()) return;
   const bool of_keys = kOfKeys && p.grad_k;
   const bool of_values = kOfValues && p.grad_v;
   load_keys<kOfKeys>(p, work, memory);
   auto& keys = memory.tiles.keys;
-  auto& queries = memory.tiles.queries;
   using Rows = std::conditional_t<Shared::kInRegisters, RowsInRegisters<1, kD>, RowsInTile<1, decltype(keys.kc)>>;
-  const Rows of_k(keys.kc, warp() % Shared::kKeyWarps * 16), of_v(keys.vc, warp() % Shared::kKeyWarps * 16);
+  const Rows of_k(keys.kc, warp() * 16), of_v(keys.vc, warp() * 16);
   __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
   set_zero<1, kD / 8>(grad_k);
@@ -516,63 +487,54 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
     __syncthreads();
     const bool more = tile + 1 < tiles;
     if (kBuffers > 1 && more) numbers = request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
-    const int mine = not_kept(warp());
-    const int first = mine % Shared::kKeyWarps * 16, first_query = mine / Shared::kKeyWarps * Shared::kQueriesOfWarp;
+    const int first = not_kept(warp()) * 16;
     // Later rows see later keys.
     const PositionRange of_first = memory.limits.rows_seeing(first, memory.queries.count);
     const PositionRange of_last = memory.limits.rows_seeing(first + 15, memory.queries.count);
     const bool all_see = row >= of_last.begin && row + kQueries <= of_first.end;
     const bool some_see = row + kQueries > of_first.begin && row < of_last.end;
 #pragma unroll 1
-    for (int query = 0; some_see && query < Shared::kQueriesOfWarp; query += 8 * Shared::kWide)
-      add_queries<kOfKeys>(memory, now, first_query + query, first, row, all_see, static_cast<float>(p.scale), of_k,
-                           of_v, of_keys, of_values, grad_k, grad_v);
+    for (int query = 0; some_see && query < kQueries; query += 8 * Shared::kWide)
+      add_queries<kOfKeys>(memory, now, query, first, row, all_see, static_cast<float>(p.scale), of_k, of_v, of_keys,
+                           of_values, grad_k, grad_v);
     if (kBuffers > 1 || !more) continue;
     __syncthreads();
     numbers = request_queries(p, row + kQueries, 0, memory);
   }
   cp_async_wait<0>();
   __syncthreads();
-  if (of_keys) add_warps<Shared::kKeyWarps>(queries.q, grad_k);
-  if (of_values) add_warps<Shared::kKeyWarps>(queries.grad_y, grad_v);
-  if (Shared::kKeyWarps < kWarps) __syncthreads();
-  if (warp() >= Shared::kKeyWarps) return;
   if (of_keys) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, keys.kc);
   if (of_values) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, keys.vc);
 }
 
-template <typename scalar_t, int kD, int kKeys, bool kOfKeys = true, bool kOfValues = true, typename Parameters>
-void key_gradients_of_width(const Parameters& p, const KeyParts<scalar_t>& parts, cudaStream_t stream) {
-  launch({"compressed_attention_backward_keys_mma", key_tile_count(p, kKeys) * parts.count, dim3(kThreads),
-          sizeof(MmaKeyShared<scalar_t, kD, kKeys, Parameters>), stream},
-         mma_key_gradient_kernel<scalar_t, kD, kKeys, kOfKeys, kOfValues, Parameters>, p, parts);
+template <typename scalar_t, int kD, bool kOfKeys = true, bool kOfValues = true, typename Parameters>
+void key_gradients_of_width(const Parameters& p, const KeyParts<float>& parts, cudaStream_t stream) {
+  launch({"compressed_attention_backward_keys_mma", key_tile_count(p, kRows) * parts.count, dim3(kThreads),
+          sizeof(MmaKeyShared<scalar_t, kD, Parameters>), stream},
+         mma_key_gradient_kernel<scalar_t, kD, kOfKeys, kOfValues, Parameters>, p, parts);
 }
 
 template <typename scalar_t, typename Parameters>
-bool key_gradients_on_tensor_cores(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
-                                   cudaStream_t stream) {
+bool key_gradients_on_tensor_cores(const Parameters& p, const KeyParts<float>& parts, cudaStream_t stream) {
   return with_tile_columns(p.shape.D, [&](auto columns) {
     if constexpr (columns == 256) {
       // Registers hold one gradient of 16 keys.
-      if (p.grad_k) key_gradients_of_width<scalar_t, 256, 64, true, false>(p, parts, stream);
-      if (p.grad_v) key_gradients_of_width<scalar_t, 256, 64, false, true>(p, parts, stream);
-    } else if constexpr (kHasWindow<Parameters>) {
-      key_gradients_of_width<scalar_t, columns, 64>(p, parts, stream);
+      if (p.grad_k) key_gradients_of_width<scalar_t, 256, true, false>(p, parts, stream);
+      if (p.grad_v) key_gradients_of_width<scalar_t, 256, false, true>(p, parts, stream);
     } else {
-      key_tile == 32 ? key_gradients_of_width<scalar_t, columns, 32>(p, parts, stream)
-                     : key_gradients_of_width<scalar_t, columns, 64>(p, parts, stream);
+      key_gradients_of_width<scalar_t, columns>(p, parts, stream);
     }
   });
 }
 
-template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, const KeyParts<__half>&,
-                                                    int64_t, cudaStream_t);
-template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&,
-                                                           const KeyParts<__nv_bfloat16>&, int64_t, cudaStream_t);
-template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionWindowBackward&, const KeyParts<__half>&,
-                                                    int64_t, cudaStream_t);
-template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionWindowBackward&,
-                                                           const KeyParts<__nv_bfloat16>&, int64_t, cudaStream_t);
+using Parts = KeyParts<float>;
+template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, const Parts&, cudaStream_t);
+template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&, const Parts&,
+                                                           cudaStream_t);
+template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionWindowBackward&, const Parts&,
+                                                    cudaStream_t);
+template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionWindowBackward&, const Parts&,
+                                                           cudaStream_t);
 
 }  // namespace compressed_cuda
 }  // namespace memcheck

@@ -51,41 +51,22 @@ inline int64_t compressed_attention_query_parts_cuda(const CompressedAttentionSh
   return std::max<int64_t>(1, std::min(wanted, kBytes / part_bytes));
 }
 
-struct CompressedAttentionKeySplit {
-  int64_t parts;      // of every tile of keys in the backward
-  int64_t tile;       // keys in a tile: 64, or 32 on tensor cores
-  bool in_gradients;  // whether the parts lie in the gradients of keys and values, else in scratch
-};
-
-// All positions of a block get the same gradient in the end. Until then they have room for parts of it: one part to a
-// position, or to two positions of 16-bit numbers. block_length: factor, or 1 if keys and values were pooled already.
-inline CompressedAttentionKeySplit compressed_attention_key_split_cuda(const CompressedAttentionShape& shape,
-                                                                       Dtype dtype, int64_t block_length) {
-  constexpr int64_t kTile = 64;
-  constexpr int64_t kBytes = 1 << 19;
-  if (is_empty(shape) || shape.C == 0 || shape.sequences) return {1, kTile, false};
-  const int64_t eighth = shape.B * shape.H * shape.S * shape.D * element_bytes(dtype) / 8;
-  const int64_t part_bytes = 2 * shape.B * shape.Hkv * shape.C * shape.D * acc_bytes(dtype);
-  const int64_t in_scratch = std::max(eighth, kBytes) / part_bytes;
-  const int64_t in_gradients = block_length * element_bytes(dtype) / acc_bytes(dtype);
-  const int64_t room = std::max<int64_t>({1, in_scratch, in_gradients});
-  const auto tiles = [&](int64_t tile) { return shape.B * shape.Hkv * ceil_div(shape.C, tile); };
-  const bool too_few = tiles(kTile) * room < kCompressedThreadBlocks && shape.D <= 128;
-  const int64_t tile = too_few && element_bytes(dtype) == 2 ? kTile / 2 : kTile;
-  const int64_t steps = ceil_div(shape.group() * shape.S, kTile);
-  const int64_t wanted =
-      std::min(ceil_div(kCompressedThreadBlocks, tiles(tile)), ceil_div(steps, kCompressedFewestTiles));
-  return {std::min(wanted, room), tile, in_gradients > in_scratch};
+// Bytes of a part of the gradients of kc and vc (B,Hkv,C,D).
+inline int64_t compressed_attention_key_part_bytes_cuda(const CompressedAttentionShape& shape, Dtype dtype) {
+  return 2 * shape.B * shape.Hkv * shape.C * shape.D * acc_bytes(dtype);
 }
 
-// Parts of the gradients of kc and vc (B,Hkv,C,D) in scratch. If they lie in the gradients, it has those of the last
-// block (B,Hkv,D) if that is shorter than the others.
-inline int64_t compressed_attention_key_scratch_cuda(const CompressedAttentionShape& shape, Dtype dtype,
-                                                     int64_t block_length) {
-  const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, block_length);
-  if (split.parts == 1) return 0;
-  const int64_t blocks = !split.in_gradients ? shape.C : shape.T % block_length != 0 ? 1 : 0;
-  return split.parts * 2 * shape.B * shape.Hkv * blocks * shape.D * acc_bytes(dtype);
+// The parts of every tile of keys in the backward. They lie in scratch.
+inline int64_t compressed_attention_key_parts_cuda(const CompressedAttentionShape& shape, Dtype dtype) {
+  constexpr int64_t kTile = 64;
+  constexpr int64_t kBytes = 1 << 19;
+  if (is_empty(shape) || shape.C == 0 || shape.sequences) return 1;
+  const int64_t eighth = shape.B * shape.H * shape.S * shape.D * element_bytes(dtype) / 8;
+  const int64_t room = std::max(eighth, kBytes) / compressed_attention_key_part_bytes_cuda(shape, dtype);
+  const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.C, kTile);
+  const int64_t steps = ceil_div(shape.group() * shape.S, kTile);
+  const int64_t wanted = std::min(ceil_div(kCompressedThreadBlocks, tiles), ceil_div(steps, kCompressedFewestTiles));
+  return std::max<int64_t>(1, std::min(wanted, room));
 }
 
 inline CompressedAttentionPlan compressed_attention_plan_cuda(const CompressedAttentionShape& shape,
@@ -96,8 +77,8 @@ inline CompressedAttentionPlan compressed_attention_plan_cuda(const CompressedAt
   const int64_t queries = shape.B * shape.H * shape.S;
   // Every part's y (B,H,S,D) and lse (B,H,S).
   const int64_t forward = parts > 1 ? parts * queries * (shape.D + 1) * acc : 0;
-  const int64_t backward = std::max(compressed_attention_key_scratch_cuda(shape, dtype, shape.factor),
-                                    compressed_attention_key_scratch_cuda(shape, dtype, 1));
+  const int64_t key_parts = compressed_attention_key_parts_cuda(shape, dtype);
+  const int64_t backward = key_parts > 1 ? key_parts * compressed_attention_key_part_bytes_cuda(shape, dtype) : 0;
   return {forward, forward, queries * acc, backward};
 }
 

@@ -313,85 +313,28 @@ __device__ __forceinline__ acc_t add_sink(const CompressedAttentionForward& p, i
   return weight / sum;
 }
 
-// Parts of the gradients of kc and vc of a dense batch until they are added. A number in the accumulation type is one
-// or two words of the size of scalar_t. Each row of a part has one word of its numbers, in the columns of these, so
-// that the thread that adds the parts of some columns and stores the sum there needs no other thread.
-template <typename scalar_t>
+// Where the parts of the gradients of kc and vc of a dense batch lie in the plan's scratch: (2,parts,B,Hkv,C,D).
+template <typename acc_t>
 struct KeyParts {
-  using acc_t = acc_type<scalar_t>;
-  static constexpr int kWords = sizeof(acc_t) / sizeof(scalar_t);
+  acc_t* numbers;
+  int64_t count;
 
-  int64_t count = 1;
-  int64_t block_rows = 0;      // from one block to the next
-  Strided<4> rows[2] = {};     // of keys and of values, (B,Hkv,C block_rows,D)
-  Strided<4> of_last[2] = {};  // (B,Hkv,count kWords,D), of the last block if its rows are too few; null if not
-
-  KeyParts(const CompressedAttentionBackward& p, const CompressedAttentionKeySplit& split) : count(split.parts) {
-    if (count == 1) return;
-    const CompressedAttentionShape& shape = p.shape;
-    const auto in_scratch = [&](bool of_values, int64_t n) {  // (2,B,Hkv,n,D)
-      const int64_t values = of_values ? shape.B * shape.Hkv * n * shape.D : 0;
-      return Strided<4>{static_cast<scalar_t*>(p.scratch) + values, {shape.Hkv * n * shape.D, n * shape.D, shape.D, 1}};
-    };
-    const bool is_short = p.gradient_length() % p.block_length() != 0;
-    block_rows = split.in_gradients ? p.block_length() : count * kWords;
-    for (const bool of_values : {false, true}) {
-      const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
-      rows[of_values] = split.in_gradients ? gradient : in_scratch(of_values, shape.C * block_rows);
-      if (split.in_gradients && is_short) of_last[of_values] = in_scratch(of_values, count * kWords);
-    }
-  }
-
-  // The rows of all parts of block j.
-  __device__ __forceinline__ KeyMatrix<scalar_t> of_block(const CompressedAttentionShape& shape, const KeyHead& of,
-                                                          bool of_values, int64_t j) const {
-    const bool apart = of_last[of_values] && j == shape.C - 1;
-    KeyMatrix<scalar_t> block = rows_of<scalar_t>(shape, (apart ? of_last : rows)[of_values], of, 0, count * kWords);
-    if (!apart) block.data += j * block_rows * block.position_stride;
-    return block;
-  }
-
-  __device__ __forceinline__ static scalar_t word(acc_t x, int index) {
-    scalar_t words[kWords];
-    __builtin_memcpy(static_cast<void*>(words), &x, sizeof(x));
-    return words[index];
-  }
-
-  // Stores kCount columns of a part, as far as they exist.
-  template <int kCount>
-  __device__ __forceinline__ static void store(const KeyMatrix<scalar_t>& block, int64_t part, int64_t column,
-                                               const acc_t (&x)[kCount]) {
-    unroll<kWords>([&](int index) {
-      Pack<scalar_t, kCount> words;
-      unroll<kCount>([&](int i) { words.values[i] = word(x[i], index); });
-      write_pack(words, block.at(part * kWords + index) + column * block.column_stride, block.layout(), column);
-    });
-  }
-
-  // sum += a pack of columns of a part
-  __device__ __forceinline__ static void add(const KeyMatrix<scalar_t>& block, int64_t part, int64_t column,
-                                             acc_t (&sum)[kPackSize<scalar_t>]) {
-    Pack<scalar_t> packs[kWords];
-    unroll<kWords>([&](int index) { packs[index] = block.read(block.at(part * kWords + index), true, column); });
-    unroll<kPackSize<scalar_t>>([&](int i) {
-      scalar_t words[kWords];
-      unroll<kWords>([&](int index) { words[index] = packs[index].values[i]; });
-      acc_t x;
-      __builtin_memcpy(&x, static_cast<const void*>(words), sizeof(x));
-      sum[i] += x;
-    });
+  // One part of the gradient of a key head.
+  MEMCHECK_INLINE KeyMatrix<acc_t> matrix(const CompressedAttentionShape& shape, const KeyHead& of, bool of_values,
+                                          int64_t part) const {
+    const int64_t of_head = shape.C * shape.D, of_row = shape.Hkv * of_head;
+    acc_t* const first = numbers + ((of_values ? count : 0) + part) * shape.B * of_row;
+    return rows_of<acc_t>(shape, {first, {of_row, of_head, shape.D, 1}}, of, 0, shape.C);
   }
 };
 
-// For 16-bit types. They return false, and do nothing, if the head is too wide for tensor cores. key_tile: keys in a
-// tile, 64 or 32.
+// For 16-bit types. They return false, and do nothing, if the head is too wide for tensor cores.
 template <typename scalar_t, typename Parameters>
 bool forward_on_tensor_cores(const Parameters& p, const ForwardParts<float>& parts, cudaStream_t stream);
 template <typename scalar_t, typename Parameters>
 bool query_gradients_on_tensor_cores(const Parameters& p, cudaStream_t stream);
 template <typename scalar_t, typename Parameters>
-bool key_gradients_on_tensor_cores(const Parameters& p, const KeyParts<scalar_t>& parts, int64_t key_tile,
-                                   cudaStream_t stream);
+bool key_gradients_on_tensor_cores(const Parameters& p, const KeyParts<float>& parts, cudaStream_t stream);
 
 }  // namespace compressed_cuda
 }  // namespace memcheck
