@@ -339,20 +339,27 @@ __device__ __forceinline__ QueryNumbers request_queries(const Parameters& p, int
   return numbers;
 }
 
-// Adds what queries from `query` of a buffer on add to the gradients of a warp's 16 keys, from `first` on. row: the
-// first of the buffer. all_see: no query is hidden from a key.
+// A warp's 16 keys and their values, and the gradients that are wanted.
+template <int kD, typename Rows>
+struct WarpKeys {
+  Rows k, v;
+  bool of_keys, of_values;
+  WarpTile<1, kD / 8> grad_k, grad_v;
+};
+
+// Adds what queries from `query` of a buffer on add to the gradients of a warp's keys, the first of which is `first`.
+// row: the first of the buffer. all_see: no query is hidden from a key.
 template <bool kOfKeys, typename scalar_t, int kD, typename Parameters, typename Rows>
 __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, Parameters>& memory, int buffer, int query,
-                                            int first, int64_t row, bool all_see, float scale, const Rows& of_k,
-                                            const Rows& of_v, bool of_keys, bool of_values, WarpTile<1, kD / 8>& grad_k,
-                                            WarpTile<1, kD / 8>& grad_v) {
+                                            int first, int64_t row, bool all_see, float scale,
+                                            WarpKeys<kD, Rows>& keys) {
   constexpr int kWide = MmaKeyShared<scalar_t, kD, Parameters>::kWide;
   const auto& q = memory.tiles.queries.q[buffer];
   const auto& grad_y = memory.tiles.queries.grad_y[buffer];
   float weights[1][kWide][4], grad_weights[1][kWide][4];
   // Side by side, so that neither waits for its last sum.
-  multiply_rows<scalar_t, 1, kWide>(of_k, q, query, weights);
-  if (kOfKeys) multiply_rows<scalar_t, 1, kWide>(of_v, grad_y, query, grad_weights);
+  multiply_rows<scalar_t, 1, kWide>(keys.k, q, query, weights);
+  if (kOfKeys) multiply_rows<scalar_t, 1, kWide>(keys.v, grad_y, query, grad_weights);
   unroll<kWide, 4>([&](int n, int i) {
     const int column = query + fragment_column(n) + i % 2;
     weights[0][n][i] = exp2_flushed(weights[0][n][i] * (scale * kLog2e) - memory.shift[buffer][column]);
@@ -367,18 +374,18 @@ __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, Par
       });
     });
   uint32_t factor[1][kWide / 2][4];
-  if (of_values) {
+  if (keys.of_values) {
     round_factor<scalar_t, 1, kWide>(weights, factor);
-    add_product<scalar_t, 1, kWide, kD / 8>(factor, grad_y, query, grad_v);
+    add_product<scalar_t, 1, kWide, kD / 8>(factor, grad_y, query, keys.grad_v);
   }
-  if (!of_keys) return;
+  if (!keys.of_keys) return;
   const float unit = scale * kWeightUnit<scalar_t>;
   unroll<kWide, 4>([&](int n, int i) {
     const int column = query + fragment_column(n) + i % 2;
     weights[0][n][i] *= grad_weights[0][n][i] * unit - memory.delta[buffer][column];
   });
   round_factor<scalar_t, 1, kWide>(weights, factor);
-  add_product<scalar_t, 1, kWide, kD / 8>(factor, q, query, grad_k);
+  add_product<scalar_t, 1, kWide, kD / 8>(factor, q, query, keys.grad_k);
 }
 
 // Stores the gradients in `tile`, one for each block, at all positions of the block.
@@ -464,16 +471,15 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
   auto& memory = shared<Shared>();
   const KeyWork work = key_work(p, blockIdx.x, kRows, kQueries, 1, kD, parts.count);
   if (!work.exists()) return;
-  const bool of_keys = kOfKeys && p.grad_k;
-  const bool of_values = kOfValues && p.grad_v;
   load_keys<kOfKeys>(p, work, memory);
-  auto& keys = memory.tiles.keys;
-  using Rows = std::conditional_t<Shared::kInRegisters, RowsInRegisters<1, kD>, RowsInTile<1, decltype(keys.kc)>>;
-  const Rows of_k(keys.kc, warp() * 16), of_v(keys.vc, warp() * 16);
+  auto& tiles_of_keys = memory.tiles.keys;
+  using Rows =
+      std::conditional_t<Shared::kInRegisters, RowsInRegisters<1, kD>, RowsInTile<1, decltype(tiles_of_keys.kc)>>;
+  WarpKeys<kD, Rows> keys{Rows(tiles_of_keys.kc, warp() * 16), Rows(tiles_of_keys.vc, warp() * 16), kOfKeys && p.grad_k,
+                          kOfValues && p.grad_v};
   __syncthreads();
-  float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
-  set_zero<1, kD / 8>(grad_k);
-  set_zero<1, kD / 8>(grad_v);
+  set_zero<1, kD / 8>(keys.grad_k);
+  set_zero<1, kD / 8>(keys.grad_v);
   const int tiles = static_cast<int>(work.end - work.begin);
   const float unit = static_cast<float>(p.scale) * kWeightUnit<scalar_t>;
   QueryNumbers numbers;
@@ -495,16 +501,15 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
     const bool some_see = row + kQueries > of_first.begin && row < of_last.end;
 #pragma unroll 1
     for (int query = 0; some_see && query < kQueries; query += 8 * Shared::kWide)
-      add_queries<kOfKeys>(memory, now, query, first, row, all_see, static_cast<float>(p.scale), of_k, of_v, of_keys,
-                           of_values, grad_k, grad_v);
+      add_queries<kOfKeys>(memory, now, query, first, row, all_see, static_cast<float>(p.scale), keys);
     if (kBuffers > 1 || !more) continue;
     __syncthreads();
     numbers = request_queries(p, row + kQueries, 0, memory);
   }
   cp_async_wait<0>();
   __syncthreads();
-  if (of_keys) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, keys.kc);
-  if (of_values) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, keys.vc);
+  if (keys.of_keys) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, keys.grad_k, tiles_of_keys.kc);
+  if (keys.of_values) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, keys.grad_v, tiles_of_keys.vc);
 }
 
 template <typename scalar_t, int kD, bool kOfKeys = true, bool kOfValues = true, typename Parameters>
