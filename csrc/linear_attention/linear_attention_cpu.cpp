@@ -166,8 +166,7 @@ void linear_attention_sum_decays_cpu(const LinearAttentionDecaySum& p, Dtype dty
   });
 }
 
-const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu, &sequences_cpu,
-                                                  linear_attention_forward_cpu, linear_attention_backward_cpu,
-                                                  linear_attention_sum_decays_cpu};
+const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu, nullptr, linear_attention_forward_cpu,
+                                                  linear_attention_backward_cpu, linear_attention_sum_decays_cpu};
 
 }  // namespace memcheck
