@@ -170,8 +170,6 @@ struct SequenceTableBuild {
   Sequence* table;  // (count,)
 };
 
-using PositionRange = Span;
-
 void build_sequences_cuda(const SequenceTableBuild& p, Dtype dtype, cudaStream_t stream);
 
 }  // namespace memcheck

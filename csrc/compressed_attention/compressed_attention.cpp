@@ -215,7 +215,6 @@ ExtendOp::Results empty_blocks(const NewBlocks& x, const at::Tensor& k, const at
 // The sequences of a call, and memory for its kernel.
 struct ExtensionMemory {
   std::vector<CompressedAttentionNew> sequences;
-  at::Tensor on_gpu;
   Scratch scratch;
 };
 
@@ -258,13 +257,7 @@ CompressedAttentionExtension extension_of(const CompressedAttentionKernels& kern
                                        .strict = false};
   const auto plan = kernels.plan(shape, {}, dtype_of(like), device.threads);
   memory.scratch = Scratch(plan.extension_scratch_bytes, like);
-  const CompressedAttentionNew* sequences = memory.sequences.data();
-  if (!like.is_cpu() && N > 0) {
-    const int64_t bytes = N * static_cast<int64_t>(sizeof(CompressedAttentionNew));
-    memory.on_gpu = at::from_blob(memory.sequences.data(), {bytes}, at::kByte).to(like.device());
-    sequences = static_cast<const CompressedAttentionNew*>(memory.on_gpu.const_data_ptr());
-  }
-  CompressedAttentionExtension p{shape, sequences, N};
+  CompressedAttentionExtension p{shape, memory.sequences.data(), N};
   p.scratch = memory.scratch.data();
   p.threads = device.threads;
   return p;

@@ -173,8 +173,8 @@ struct CompressedAttentionNewRow {
 // Backward, all tensors are gradients: those of results are read, and null where there is none, and those of inputs are
 // written, and null where they are not wanted.
 struct CompressedAttentionExtension {
-  CompressedAttentionShape shape;  // B Hkv C rows of results, and no queries
-  const CompressedAttentionNew* sequences;
+  CompressedAttentionShape shape;           // B Hkv C rows of results, and no queries
+  const CompressedAttentionNew* sequences;  // in memory of the CPU
   int64_t count;
   Strided<4> k, v;                  // (rows,Hkv,positions,D)
   Strided<4> k_sum, v_sum;          // (count,Hkv,1,D) in the accumulation type, as the next
@@ -183,13 +183,14 @@ struct CompressedAttentionExtension {
   void* scratch;                    // the plan's extension_scratch_bytes
   int64_t threads;                  // of the plan
 
-  MEMCHECK_INLINE CompressedAttentionNewRow row(int64_t index) const {
+  // table: the sequences, in memory that the kernel reads
+  MEMCHECK_INLINE CompressedAttentionNewRow row(const CompressedAttentionNew* table, int64_t index) const {
     int64_t low = 0, end_of_search = count;
     while (end_of_search - low > 1) {
       const int64_t middle = (low + end_of_search) / 2;
-      (sequences[middle].first_result <= index ? low : end_of_search) = middle;
+      (table[middle].first_result <= index ? low : end_of_search) = middle;
     }
-    const CompressedAttentionNew& of = sequences[low];
+    const CompressedAttentionNew& of = table[low];
     const int64_t j = index - of.first_result, begin = j * shape.factor - of.positions;
     const int64_t end = begin + shape.factor < of.count ? begin + shape.factor : of.count;
     return {of, low, j, j < of.blocks(shape.factor), of.first + (begin > 0 ? begin : 0), of.first + end};

@@ -100,7 +100,7 @@ struct NewRow {
         new_sum(index % 2 == 0 ? p.new_k_sum : p.new_v_sum),
         blocks(index % 2 == 0 ? p.kc : p.vc),
         head(index / 2 / rows),
-        row(p.row(index / 2 % rows)) {}
+        row(p.row(p.sequences, index / 2 % rows)) {}
 };
 
 template <typename acc_t>

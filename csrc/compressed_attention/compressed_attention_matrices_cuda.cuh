@@ -113,8 +113,8 @@ struct KeyHead {
     return alone(shape).visible(query_row(row, group).position);
   }
   // The positions of a window that a row sees.
-  MEMCHECK_INLINE PositionRange positions(const CompressedAttentionShape& shape,
-                                          const CompressedAttentionWindow& window, int64_t row) const {
+  MEMCHECK_INLINE Span positions(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                                 int64_t row) const {
     return window.positions(alone(shape), query_row(row, group).position);
   }
   // The first row that sees block j.
@@ -122,9 +122,9 @@ struct KeyHead {
     return (j < blocks ? smaller(alone(shape).first_query(j), queries) : queries) * group;
   }
   // The rows from the first one that sees position j of a window, and before the first that sees none up to j any more.
-  MEMCHECK_INLINE PositionRange rows_seeing(const CompressedAttentionShape& shape,
-                                            const CompressedAttentionWindow& window, int64_t j) const {
-    const PositionRange of = window.queries(alone(shape), j);
+  MEMCHECK_INLINE Span rows_seeing(const CompressedAttentionShape& shape, const CompressedAttentionWindow& window,
+                                   int64_t j) const {
+    const Span of = window.queries(alone(shape), j);
     return {of.begin * group, of.end * group};
   }
 

@@ -366,7 +366,7 @@ __device__ __forceinline__ void add_queries(const MmaKeyShared<scalar_t, kD, Par
   });
   if (!all_see)
     unroll<2>([&](int half) {
-      const PositionRange rows = memory.limits.rows_seeing(first + fragment_row(0, half), memory.queries.count);
+      const Span rows = memory.limits.rows_seeing(first + fragment_row(0, half), memory.queries.count);
       const int from = columns_before<kRows>(rows.begin, row), to = columns_before<kRows>(rows.end, row);
       unroll<kWide, 2>([&](int n, int i) {
         const int column = query + fragment_column(n) + i;
@@ -495,8 +495,8 @@ __global__ void __launch_bounds__(kThreads, kD == 64 ? 3 : 2)
     if (kBuffers > 1 && more) numbers = request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
     const int first = not_kept(warp()) * 16;
     // Later rows see later keys.
-    const PositionRange of_first = memory.limits.rows_seeing(first, memory.queries.count);
-    const PositionRange of_last = memory.limits.rows_seeing(first + 15, memory.queries.count);
+    const Span of_first = memory.limits.rows_seeing(first, memory.queries.count);
+    const Span of_last = memory.limits.rows_seeing(first + 15, memory.queries.count);
     const bool all_see = row >= of_last.begin && row + kQueries <= of_first.end;
     const bool some_see = row + kQueries > of_first.begin && row < of_last.end;
 #pragma unroll 1

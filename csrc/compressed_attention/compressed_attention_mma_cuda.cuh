@@ -103,8 +103,8 @@ struct SeenByRows {
     if (mine == 0) first_end[0] = first_blocks;
     end[0][mine] = exists ? near(work.of.visible(p.shape, work.row + mine) - first_blocks) : -kMost;
     if constexpr (kWindow) {
-      const PositionRange first = work.of.positions(p.shape, p.window, work.row);
-      const PositionRange of_row = work.of.positions(p.shape, p.window, work.row + mine);
+      const Span first = work.of.positions(p.shape, p.window, work.row);
+      const Span of_row = work.of.positions(p.shape, p.window, work.row + mine);
       if (mine == 0) {
         first_begin = first.begin;
         first_end[1] = first.end;

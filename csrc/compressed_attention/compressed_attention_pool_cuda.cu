@@ -56,11 +56,19 @@ MEMCHECK_INLINE PooledRow<scalar_t> pooled_row(const CompressedAttentionPooling&
           end - begin};
 }
 
+// Some sequences of an extension and their rows of results, all counted from the first. The table is a parameter of the
+// kernel, of at most 4 KiB: a copy from the CPU's memory would make the call wait, and no CUDA graph could take it.
+constexpr int kPartSequences = 60;
+struct ExtensionPart : CompressedAttentionExtension {
+  CompressedAttentionNew table[kPartSequences];
+};
+static_assert(sizeof(ExtensionPart) + sizeof(PoolThreads) <= 4096);
+
 // index: of (key head, row of results)
 template <typename scalar_t>
-MEMCHECK_INLINE PooledRow<scalar_t> pooled_row(const CompressedAttentionExtension& p, bool of_values, int64_t index) {
+MEMCHECK_INLINE PooledRow<scalar_t> pooled_row(const ExtensionPart& p, bool of_values, int64_t index) {
   const int64_t rows = p.shape.B * p.shape.C, head = index / rows;
-  const CompressedAttentionNewRow at = p.row(index % rows);
+  const CompressedAttentionNewRow at = p.row(p.table, index % rows);
   const auto matrix = [&](const Strided<4>& x, int64_t row) {
     return rows_of<scalar_t>(p.shape, x, KeyHead{row, head}, 0, std::numeric_limits<int64_t>::max());
   };
@@ -111,7 +119,8 @@ __device__ __forceinline__ void store_row(const Strided<1>& row, int64_t column,
 
 // The first half of the grid pools keys, the second half values. A block of threads has threads.blocks() rows.
 template <typename scalar_t, typename Parameters>
-__global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(Parameters p, PoolThreads threads) {
+__global__ void __launch_bounds__(kPoolThreads, 2)
+    pool_kernel(const __grid_constant__ Parameters p, PoolThreads threads) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kColumns = kPackSize<scalar_t>;
   auto& memory = shared<PoolShared<kColumns, acc_t>>();
@@ -148,7 +157,7 @@ __global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(Parameters p, Poo
 // Backward of an extension: each position, and the sum before the first row, gets its share of the gradient of the row.
 // A thread has a pack of columns of a row.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kPoolThreads) spread_kernel(CompressedAttentionExtension p) {
+__global__ void __launch_bounds__(kPoolThreads) spread_kernel(const __grid_constant__ ExtensionPart p) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kColumns = kPackSize<scalar_t>;
   const int64_t packs = ceil_div(p.shape.D, kColumns), rows = p.shape.B * p.shape.Hkv * p.shape.C;
@@ -199,6 +208,22 @@ void pool(const char* name, const Parameters& p, cudaStream_t stream) {
          pool_kernel<scalar_t, Parameters>, p, threads);
 }
 
+template <typename acc_t, typename Run>
+void each_part(const CompressedAttentionExtension& p, const Run& run) {
+  for (int64_t first = 0; first < p.count; first += kPartSequences) {
+    ExtensionPart part{p};
+    part.count = smaller(int64_t{kPartSequences}, p.count - first);
+    std::copy_n(p.sequences + first, part.count, part.table);
+    const CompressedAttentionNew &begin = p.sequences[first], &last = p.sequences[first + part.count - 1];
+    for (CompressedAttentionNew& sequence : part.table) sequence.first_result -= begin.first_result;
+    part.shape.B = 1;
+    part.shape.C = last.first_result + last.blocks(p.shape.factor) + 1 - begin.first_result;
+    for (Strided<4>* sums : {&part.k_sum, &part.v_sum, &part.new_k_sum, &part.new_v_sum})
+      if (*sums) sums->data = sums->at<acc_t>(first, 0, 0, 0);
+    run(part);
+  }
+}
+
 }  // namespace
 }  // namespace compressed_cuda
 
@@ -208,8 +233,11 @@ void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype d
 }
 
 void compressed_attention_extend_cuda(const CompressedAttentionExtension& p, Dtype dtype, cudaStream_t stream) {
-  with_device_type(dtype,
-                   [&](auto type) { compressed_cuda::pool<decltype(type)>("compressed_attention_extend", p, stream); });
+  with_device_type(dtype, [&](auto type) {
+    using scalar_t = decltype(type);
+    compressed_cuda::each_part<acc_type<scalar_t>>(
+        p, [&](const auto& part) { compressed_cuda::pool<scalar_t>("compressed_attention_extend", part, stream); });
+  });
 }
 
 void compressed_attention_extend_backward_cuda(const CompressedAttentionExtension& p, Dtype dtype,
@@ -218,10 +246,12 @@ void compressed_attention_extend_backward_cuda(const CompressedAttentionExtensio
     using scalar_t = decltype(type);
     using compressed_cuda::kPoolThreads;
     const int64_t packs = ceil_div(p.shape.D, int64_t{kPackSize<scalar_t>});
-    const int64_t threads = 2 * p.shape.B * p.shape.Hkv * p.shape.C * packs;
-    launch({"compressed_attention_extend_backward", ceil_div(threads, int64_t{kPoolThreads}), dim3(kPoolThreads), 0,
-            stream},
-           compressed_cuda::spread_kernel<scalar_t>, p);
+    compressed_cuda::each_part<acc_type<scalar_t>>(p, [&](const auto& part) {
+      const int64_t threads = 2 * part.shape.Hkv * part.shape.C * packs;
+      launch({"compressed_attention_extend_backward", ceil_div(threads, int64_t{kPoolThreads}), dim3(kPoolThreads), 0,
+              stream},
+             compressed_cuda::spread_kernel<scalar_t>, part);
+    });
   });
 }
 

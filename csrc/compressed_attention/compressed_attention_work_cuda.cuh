@@ -164,7 +164,7 @@ struct RowLimits {
     const bool exists = row < work.of.rows();
     numbers[0][threadIdx.x] = exists ? work.of.visible(p.shape, row) : 0;
     if constexpr (kHasWindow<Parameters>) {
-      const PositionRange seen = exists ? work.of.positions(p.shape, p.window, row) : PositionRange{0, 0};
+      const Span seen = exists ? work.of.positions(p.shape, p.window, row) : Span{0, 0};
       numbers[1][threadIdx.x] = seen.begin;
       numbers[2][threadIdx.x] = seen.end;
     }
@@ -217,8 +217,8 @@ struct KeyLimits {
   __device__ __forceinline__ void fill(const Parameters& p, const KeyHead& of, int64_t key) {
     const int64_t j = key + threadIdx.x;
     if constexpr (kHasWindow<Parameters>) {
-      const PositionRange none{of.rows(), of.rows()};
-      const PositionRange rows = j < of.blocks ? of.rows_seeing(p.shape, p.window, j) : none;
+      const Span none{of.rows(), of.rows()};
+      const Span rows = j < of.blocks ? of.rows_seeing(p.shape, p.window, j) : none;
       first_row[threadIdx.x] = rows.begin;
       end[threadIdx.x] = rows.end;
     } else {
@@ -226,7 +226,7 @@ struct KeyLimits {
     }
   }
   // rows: how many there are.
-  __device__ __forceinline__ PositionRange rows_seeing(int key, int64_t rows) const {
+  __device__ __forceinline__ Span rows_seeing(int key, int64_t rows) const {
     if constexpr (kHasWindow<Parameters>) return {first_row[key], smaller(end[key], rows)};
     return {first_row[key], rows};
   }
@@ -257,7 +257,7 @@ MEMCHECK_INLINE KeyWork key_work(const Parameters& p, int64_t index, int64_t til
   const TilePlace at = tile_place(shape, index, block_rows(shape), tile_size, false, FirstKey());
   KeyHead of = key_head(shape, at.sequence, at.head);
   const int64_t key = at.tile * tile_keys;
-  PositionRange rows;
+  Span rows;
   if constexpr (kHasWindow<Parameters>) {
     of.first_block = of.first_key;
     of.blocks = of.keys - p.window.first;

@@ -49,7 +49,7 @@ struct DecayWork {
   Sequence sequence;
   int64_t head, place;
   int64_t segment, segments;
-  Range positions;  // of the batch; empty if the sequence ends before
+  Span positions;  // of the batch; empty if the sequence ends before
 
   __device__ __forceinline__ explicit DecayWork(const LinearAttentionShape& n) {
     head = blockIdx.x % n.Hkv;

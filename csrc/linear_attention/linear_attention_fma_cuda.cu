@@ -65,7 +65,7 @@ template <typename acc_t, int kLines>
 __device__ __forceinline__ void load_decays(const Scan& scan, const Chunk& chunk, ScanShared<acc_t, kLines>& s) {
   const int line = static_cast<int>(threadIdx.x);
   const int64_t t = chunk.time + line;
-  const Range& keys = s.work.sequence.keys;
+  const Span& keys = s.work.sequence.keys;
   if (line < kLines)
     s.decay[line] = t < keys.end - keys.begin ? scan.decay.at<acc_t>(s.work.b(), s.work.key_head, keys.begin + t) : 1;
   __syncthreads();
@@ -460,7 +460,7 @@ __device__ __forceinline__ void run_work(const Scan& scan, ScanShared<acc_t, kLi
   if (scan.phase == ScanPhase::Results) load_state<scalar_t>(scan, work, each);
   for (int i = 0; i < steps; ++i) {
     const bool summing = i < sums;
-    const Range& range = summing ? s.ranges.columns : s.ranges.rows;
+    const Span& range = summing ? s.ranges.columns : s.ranges.rows;
     const Chunk chunk = chunk_of(scan, work.sequence, range, summing ? i : i - sums, summing, kLines);
     if (scan.decay || chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, chunk, state, s);
   }

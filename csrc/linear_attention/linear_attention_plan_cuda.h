@@ -48,12 +48,8 @@ struct LinearAttentionSegments {
 
 constexpr int64_t kLinearAttentionChunk = 64;
 
-struct Range {
-  int64_t begin, end;
-};
-
 // The segment's positions, or the piece's rows. Segments differ by a chunk at most.
-MEMCHECK_INLINE Range linear_attention_segment(int64_t count, int64_t segment, int64_t length) {
+MEMCHECK_INLINE Span linear_attention_segment(int64_t count, int64_t segment, int64_t length) {
   const int64_t chunks = ceil_div(length, kLinearAttentionChunk);
   const int64_t begin = segment * chunks / count * kLinearAttentionChunk;
   const int64_t end = (segment + 1) * chunks / count * kLinearAttentionChunk;

@@ -129,7 +129,7 @@ struct Scan {
 struct ScanSequence {
   int64_t index;  // of states
   int64_t row;    // of the batch
-  Range queries, keys;
+  Span queries, keys;
   int64_t segments;
   int64_t first_slot;
 
@@ -215,7 +215,7 @@ struct Lines {
 };
 
 // The lines from a time on, of positions whose first has the time `delay`.
-MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, const Range& positions, int chunk) {
+MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, const Span& positions, int chunk) {
   const int64_t first = time - delay;
   const int64_t begin = first < 0 ? (-first < chunk ? -first : chunk) : 0;
   const int64_t left = positions.end - positions.begin - first;
@@ -233,8 +233,8 @@ struct Chunk {
 
 // The times that a block goes through: first columns alone, then rows, with their columns if the scan is causal.
 struct ScanRanges {
-  Range columns;
-  Range rows;
+  Span columns;
+  Span rows;
 
   MEMCHECK_INLINE int column_chunks(int size) const {
     return static_cast<int>(ceil_div(columns.end - columns.begin, size));
@@ -247,13 +247,13 @@ MEMCHECK_INLINE ScanRanges ranges_of(const Scan& scan, const ScanWork& work) {
   const bool causal = scan.shape.causal;
   const int64_t columns = scan.times_are_keys() ? x.key_count() : x.query_count();
   const int64_t rows = causal || !scan.rows_are_queries() ? x.key_count() : x.query_count();
-  const Range none = {0, 0};
+  const Span none = {0, 0};
   if (scan.phase == ScanPhase::Sums) return {linear_attention_segment(x.segments, work.segment, columns), none};
   const bool sums_too = work.is_whole() && !causal;
-  return {sums_too ? Range{0, columns} : none, linear_attention_segment(x.segments, work.segment, rows)};
+  return {sums_too ? Span{0, columns} : none, linear_attention_segment(x.segments, work.segment, rows)};
 }
 
-MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const ScanSequence& x, const Range& range, int64_t number, bool sums,
+MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const ScanSequence& x, const Span& range, int64_t number, bool sums,
                                int size) {
   const int64_t last = ceil_div(range.end - range.begin, size) - 1;
   const int64_t time = range.begin + (scan.backwards() ? last - number : number) * size;

@@ -290,7 +290,7 @@ template <typename T, typename Memory>
 __device__ __forceinline__ void weigh_chunk(const Scan& scan, const Step& step, Memory& s, ChunkDecays<T>& to) {
   constexpr double kLog2e = 1.44269504088896341;
   constexpr int kCount = T::kChunk / 32;
-  const Range& keys = s.work.sequence.keys;
+  const Span& keys = s.work.sequence.keys;
   double sums[kCount], sum = 0, product = 1;
   unroll<kCount>([&](int i) {
     const int64_t t = step.chunk.time + kCount * lane() + i;

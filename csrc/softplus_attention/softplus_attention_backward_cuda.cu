@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
                      : load_state<acc_t>(has_states ? p.before : Strided<3>{}, work.sequence, work.channel(me));
   await_keys(p.k, p.v, orders, work, me, p.shape.T, tiles);
 
-  acc_t weights[kRows], w[kRows], wm[kRows];
-  acc_t(&a)[kRows] = wm;
+  acc_t weights[kRows], a[kRows], w[kRows], wm[kRows];
   weigh(tiles, has_v, me, rows_of(me, t, T), weights, a);
   const Pair<acc_t> of_keys{sum_of_rows(weights), scan_rows<false>(a)};
   memory.groups[me.group][me.lane] = of_keys;

@@ -21,6 +21,7 @@
 #include <string>
 #include <type_traits>
 
+#define __grid_constant__
 #define __launch_bounds__(...)
 
 // Those of the thread that runs.

@@ -14,6 +14,7 @@ from ops.test_sequences import ATTENTIONS, CAUSAL, Attention, Case, cumulative
 from torch import Tensor
 
 import memcheck
+from memcheck.ops.reference import compressed_attention as reference
 
 pytestmark = pytest.mark.host_cuda
 # Those whose kernels take a table of sequences.
@@ -172,3 +173,29 @@ def test_sums_over_many_chunks_have_the_same_bits_packed_and_alone() -> None:
         dims = (1, 1, 2, 2)
         assert same_bits([x.narrow(dim, first, length) for x, dim in zip(packed, dims, strict=True)], alone)
         first += length
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_new_blocks_of_more_sequences_than_a_launch_takes(packed: bool) -> None:
+    """Compressed attention's table of new positions is a parameter of the kernel, which takes 60 sequences."""
+    N, factor = 130, 4
+    counts = [i % 7 for i in range(N)]
+    positions = [i % factor for i in range(N)]
+    begins = [sum(counts[:i]) if packed else i % 3 for i in range(N)]
+    rooms = [(positions[i] + counts[i]) // factor + i % 2 for i in range(N)]
+    places = cumulative(rooms).tolist()
+    random = generator()
+    shapes = [(1, 2, sum(counts), 3) if packed else (N, 2, 10, 3)] * 2 + [(N, 2, 3)] * 2
+    inputs = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+    options = {
+        "positions": positions, "factor": factor, "begins": begins, "counts": counts, "places": places, "packed": packed
+    }  # fmt: skip
+    results = []
+    for extend in (torch.ops.memcheck.compressed_attention_extend, reference.compressed_attention_extend):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = extend(*leaves, **options)
+        grads = [torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape) for x in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])
+    torch.testing.assert_close(*results)
+    launches = launches_of(lambda: torch.ops.memcheck.compressed_attention_extend(*inputs, **options))
+    assert launches["compressed_attention_extend"] == 3
