@@ -128,37 +128,29 @@ inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, D
 inline LinearAttentionSegments linear_attention_segments_of_table(const LinearAttentionShape& n, Dtype dtype,
                                                                   LinearAttentionRows rows) {
   constexpr int64_t kShortest = 256, kLongest = 16384, kPartOfKeys = 16;
-  const bool of_queries = rows == LinearAttentionRows::Queries;
-  const int64_t length = n.causal || of_queries ? n.T : n.S;
+  const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
   const int64_t of_state = ceil_div(linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype) * kPartOfKeys,
                                     std::max<int64_t>(1, n.D) * element_bytes(dtype));
   const int64_t wanted = ceil_div(std::min(of_state, kLongest), kLinearAttentionChunk) * kLinearAttentionChunk;
   LinearAttentionSegments segments{1, false, std::max(kShortest, wanted)};
   segments.count = segments.count_of(length);
-  const bool fills_gpu = n.B * n.Hkv * segments.count >= 2 * kLinearAttentionMultiprocessors;
-  segments.grouped = of_queries && n.group() > 1 && fills_gpu && linear_attention_suits_tensor_cores(n, dtype);
   return segments;
 }
 
 // The segments of columns. On tensor cores a block has all query heads of a group if that leaves two blocks to a
-// multiprocessor and takes less time: by the counts, the columns of a chunk take about half of what its
-// rows of one head take.
+// multiprocessor.
 inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
                                                          LinearAttentionRows rows) {
-  if (n.sequences) return linear_attention_segments_of_table(n, dtype, rows);
-  const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
-  const LinearAttentionSegments apart = linear_attention_segments_of(n, dtype, rows, heads);
-  if (rows == LinearAttentionRows::Keys || n.group() <= 1 || !linear_attention_suits_tensor_cores(n, dtype))
-    return apart;
-  const int64_t key_heads = std::max<int64_t>(1, n.B * n.Hkv);
-  LinearAttentionSegments together = linear_attention_segments_of(n, dtype, rows, key_heads);
-  const int64_t blocks = linear_attention_busiest(key_heads, together.count);
-  const int64_t blocks_apart = linear_attention_busiest(heads, apart.count);
-  constexpr int64_t kOfRows = 2, kOfColumns = 1;
-  const bool takes_less = blocks * (n.group() * kOfRows + kOfColumns) * apart.count <
-                          blocks_apart * (kOfRows + kOfColumns) * together.count;
-  together.grouped = takes_less && blocks >= 2;
-  return together.grouped ? together : apart;
+  const auto of = [&](int64_t heads) {
+    return n.sequences ? linear_attention_segments_of_table(n, dtype, rows)
+                       : linear_attention_segments_of(n, dtype, rows, std::max<int64_t>(1, heads));
+  };
+  if (rows == LinearAttentionRows::Queries && n.group() > 1 && linear_attention_suits_tensor_cores(n, dtype)) {
+    LinearAttentionSegments together = of(n.B * n.Hkv);
+    together.grouped = n.B * n.Hkv * together.count >= 2 * kLinearAttentionMultiprocessors;
+    if (together.grouped) return together;
+  }
+  return of(linear_attention_row_heads(n, rows));
 }
 
 // The elements of a block's state: rows with padding, and the sum of a vector.

@@ -4,7 +4,7 @@ GPU, and tensors so large that offsets need 64 bits."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -76,6 +76,20 @@ def test_work_goes_to_the_current_stream(it: Operator) -> None:
     assert_close(results, expected)
 
 
+def captured(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of the step, after three steps on another stream, and the tensors that a replay fills."""
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 @pytest.mark.parametrize("with_backward", [False, True])
 @EVERY
 def test_a_graph_is_captured_and_replayed(it: Operator, with_backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,15 +103,7 @@ def test_a_graph_is_captured_and_replayed(it: Operator, with_backward: bool, mon
         y = it.function(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, grad_y)] if with_backward else [y]
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for scale in (1.0, -0.5):
         with torch.no_grad():
             for to, x in zip(static, given, strict=True):
@@ -133,19 +139,28 @@ def test_a_graph_of_a_packed_call_follows_its_lengths(it: Attention, monkeypatch
         y = it.function(*leaves, cu_seqlens=cu_seqlens)
         return [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        step()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for starts in ([0, 100, 100, 700], [0, 0, 513, 700], [0, 350, 699, 700]):
         cu_seqlens.copy_(torch.tensor(starts))
         graph.replay()
         replayed = [x.clone() for x in results]
         assert same_bits(replayed, step())
+
+
+def test_a_graph_goes_on_from_a_state() -> None:
+    """The table of new positions is no copy from the CPU's memory, which a graph could not hold."""
+    given, grad = ATTENTIONS["compressed"].inputs(1, 700, 700)
+    leaves, grad_y = [x.cuda().requires_grad_() for x in given], grad.cuda()
+    with torch.no_grad():
+        _, before = memcheck.compressed_attention(*leaves, factor=16, return_state=True)
+
+    def step() -> list[Tensor]:
+        y, _ = memcheck.compressed_attention(*leaves, factor=16, initial_state=before, return_state=True)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
+
+    graph, results = captured(step)
+    graph.replay()
+    assert same_bits(results, step())
 
 
 @EVERY
