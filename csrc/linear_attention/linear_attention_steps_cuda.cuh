@@ -266,18 +266,24 @@ __device__ __forceinline__ void store_lines(const TensorLines<typename T::scalar
   const OwnPacks<T> own;
   const uint32_t place = Of::place(own.line, own.pack);
   const int column = 8 * own.pack;
-  const RowLayout layout{lines.column_stride, lines.columns, lines.in_packs};
-  scalar_t* to = lines.first + own.line * lines.line_stride + column * lines.column_stride;
-  unroll<OwnPacks<T>::kCount>([&](int i) {
-    unroll<T::kPacks>([&](int part) {
-      if (!lines.has(own.line_of(i))) return;
-      Pack<scalar_t> pack;
-      const int further = part * T::kPackElements;
-      __builtin_memcpy(static_cast<void*>(pack.values), &tile.pack(part, Of::square(place, i, 0)), sizeof(pack));
-      write_pack(pack, to + further * lines.column_stride, layout, column + further);
+  const auto store = [&](const RowLayout& layout) {
+    scalar_t* to = lines.first + own.line * lines.line_stride + column * layout.stride;
+    unroll<OwnPacks<T>::kCount>([&](int i) {
+      unroll<T::kPacks>([&](int part) {
+        if (!lines.has(own.line_of(i))) return;
+        Pack<scalar_t> pack;
+        const int further = part * T::kPackElements;
+        __builtin_memcpy(static_cast<void*>(pack.values), &tile.pack(part, Of::square(place, i, 0)), sizeof(pack));
+        write_pack(pack, to + further * layout.stride, layout, column + further);
+      });
+      to += 16 * lines.line_stride;
     });
-    to += 16 * lines.line_stride;
-  });
+  };
+  // Apart, so that whole packs are stored without branches for other layouts.
+  if (lines.in_packs)
+    store({1, lines.columns, true});
+  else
+    store({lines.column_stride, lines.columns, false});
 }
 
 // ---- decays
