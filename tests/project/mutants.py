@@ -163,9 +163,10 @@ def run(mistake: Mistake) -> bool:
 def compile_if_needed(path: Path) -> None:
     if "csrc" in path.relative_to(ROOT).parts:
         environment = {**os.environ, "MEMCHECK_CUDA": "0"}
-        subprocess.run(
-            [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=environment, check=True
-        )
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(done.stdout + done.stderr)
 
 
 def main(names: list[str]) -> int:
