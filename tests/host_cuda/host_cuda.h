@@ -21,6 +21,7 @@
 #include <string>
 #include <type_traits>
 
+#undef __grid_constant__
 #define __grid_constant__
 #define __launch_bounds__(...)
 
