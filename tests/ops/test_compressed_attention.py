@@ -46,11 +46,7 @@ from memcheck import (
 from memcheck.ops.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
-backward_op = torch.ops.memcheck.compressed_attention_backward.default
 pooled_op = torch.ops.memcheck.compressed_attention_pooled.default
-pooled_backward_op = torch.ops.memcheck.compressed_attention_pooled_backward.default
-
-
 make_inputs = COMPRESSED.make
 
 
@@ -161,20 +157,6 @@ def test_factor_1_is_softmax_attention(causal: bool) -> None:
     ours = run(contract(1, "causal" if causal else "not causal").function, inputs, grad_y)
     theirs = run(functools.partial(scaled_dot_product_attention, is_causal=causal), inputs, grad_y)
     torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_pooling_and_then_attending_is_the_same(mode: str) -> None:
-    """Both functions run the same kernel: in float32 the blocks are not rounded in between."""
-    inputs, grad_y = make_inputs(2, 4, 2, 100, 130, 40)
-    q, k, _ = inputs
-    whole = run(contract(8, mode).function, inputs, grad_y)
-    _, _, kc, vc = forward_op(*inputs, factor=8, causal=False, keep=True)
-    torch.testing.assert_close(kc, reference.compress(k, 8))
-    y, grad_q, grad_kc, grad_vc = run(pooled_contract(130, 8, mode).function, [q, kc, vc], grad_y)
-    lengths = reference.block_lengths(130, 8, k)
-    spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (grad_kc, grad_vc)]
-    assert same_bits(whole, [y, grad_q, *spread])
 
 
 @pytest.mark.parametrize("factor", [1, 5, 8])
@@ -315,59 +297,47 @@ def test_a_state_of_an_empty_prompt() -> None:
     assert same_bits([y, *new[:4]], [torch.zeros_like(y), state.kc, state.vc, k[:, :, 0], v[:, :, 0]])
 
 
-def test_step_leaves_the_old_state_alone() -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 8, 5)
-    state = compressed_attention_state(k[:, :, :7], v[:, :, :7], factor=4)
-    before = [x.clone() for x in state[:4]]
-    _, new = compressed_attention_step(q, k[:, :, 7:], v[:, :, 7:], state, factor=4)
-    assert same_bits(state[:4], before)
-    assert (state.positions, new.positions, new.kc.shape[2]) == (3, 0, 2)
+WINDOWS = pytest.mark.parametrize("window", [None, 20])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 3])
-def test_states_of_steps_share_memory(n: int, dtype: torch.dtype) -> None:
-    """Blocks are copied where their memory is full, which grows by halves; a state never changes."""
-    (q, k, v), _ = make_inputs(1, 4, 2, 300, 300, 20, dtype)
-    state, states, memories = None, [], set()
-    for t in range(0, 300, n):
+@WINDOWS
+def test_states_of_steps_share_memory_and_fork(window: int | None, n: int, dtype: torch.dtype) -> None:
+    """Blocks and positions are written behind the others, and copied where their memory is full: that of blocks grows
+    by halves, and positions are copied once for half a window of steps. A state never changes, and several steps from
+    one state, as in a search with beams, have memory of their own."""
+    (q, k, v), _ = make_inputs(1, 4, 2, 150, 150, 20, dtype)
+    options = {"factor": 2, "window": window}
+    state, states, memories = None, [], [set(), set()]
+    for t in range(0, 150, n):
         new = [x[:, :, t : t + n] for x in (q, k, v)]
-        before, (y, state) = state, compressed_attention_step(*new, state, factor=2)
-        alone = None if before is None else before._replace(kc=before.kc.clone(), vc=before.vc.clone())
-        its_y, its_state = compressed_attention_step(*new, alone, factor=2)
-        assert same_bits([y, *state[:4]], [its_y, *its_state[:4]])
-        states.append((state, its_state))
-        memories.add(state.kc.untyped_storage().data_ptr())
+        alone = None if state is None else state._replace(**{x: getattr(state, x).clone() for x in state._fields[:4]})
+        its_y, its_state = compressed_attention_step(*new, alone, **options)
+        forks = [compressed_attention_step(*new, state, **options) for _ in range(2 if t % 5 == 0 else 1)]
+        for y, after in forks:
+            assert same_bits([y, *after[:4]], [its_y, *its_state[:4]])
+            states.append((after, its_state))
+        state = forks[0][1]
+        for found, x in zip(memories, (state.kc, state[2]), strict=True):
+            found.add(x.untyped_storage().data_ptr())
         held = state.kc.untyped_storage().nbytes() // (2 * 20 * dtype.itemsize)
         assert state.kc.shape[2] <= held <= state.kc.shape[2] * 3 // 2 + 8
-    assert len(memories) <= 8
+    assert len(memories[0]) <= 8
+    assert window is None or len(memories[1]) <= 150 * 2 // window + 2
     assert all(same_bits(a[:4], b[:4]) for a, b in states)
 
 
-def test_forked_states() -> None:
-    """Several steps from one state, as in a search with beams: each has blocks of its own."""
-    (q, k, v), _ = make_inputs(1, 4, 2, 12, 12, 20)
-    state = compressed_attention_state(k[:, :, :7], v[:, :, :7], factor=2)
-    for t in (7, 9, 11):
-        new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        others = [compressed_attention_step(*(c * x for x in new), state, factor=2) for c in (1, 2, 3)]
-        for c, (y, other) in zip((1, 2, 3), others, strict=True):
-            alone = state._replace(kc=state.kc.clone(), vc=state.vc.clone())
-            its_y, its_state = compressed_attention_step(*(c * x for x in new), alone, factor=2)
-            assert same_bits([y, *other[:4]], [its_y, *its_state[:4]])
-        state = others[0][1]
-        if t < 11:
-            _, state = compressed_attention_step(*(x[:, :, t + 1 : t + 2] for x in (q, k, v)), state, factor=2)
-
-
-def test_states_of_steps_outlive_inference_mode() -> None:
+@WINDOWS
+def test_states_of_steps_outlive_inference_mode(window: int | None) -> None:
     (q, k, v), _ = make_inputs(1, 4, 2, 12, 12, 20)
     results = []
     for modes in (itertools.repeat(False), itertools.cycle([True, False, False, True])):
         state = None
         for t, mode in zip(range(12), modes, strict=False):
+            new = [x[:, :, t : t + 1] for x in (q, k, v)]
             with torch.inference_mode(mode):
-                y, state = compressed_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, factor=2)
+                y, state = compressed_attention_step(*new, state, factor=2, window=window)
         results.append([y, *state[:4]])
     assert same_bits(*results)
 
@@ -383,17 +353,20 @@ def test_autocast_of_steps() -> None:
 
 
 @pytest.mark.parametrize("wanted", range(7))
-def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
+@WINDOWS
+def test_step_has_no_gradient_and_says_so(window: int | None, wanted: int) -> None:
+    """Nor has one from a state that shares its memory with others."""
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
-    state = compressed_attention_state(k, v, factor=4)
-    tensors = [q, k[:, :, :1], v[:, :, :1], *(x.clone() for x in state[:4])]
-    tensors[wanted].requires_grad_()
-    q, k, v, *held = tensors
-    old = CompressedAttentionState(*held, state.positions, state.factor)
-    with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
-        compressed_attention_step(q, k, v, old, factor=4)
-    with torch.no_grad():
-        compressed_attention_step(q, k, v, old, factor=4)
+    options = {"factor": 4, "window": window}
+    state = compressed_attention_state(k, v, **options)
+    _, sharing = compressed_attention_step(q, k[:, :, :1], v[:, :, :1], state, **options)
+    for old in (state._make([x.clone() for x in state[:4]] + [*state[4:]]), sharing):
+        tensors = [q, k[:, :, :1], v[:, :, :1], *old[:4]]
+        tensors[wanted].requires_grad_()
+        with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
+            compressed_attention_step(*tensors[:3], old, **options)
+        with torch.no_grad():
+            compressed_attention_step(*tensors[:3], old, **options)
 
 
 def test_a_state_has_no_gradient_and_says_so() -> None:

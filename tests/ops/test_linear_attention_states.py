@@ -14,23 +14,18 @@ from ops.checks import (
     DTYPES,
     HALF_DTYPES,
     KERNELS,
-    LAYOUTS,
     ON_HOST,
     Bound,
     Contract,
     assert_contract,
-    assert_strides,
     assert_threads_change_no_bit,
     assert_within,
     doubles,
     generator,
-    laid_out,
     largest_error,
     run,
-    run_subset,
     same_bits,
     saved_for_backward,
-    subsets,
     tolerance,
 )
 from ops.operators import linear_features_are_stored
@@ -558,61 +553,6 @@ def test_threads_change_no_bit() -> None:
             [*assert_threads_change_no_bit((1, 2, 3, 16), everything, inputs, state, name)]
 
 
-@pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])
-def test_any_strides(layout: str) -> None:
-    inputs, _ = make_inputs(*MIDDLE, "per position")
-    state, change = make_state(2, 4, 40, 24), LAYOUTS[layout]
-    expected = everything(inputs, state)
-    results = everything([change(x) for x in inputs], tuple(change(x) for x in state))
-    assert same_bits(results, expected)
-    assert all(x.is_contiguous() for x in results[:3])
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 130), (2, 4, 1), (1, 4, 130)])
-def test_an_expanded_log_decay(shape: tuple[int, ...]) -> None:
-    """And a gradient of y that is expanded."""
-    (q, k, v, _), _ = make_inputs(2, 8, 4, 70, 130, 40, 24, "per position")
-    g = -torch.rand(shape, generator=generator())
-    results = []
-    for expand in (lambda x: x.expand(2, 4, 130), lambda x: x.expand(2, 4, 130).contiguous()):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v, g)]
-        y = linear_attention(*leaves[:3], causal=True, log_decay=expand(leaves[3]))
-        y.sum().backward()
-        results.append([y.detach(), *(x.grad for x in leaves)])
-    assert same_bits(*results)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_have_the_strides_of_their_inputs(layout: str) -> None:
-    inputs, grad_y = make_inputs(*MIDDLE, "per position")
-    for *changed, grad in laid_out([*inputs, grad_y], layout):
-        assert_strides(run(contract().function, changed, grad), changed)
-
-
-@pytest.mark.parametrize("mask", subsets(4))
-def test_frozen_inputs_change_no_bit_of_other_gradients(mask: tuple[bool, ...]) -> None:
-    inputs, grad_y = make_inputs(*SMALL, "per position")
-    gradients = run_subset(contract().function, inputs, mask, grad_y)
-    expected = [
-        x if wanted else None for x, wanted in zip(run(contract().function, inputs, grad_y)[1:], mask, strict=True)
-    ]
-    assert same_bits(gradients, expected)
-
-
-@pytest.mark.parametrize("wanted", range(6))
-def test_one_gradient_alone(wanted: int) -> None:
-    inputs, _ = make_inputs(*SMALL, "per position")
-    tensors = [*inputs, *make_state(2, 2, 3, 2)]
-    expected = everything(inputs, tuple(tensors[4:]))[3:]
-    tensors[wanted].requires_grad_()
-    y, last = ours(*tensors[:3], tuple(tensors[4:]), tensors[3])
-    random = generator(4)
-    gradients = [torch.randn(x.shape, generator=random).to(x) for x in (y, *last)]
-    outputs = [(x, g) for x, g in zip((y, *last), gradients, strict=True) if x.requires_grad]
-    (gradient,) = torch.autograd.grad([x for x, _ in outputs], tensors[wanted], [g for _, g in outputs])
-    torch.testing.assert_close(gradient, expected[wanted])
-
-
 def test_only_inputs_are_kept() -> None:
     """And the last state, where the gradient of a decay needs it."""
     inputs, _ = make_inputs(*MIDDLE, "per head")
@@ -676,21 +616,6 @@ def small_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [*inputs, *make_state(2, 2, 3, 2, dtype)]
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-def test_gradcheck(normalize: bool) -> None:
-    q, k, v, decay, m, z = (x.requires_grad_() for x in small_inputs(torch.float64))
-
-    def call(*x: Tensor) -> tuple[Tensor, ...]:
-        return with_state(*x, function=ours, normalize=normalize)
-
-    assert torch.autograd.gradcheck(call, (q, k, v, m, z, decay) if normalize else (q, k, v, m, decay))
-    for name, x in (("decay", decay), ("log_decay", decay.log()), ("log_decay", -15 - decay)):
-        of_heads, of_positions = x[0, :, 0].detach().requires_grad_(), x.detach().requires_grad_()
-        function = contract(decay=name, normalize=normalize).function
-        assert torch.autograd.gradcheck(function, (q, k, v, of_heads))
-        assert torch.autograd.gradcheck(function, (q, k, v, of_positions))
-
-
 @pytest.mark.glue
 def test_compile() -> None:
     compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -700,14 +625,6 @@ def test_compile() -> None:
         y, last = compiled(*inputs[:3], state, inputs[3])
         expected, expected_last = ours(*inputs[:3], state, inputs[3])
         assert same_bits([y, *last], [expected, *expected_last])
-
-
-@pytest.mark.glue
-def test_autocast_leaves_decays_and_states() -> None:
-    q, k, v, decay, *state = small_inputs()
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y, last = ours(q, k, v, tuple(state), decay)
-    assert [x.dtype for x in (y, *last)] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 # ---- what is refused
