@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from ops.checks import ON_HOST
+from ops.checks import DEVICE, ON_HOST
 from torch import Tensor
 
 from memcheck import compressed_attention, linear_attention
@@ -53,21 +53,11 @@ def compressed_attention_from_seen(q: Tensor, k: Tensor, v: Tensor, sink: Tensor
 HEADS = "q:BHSD k:BGTD v:BGTV"
 PACKED = {"cu_seqlens": torch.tensor([0, 3, 3, 8])}
 LEFT = {"lengths": torch.tensor([2, 4]), "padding": "left"}
+CHANNELS = {"B": 1, "S": 8, "T": 8, "R": 2, "N": 3}
 ONE = {"B": 1, "H": 2, "G": 1, "S": 8, "T": 8, "D": 2}
 ROWS = {"B": 2, "H": 2, "G": 1, "S": 5, "T": 5, "D": 2}
 MORE = (
-    case(
-        softplus_attention_from_state,
-        "q:BSR k:BRT v:BRT Z:NR A:NR",
-        {"Z": 5.0},
-        B=1,
-        S=8,
-        T=8,
-        R=2,
-        N=3,
-        causal=False,
-        **PACKED,
-    ),
+    case(softplus_attention_from_state, "q:BSR k:BRT v:BRT Z:NR A:NR", {"Z": 5.0}, **CHANNELS, causal=False, **PACKED),
     case(linear_attention, HEADS, **ROWS, V=3, lengths=torch.tensor([5, 2])),
     case(linear_attention_from_sums, f"{HEADS} M:BGDV logits:BGT", **ROWS, V=3),
     case(linear_attention_from_resets, f"{HEADS} g:BGT", **ROWS, V=3),
@@ -105,3 +95,9 @@ def longer(it: Configuration) -> Configuration:
     if "kv_len" in options:
         sizes["C"] = -(-options["kv_len"] // options["factor"])
     return replace(it, sizes=sizes, options=options)
+
+
+def narrow(it: Configuration) -> list[tuple[Tensor, bool]]:
+    """The inputs, and whether each has the dtype of q: what has positions or blocks, not decays, sinks and sums."""
+    names = ("q", "k", "v", "kc", "vc", "old_k", "old_v")
+    return [(x, name in names) for name, x in zip(it.names, it.inputs(DEVICE), strict=True)]
