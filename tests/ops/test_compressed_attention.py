@@ -400,30 +400,40 @@ NAN_SHAPES = [(2, 4, 2, 70, 100, 40, 3), (1, 2, 1, 5, 700, 8, 2), (1, 8, 8, 270,
 
 
 NAN_CASES = [
-    *((NAN_SHAPES[0], mode, dtype) for mode in MODES for dtype in (torch.float32, torch.bfloat16)),
-    (NAN_SHAPES[0], "causal", torch.float64),
-    (NAN_SHAPES[1], "causal", torch.float32),
-    (NAN_SHAPES[1], "not causal", torch.float16),
-    (NAN_SHAPES[2], "causal", torch.bfloat16),
-    pytest.param(NAN_SHAPES[2], "not causal", torch.float32, marks=pytest.mark.ci),
+    *((NAN_SHAPES[0], mode, None, dtype) for mode in MODES for dtype in (torch.float32, torch.bfloat16)),
+    (NAN_SHAPES[0], "causal", None, torch.float64),
+    (NAN_SHAPES[1], "causal", None, torch.float32),
+    (NAN_SHAPES[1], "not causal", None, torch.float16),
+    (NAN_SHAPES[2], "causal", None, torch.bfloat16),
+    pytest.param(NAN_SHAPES[2], "not causal", None, torch.float32, marks=pytest.mark.ci),
+    *((NAN_SHAPES[0], mode, 17, dtype) for mode in ("causal", "strict") for dtype in (torch.float32, torch.bfloat16)),
+    (NAN_SHAPES[0], "causal", 17, torch.float64),
 ]
 
 
-def visible_blocks(q: Tensor, T: int, factor: int, mode: str) -> Tensor:
-    """Returns which query sees which block, (S,C)."""
-    blocks = torch.empty(1, 1, -(-T // factor), 1)
-    return ~reference.hidden_from(q, blocks, factor, T, mode != "not causal", mode == "strict")
+def visible(q: Tensor, k: Tensor, factor: int, mode: str, window: int | None) -> Tensor:
+    """Returns which query sees which position, itself or in a mean, (S,T)."""
+    T, blocks, strict = k.shape[2], torch.empty(1, 1, -(-k.shape[2] // factor), 1), mode == "strict"
+    if window is None:
+        return ~reference.hidden_from(q, blocks, factor, T, mode != "not causal", strict).repeat_interleave(factor, 1)[
+            :, :T
+        ]
+    hidden = reference.hidden_from_window(q, blocks, k, factor, T, strict, window)
+    in_means, alone = hidden.split([blocks.shape[2], T], 1)
+    return ~(in_means.repeat_interleave(factor, 1)[:, :T] & alone)
 
 
-@pytest.mark.parametrize(("sizes", "mode", "dtype"), NAN_CASES)
-def test_nan_reaches_who_sees_it_and_no_other_row(sizes: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("sizes", "mode", "window", "dtype"), NAN_CASES)
+def test_nan_reaches_who_sees_it_and_no_other_row(
+    sizes: tuple[int, ...], mode: str, window: int | None, dtype: torch.dtype
+) -> None:
     """A NaN in a key, a value, a query or its row of grad_y. Other rows of the batch keep their bits."""
     *shape, factor = sizes
-    B, H, Hkv, S, T, D = shape
+    B, H, Hkv, S, _, D = shape
     inputs, grad_y = make_inputs(*shape, dtype)
-    function = contract(factor, mode).function
+    function = contract(factor, mode, window=window).function
     clean = run(function, inputs, grad_y)
-    visible = visible_blocks(inputs[0], T, factor, mode)
+    sees = visible(*inputs[:2], factor, mode, window)
     group = slice(H - H // Hkv, H)
     for poisoned, at in itertools.product(range(4), (0, S // 2, S - 1)):
         changed = [x.clone() for x in (*inputs, grad_y)]
@@ -432,14 +442,12 @@ def test_nan_reaches_who_sees_it_and_no_other_row(sizes: tuple[int, ...], mode: 
         for x, other in zip((y, grad_q, *of_keys), clean, strict=True):
             assert torch.equal(x[: B - 1], other[: B - 1])
         if poisoned in (1, 2):
-            sees = visible[:, at // factor]
-            assert y[B - 1, group, sees][..., D // 2].isnan().all()
-            assert grad_q[B - 1, group, sees].isnan().any(-1).all()
-        elif visible[at].any():
+            assert y[B - 1, group, sees[:, at]][..., D // 2].isnan().all()
+            assert grad_q[B - 1, group, sees[:, at]].isnan().any(-1).all()
+        elif sees[at].any():
             assert y[B - 1, H - 1, at].isnan().all() == (poisoned == 0)
             assert grad_q[B - 1, H - 1, at].isnan().all()
-            seen = visible[at].repeat_interleave(factor)[:T]
-            assert all(x[B - 1, Hkv - 1, seen].isnan().any(-1).all() for x in of_keys)
+            assert all(x[B - 1, Hkv - 1, sees[at]].isnan().any(-1).all() for x in of_keys)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
