@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from small_attention import N as QUERY_BYTES
+from small_attention import S, heads, leaf, naive_attention
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -27,24 +29,11 @@ BYTES = (
     "gradient_bytes",
     "workspace_bytes",
 )
-T = 2 * 3 * 17 * 5 * 4  # bytes of a query, (B, H, N, D) = (2, 3, 17, 5), float32
-S = 2 * 3 * 17 * 17 * 4  # bytes of its scores, (B, H, N, N)
-
-
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-def heads():
-    return leaf(2, 3, 17, 5), leaf(2, 3, 17, 5), leaf(2, 3, 17, 5)
+T = QUERY_BYTES
 
 
 def matmul(a, b):
     return a @ b
-
-
-def naive_attention(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
 
 
 def in_place_chain(x):

@@ -175,12 +175,6 @@ def copied(x: Tensor, of_some_rows: int | None = None) -> int:
     return of_some_rows if is_view(x) and of_some_rows is not None else x.nbytes
 
 
-# ---- autograd
-
-
-# ---- torch's own checks
-
-
 # ---- extremes
 
 
@@ -255,6 +249,3 @@ def test_memory_to_the_byte_and_within_the_targets(
             (record.backward_peak_bytes, backward + dense, 2 * weight.nbytes + (1 + converts) * wide_weight + chunk),
         ):
             assert measured <= 1.03 * units * x.nbytes + more + MIB
-
-
-# ---- what is refused

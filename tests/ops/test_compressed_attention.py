@@ -228,9 +228,6 @@ def test_y_changed_in_place_is_an_error() -> None:
             y.sum().backward()
 
 
-# ---- torch's own checks
-
-
 # ---- decoding
 
 
@@ -502,9 +499,6 @@ def test_a_long_sequence_keeps_its_accuracy(mode: str, T: int) -> None:
     assert_contract(contract(1, mode), [q, k, v], grad_y)
     equal = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
     assert_contract(contract(1, mode), equal, grad_y)
-
-
-# ---- memory
 
 
 # ---- what is refused

@@ -358,9 +358,6 @@ def test_a_merge_is_rounded_once(dtype: torch.dtype) -> None:
     assert_within(lse, lse_truth, Bound(1 + lse_truth.abs(), terms=3), "lse")
 
 
-# ---- what is refused
-
-
 # ---- packed and padded
 
 

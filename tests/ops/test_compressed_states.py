@@ -562,6 +562,3 @@ def test_pieces_whose_keys_and_values_want_no_gradient(window: int | None, wante
             _, state = compressed_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, **options)
     assert len(memories) <= 4
     torch.testing.assert_close(torch.autograd.grad(torch.cat(pieces, 2), leaf, grad_y), expected)
-
-
-# ---- what is refused

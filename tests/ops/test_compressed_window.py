@@ -227,9 +227,6 @@ def test_memory_of_pooled_keys_to_the_byte(dtype: torch.dtype) -> None:
         assert record.backward_peak_bytes == held + working
 
 
-# ---- torch's own checks
-
-
 # ---- what is refused
 
 

@@ -392,6 +392,3 @@ def test_a_state_for_every_position_is_never_held() -> None:
     assert q.nbytes == 128 * 2**20
     assert record.forward_peak_bytes < 4.1 * q.nbytes
     assert record.backward_peak_bytes < 8.2 * q.nbytes
-
-
-# ---- what is refused

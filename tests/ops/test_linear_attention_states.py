@@ -588,11 +588,6 @@ def test_memory_to_the_byte_on_cuda() -> None:
 # ---- torch's own checks
 
 
-def small_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    inputs, _ = make_inputs(*SMALL, "per position", dtype)
-    return [*inputs, *make_state(2, 2, 3, 2, dtype)]
-
-
 @pytest.mark.glue
 def test_compile() -> None:
     compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -602,6 +597,3 @@ def test_compile() -> None:
         y, last = compiled(*inputs[:3], state, inputs[3])
         expected, expected_last = ours(*inputs[:3], state, inputs[3])
         assert same_bits([y, *last], [expected, *expected_last])
-
-
-# ---- what is refused

@@ -87,15 +87,6 @@ def test_splitting_over_positions_changes_no_bit(S: int, T: int, causal: bool, d
         assert same_bits(alone, [x[b : b + 1] for x in whole])
 
 
-# ---- strides
-
-
-# ---- autograd
-
-
-# ---- torch's own checks
-
-
 # ---- decoding
 
 
@@ -321,6 +312,3 @@ def test_memory_of_sequences_to_the_byte() -> None:
                 assert memory.peak_bytes == y.nbytes + states + longest["forward_scratch"]
                 assert memory.current_bytes == y.nbytes + states / 2
             del y, state
-
-
-# ---- what is refused

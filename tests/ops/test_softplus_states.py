@@ -223,6 +223,3 @@ def test_a_step_of_several_positions_has_no_gradient() -> None:
     q, k, v = torch.ones(1, 2, 3, requires_grad=True), torch.ones(1, 3, 2), torch.ones(1, 3, 2)
     with pytest.raises(NotImplementedError, match="softplus_attention_step: has no gradient"):
         softplus_attention_step(q, k, v)
-
-
-# ---- errors
