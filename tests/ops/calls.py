@@ -83,15 +83,15 @@ CALLS = {
 TIMES = 8 if ON_HOST else 40
 
 
-def longer(it: Configuration) -> Configuration:
-    """The same call with sequences TIMES as long, of several chunks and tiles, and with wider heads."""
+def longer(it: Configuration, times: int = TIMES) -> Configuration:
+    """The same call with sequences so many times as long, of several chunks and tiles, and with wider heads."""
     of_window = it.function.__name__.endswith("_from_window")  # which has few positions in its state
     sizes = {
-        name: size * TIMES if name == "S" or (name == "T" and not of_window) else size
+        name: size * times if name == "S" or (name == "T" and not of_window) else size
         for name, size in it.sizes.items()
     }
     sizes |= {name: size for name, size in {"D": 20, "V": 9, "R": 35}.items() if name in sizes}
-    options = {name: x * TIMES if isinstance(x, Tensor) or name == "kv_len" else x for name, x in it.options.items()}
+    options = {name: x * times if isinstance(x, Tensor) or name == "kv_len" else x for name, x in it.options.items()}
     if "kv_len" in options:
         sizes["C"] = -(-options["kv_len"] // options["factor"])
     return replace(it, sizes=sizes, options=options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops.calls import CALLS, flat, longer, narrow
+from ops.calls import CALLS, TIMES, flat, longer, narrow
 from ops.checks import (
     DEVICE,
     DTYPES,
@@ -295,7 +295,7 @@ def test_scratch_is_predicted(it: Attention, causal: bool) -> None:
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_scratch_of_calls_is_predicted(call: Configuration, dtype: torch.dtype) -> None:
     """With states, decays, sinks and windows."""
-    longer_call = longer(call)
+    longer_call = longer(call, 2 * TIMES)
     leaves = [
         x.detach().to(dtype if is_narrow else torch.float32).requires_grad_() for x, is_narrow in narrow(longer_call)
     ]
