@@ -343,14 +343,6 @@ def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, alon
     assert next(iter(edges)) == "naive"
 
 
-def test_one_picture_is_drawn_against_one_size(drawn, tmp_path: Path, capsys) -> None:
-    picture = ["--plot", str(tmp_path / "capacity.png"), "--device", "256MiB"]
-    assert main(["fit", "--attention-type", "naive", "--bsz", "1,2", "--dim", "32,64", *picture]) == 2
-    printed = capsys.readouterr()
-    assert "--plot draws against one size: give a single value to one of --bsz and --dim" in printed.err
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
-
-
 def test_the_capacity_as_a_picture(tmp_path: Path) -> None:
     curves = {
         "naive": [Limit(1, 1000), Limit(2, 700), Limit(4, 0)],

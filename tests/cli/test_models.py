@@ -208,34 +208,9 @@ def test_a_forward_may_keep_its_graph(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_flags_and_names_as_others_write_them(capsys: pytest.CaptureFixture[str]) -> None:
-    usual = [
-        "--model",
-        "net.py:make",
-        "--device",
-        "A10",
-        "--bsz",
-        "4",
-        "--optimizer",
-        "adamw",
-        "--dtype",
-        "bf16",
-        "--mode",
-        "train",
-    ]
-    other = [
-        "--model",
-        "net.py:make",
-        "--gpu",
-        "A10",
-        "--batch-size",
-        "4",
-        "--optimizer",
-        "AdamW",
-        "--dtype",
-        "BF16",
-        "--mode",
-        "Train",
-    ]
+    usual = ["--model", "net.py:make", "--device", "A10", "--bsz", "4", "--optimizer", "adamw"]
+    other = ["--model", "net.py:make", "--gpu", "A10", "--batch-size", "4", "--optimizer", "AdamW"]
+    usual, other = [*usual, "--dtype", "bf16", "--mode", "train"], [*other, "--dtype", "BF16", "--mode", "Train"]
     requests = [parse("predict", COMMANDS["predict"], normalise(words)) for words in (usual, other)]
     assert requests[0].asked == requests[1].asked
     assert main(["predict", "--attention-type", "Softmax", "--device", "t4", "--seq-len", "8"]) == 0

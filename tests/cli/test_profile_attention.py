@@ -154,16 +154,6 @@ def test_time_is_measured_unless_refused(profile) -> None:
     assert record.passes is None
 
 
-def test_unwritable_output_is_found_before_anything_runs(tmp_path, capsys, monkeypatch) -> None:
-    replace_operator(monkeypatch, "naive", None)
-    (tmp_path / "file").write_text("")
-    assert main(["profile-attention", *SMALL, "--output", str(tmp_path / "file" / "results")]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert "cannot be written to" in printed.err
-
-
 def test_flags_without_meaning_are_noted(tmp_path, capsys) -> None:
     main(["profile-attention", *SMALL, "--factor", "4", "--output", str(tmp_path)])
     err = capsys.readouterr().err

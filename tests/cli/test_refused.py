@@ -5,8 +5,10 @@ EXPECTTEST_ACCEPT=1 writes the answers again.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pickle
 import re
 import shlex
 import sys
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from report.test_script_comparison import BEFORE
+from snapshot.test_snapshot_command import RAN_OUT
 
 from memcheck.__main__ import main
 from memcheck.core.record import Record
@@ -50,6 +54,10 @@ FILES = {
     "latin.py": b'name = "na\xefve"\n',
     "not.ipynb": "{}",
     "binary.jsonl": b"\xff\xfe",
+    "swept/sweep.json": "{}",
+    "run/run.json": json.dumps(dataclasses.asdict(BEFORE)),
+    "memory.json.gz": RAN_OUT.read_bytes(),
+    "foreign.pickle": pickle.dumps({"state_dict": {}}),
 }
 
 

@@ -305,13 +305,6 @@ def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleep
     assert Counter(record.status for record in read_records(tmp_path / "results")) == {"error": 1, "ok": 1}
 
 
-@pytest.mark.extension
-def test_a_profile_does_not_replace_a_sweep(tmp_path, capsys) -> None:
-    (tmp_path / "sweep.json").write_text("{}")
-    assert main(["profile-attention", "--output", str(tmp_path)]) == 2
-    assert "holds a sweep, whose rows would be replaced: name another folder" in capsys.readouterr().err
-
-
 def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
     flags = f"--plugin {sleepers} --attention-type doze --seq-len 8:256:x2 --no-time --device cpu".split()
     folder = tmp_path / "results"

@@ -249,7 +249,7 @@ def test_a_version_that_no_test_ran_with_is_not_verified(version: str, certainty
 
 
 @pytest.mark.extension
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "A100-40GB", 3.5])
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "A100-40GB", "meta", 3.5])
 def test_a_measurement_names_a_device_that_is_not_here(device: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -9,23 +9,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from small_attention import heads, leaf, naive_attention
 from torch.cuda import _memory_viz
 
 from memcheck.measure import export as tracing
 from memcheck.measure.measurement import measure_memory, measure_time
 
 
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-def naive_attention(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-
-
 @pytest.fixture
 def inputs():
-    return leaf(2, 3, 17, 5), leaf(2, 3, 17, 5), leaf(2, 3, 17, 5)
+    return heads()
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from small_attention import N as QUERY_BYTES
+from small_attention import S, heads, leaf, naive_attention
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -27,24 +29,11 @@ BYTES = (
     "gradient_bytes",
     "workspace_bytes",
 )
-T = 2 * 3 * 17 * 5 * 4  # bytes of a query, (B, H, N, D) = (2, 3, 17, 5), float32
-S = 2 * 3 * 17 * 17 * 4  # bytes of its scores, (B, H, N, N)
-
-
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-def heads():
-    return leaf(2, 3, 17, 5), leaf(2, 3, 17, 5), leaf(2, 3, 17, 5)
+T = QUERY_BYTES
 
 
 def matmul(a, b):
     return a @ b
-
-
-def naive_attention(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
 
 
 def in_place_chain(x):
@@ -283,20 +272,12 @@ def test_errors_of_the_callable_are_its_own():
 
 
 def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="model must be callable, got 3"):
-        measure_memory(3)
+    """core/test_arguments.py and core/test_step.py have those of every step."""
     with pytest.raises(ValueError, match="inputs must be leaves"):
         measure_memory(torch.exp, leaf(3).exp())
-    with pytest.raises(ValueError, match="memory_limit must be a positive number of bytes, got 0"):
-        measure_memory(torch.exp, leaf(3), memory_limit=0)
-    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'meta'"):
-        measure_memory(torch.exp, leaf(3), device="meta")
-    with pytest.raises(ValueError, match="passes must be at least 1, got 0"):
-        measure_time(torch.exp, leaf(3), passes=0)
-    with pytest.raises(ValueError, match="warmup must be at least 0, got -1"):
-        measure_time(torch.exp, leaf(3), warmup=-1)
-    with pytest.raises(ValueError, match="max_seconds must be at least 0, got -2"):
-        measure_time(torch.exp, leaf(3), max_seconds=-2)
+    for name, wrong, least in (("passes", 0, 1), ("warmup", -1, 0), ("max_seconds", -2, 0)):
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}, got {wrong}"):
+            measure_time(torch.exp, leaf(3), **{name: wrong})
 
 
 def meta(*shape):

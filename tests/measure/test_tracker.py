@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from forked import run_python
+from small_attention import leaf
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memcheck
@@ -26,10 +27,6 @@ KIB = 1024
 
 def block(count):
     return torch.empty(count, dtype=torch.uint8)
-
-
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
 
 
 # Counting.

@@ -175,12 +175,6 @@ def copied(x: Tensor, of_some_rows: int | None = None) -> int:
     return of_some_rows if is_view(x) and of_some_rows is not None else x.nbytes
 
 
-# ---- autograd
-
-
-# ---- torch's own checks
-
-
 # ---- extremes
 
 
@@ -199,18 +193,6 @@ def test_results_are_not_finite_where_those_of_plain_pytorch_are_not(poisoned: s
     {"x": x, "weight": weight[0], "grad_y": grad_y}[poisoned][2, 3] = value
     ours, plain = (run(f, [x, weight], grad_y) for f in (contract().function, contract().reference))
     assert same_where_not_finite(ours, plain)
-
-
-def test_nan_stays_in_its_row() -> None:
-    inputs, grad_y = make_inputs((70, 40))
-    y, grad_x, _ = run(combinator, inputs, grad_y)
-    inputs[0][7, 3] = math.nan
-    spoilt_y, spoilt_x, grad_weight = run(combinator, inputs, grad_y)
-    for clean, spoilt in ((y, spoilt_y), (grad_x, spoilt_x)):
-        assert spoilt[7].isnan().all()
-        spoilt[7] = clean[7]
-        torch.testing.assert_close(spoilt, clean)
-    assert grad_weight.isnan().all()
 
 
 # ---- memory
@@ -267,6 +249,3 @@ def test_memory_to_the_byte_and_within_the_targets(
             (record.backward_peak_bytes, backward + dense, 2 * weight.nbytes + (1 + converts) * wide_weight + chunk),
         ):
             assert measured <= 1.03 * units * x.nbytes + more + MIB
-
-
-# ---- what is refused

@@ -28,8 +28,6 @@ from ops.checks import (
     largest_error,
     run,
     same_bits,
-    saved_for_backward,
-    subsets,
 )
 from ops.operators import COMPRESSED, MODES, pooled_contract
 from ops.operators import compressed_contract as contract
@@ -46,11 +44,7 @@ from memcheck import (
 from memcheck.ops.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
-backward_op = torch.ops.memcheck.compressed_attention_backward.default
 pooled_op = torch.ops.memcheck.compressed_attention_pooled.default
-pooled_backward_op = torch.ops.memcheck.compressed_attention_pooled_backward.default
-
-
 make_inputs = COMPRESSED.make
 
 
@@ -163,20 +157,6 @@ def test_factor_1_is_softmax_attention(causal: bool) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_pooling_and_then_attending_is_the_same(mode: str) -> None:
-    """Both functions run the same kernel: in float32 the blocks are not rounded in between."""
-    inputs, grad_y = make_inputs(2, 4, 2, 100, 130, 40)
-    q, k, _ = inputs
-    whole = run(contract(8, mode).function, inputs, grad_y)
-    _, _, kc, vc = forward_op(*inputs, factor=8, causal=False, keep=True)
-    torch.testing.assert_close(kc, reference.compress(k, 8))
-    y, grad_q, grad_kc, grad_vc = run(pooled_contract(130, 8, mode).function, [q, kc, vc], grad_y)
-    lengths = reference.block_lengths(130, 8, k)
-    spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (grad_kc, grad_vc)]
-    assert same_bits(whole, [y, grad_q, *spread])
-
-
 @pytest.mark.parametrize("factor", [1, 5, 8])
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_a_query_sees(factor: int, strict: bool) -> None:
@@ -238,25 +218,6 @@ def test_strides_of_rows_that_are_read_in_place(layout: str) -> None:
 # ---- autograd
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mask", subsets(3))
-def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...], dtype: torch.dtype) -> None:
-    """Saves the blocks, not k and v. The gradient of v reads neither v's blocks nor y; a 16-bit y is never saved."""
-    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40, dtype)
-    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
-    outputs: list[Tensor] = []
-    kept = saved_for_backward(lambda: outputs.append(compressed_attention(*leaves, factor=8)))
-    y, lse, kc, vc = forward_op(q.detach(), k.detach(), v.detach(), factor=8, keep=True)
-    if not (mask[0] or mask[1]):
-        assert same_bits(kept, [q, kc, lse])
-    elif dtype == torch.float32:
-        assert same_bits(kept, [q, kc, vc, y, lse])
-        assert kept[3].data_ptr() == outputs[0].data_ptr()
-    else:
-        assert same_bits(kept, [q, kc, vc, lse])
-    assert kept[0].data_ptr() == q.data_ptr()
-
-
 def test_y_changed_in_place_is_an_error() -> None:
     """Applies to float32, in which y is saved."""
     for one in (contract(3), pooled_contract(21, 3)):
@@ -265,9 +226,6 @@ def test_y_changed_in_place_is_an_error() -> None:
             y.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-# ---- torch's own checks
 
 
 # ---- decoding
@@ -315,59 +273,47 @@ def test_a_state_of_an_empty_prompt() -> None:
     assert same_bits([y, *new[:4]], [torch.zeros_like(y), state.kc, state.vc, k[:, :, 0], v[:, :, 0]])
 
 
-def test_step_leaves_the_old_state_alone() -> None:
-    (q, k, v), _ = make_inputs(2, 4, 2, 1, 8, 5)
-    state = compressed_attention_state(k[:, :, :7], v[:, :, :7], factor=4)
-    before = [x.clone() for x in state[:4]]
-    _, new = compressed_attention_step(q, k[:, :, 7:], v[:, :, 7:], state, factor=4)
-    assert same_bits(state[:4], before)
-    assert (state.positions, new.positions, new.kc.shape[2]) == (3, 0, 2)
+WINDOWS = pytest.mark.parametrize("window", [None, 20])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 3])
-def test_states_of_steps_share_memory(n: int, dtype: torch.dtype) -> None:
-    """Blocks are copied where their memory is full, which grows by halves; a state never changes."""
-    (q, k, v), _ = make_inputs(1, 4, 2, 300, 300, 20, dtype)
-    state, states, memories = None, [], set()
-    for t in range(0, 300, n):
+@WINDOWS
+def test_states_of_steps_share_memory_and_fork(window: int | None, n: int, dtype: torch.dtype) -> None:
+    """Blocks and positions are written behind the others, and copied where their memory is full: that of blocks grows
+    by halves, and positions are copied once for half a window of steps. A state never changes, and several steps from
+    one state, as in a search with beams, have memory of their own."""
+    (q, k, v), _ = make_inputs(1, 4, 2, 150, 150, 20, dtype)
+    options = {"factor": 2, "window": window}
+    state, states, memories = None, [], [set(), set()]
+    for t in range(0, 150, n):
         new = [x[:, :, t : t + n] for x in (q, k, v)]
-        before, (y, state) = state, compressed_attention_step(*new, state, factor=2)
-        alone = None if before is None else before._replace(kc=before.kc.clone(), vc=before.vc.clone())
-        its_y, its_state = compressed_attention_step(*new, alone, factor=2)
-        assert same_bits([y, *state[:4]], [its_y, *its_state[:4]])
-        states.append((state, its_state))
-        memories.add(state.kc.untyped_storage().data_ptr())
+        alone = None if state is None else state._replace(**{x: getattr(state, x).clone() for x in state._fields[:4]})
+        forks = [compressed_attention_step(*(c * x for x in new), state, **options) for c in (1, 2, 3)[: 3 - t % 3]]
+        for c, (y, after) in enumerate(forks, 1):
+            its_y, its_state = compressed_attention_step(*(c * x for x in new), alone, **options)
+            assert same_bits([y, *after[:4]], [its_y, *its_state[:4]])
+            states.append((after, [x.clone() for x in its_state[:4]]))
+        state = forks[0][1]
+        for found, x in zip(memories, (state.kc, state[2]), strict=True):
+            found.add(x.untyped_storage().data_ptr())
         held = state.kc.untyped_storage().nbytes() // (2 * 20 * dtype.itemsize)
         assert state.kc.shape[2] <= held <= state.kc.shape[2] * 3 // 2 + 8
-    assert len(memories) <= 8
-    assert all(same_bits(a[:4], b[:4]) for a, b in states)
+    assert len(memories[0]) <= 8
+    assert window is None or len(memories[1]) <= 150 * 2 // window + 2
+    assert all(same_bits(a[:4], b) for a, b in states)
 
 
-def test_forked_states() -> None:
-    """Several steps from one state, as in a search with beams: each has blocks of its own."""
-    (q, k, v), _ = make_inputs(1, 4, 2, 12, 12, 20)
-    state = compressed_attention_state(k[:, :, :7], v[:, :, :7], factor=2)
-    for t in (7, 9, 11):
-        new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        others = [compressed_attention_step(*(c * x for x in new), state, factor=2) for c in (1, 2, 3)]
-        for c, (y, other) in zip((1, 2, 3), others, strict=True):
-            alone = state._replace(kc=state.kc.clone(), vc=state.vc.clone())
-            its_y, its_state = compressed_attention_step(*(c * x for x in new), alone, factor=2)
-            assert same_bits([y, *other[:4]], [its_y, *its_state[:4]])
-        state = others[0][1]
-        if t < 11:
-            _, state = compressed_attention_step(*(x[:, :, t + 1 : t + 2] for x in (q, k, v)), state, factor=2)
-
-
-def test_states_of_steps_outlive_inference_mode() -> None:
+@WINDOWS
+def test_states_of_steps_outlive_inference_mode(window: int | None) -> None:
     (q, k, v), _ = make_inputs(1, 4, 2, 12, 12, 20)
     results = []
     for modes in (itertools.repeat(False), itertools.cycle([True, False, False, True])):
         state = None
         for t, mode in zip(range(12), modes, strict=False):
+            new = [x[:, :, t : t + 1] for x in (q, k, v)]
             with torch.inference_mode(mode):
-                y, state = compressed_attention_step(*(x[:, :, t : t + 1] for x in (q, k, v)), state, factor=2)
+                y, state = compressed_attention_step(*new, state, factor=2, window=window)
         results.append([y, *state[:4]])
     assert same_bits(*results)
 
@@ -383,17 +329,20 @@ def test_autocast_of_steps() -> None:
 
 
 @pytest.mark.parametrize("wanted", range(7))
-def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
+@WINDOWS
+def test_step_has_no_gradient_and_says_so(window: int | None, wanted: int) -> None:
+    """Nor has one from a state that shares its memory with others."""
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
-    state = compressed_attention_state(k, v, factor=4)
-    tensors = [q, k[:, :, :1], v[:, :, :1], *(x.clone() for x in state[:4])]
-    tensors[wanted].requires_grad_()
-    q, k, v, *held = tensors
-    old = CompressedAttentionState(*held, state.positions, state.factor)
-    with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
-        compressed_attention_step(q, k, v, old, factor=4)
-    with torch.no_grad():
-        compressed_attention_step(q, k, v, old, factor=4)
+    options = {"factor": 4, "window": window}
+    state = compressed_attention_state(k, v, **options)
+    _, sharing = compressed_attention_step(q, k[:, :, :1], v[:, :, :1], state, **options)
+    for old in (state._make([x.clone() for x in state[:4]] + [*state[4:]]), sharing):
+        tensors = [q, k[:, :, :1], v[:, :, :1], *old[:4]]
+        tensors[wanted].requires_grad_()
+        with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
+            compressed_attention_step(*tensors[:3], old, **options)
+        with torch.no_grad():
+            compressed_attention_step(*tensors[:3], old, **options)
 
 
 def test_a_state_has_no_gradient_and_says_so() -> None:
@@ -448,30 +397,40 @@ NAN_SHAPES = [(2, 4, 2, 70, 100, 40, 3), (1, 2, 1, 5, 700, 8, 2), (1, 8, 8, 270,
 
 
 NAN_CASES = [
-    *((NAN_SHAPES[0], mode, dtype) for mode in MODES for dtype in (torch.float32, torch.bfloat16)),
-    (NAN_SHAPES[0], "causal", torch.float64),
-    (NAN_SHAPES[1], "causal", torch.float32),
-    (NAN_SHAPES[1], "not causal", torch.float16),
-    (NAN_SHAPES[2], "causal", torch.bfloat16),
-    pytest.param(NAN_SHAPES[2], "not causal", torch.float32, marks=pytest.mark.ci),
+    *((NAN_SHAPES[0], mode, None, dtype) for mode in MODES for dtype in (torch.float32, torch.bfloat16)),
+    (NAN_SHAPES[0], "causal", None, torch.float64),
+    (NAN_SHAPES[1], "causal", None, torch.float32),
+    (NAN_SHAPES[1], "not causal", None, torch.float16),
+    (NAN_SHAPES[2], "causal", None, torch.bfloat16),
+    pytest.param(NAN_SHAPES[2], "not causal", None, torch.float32, marks=pytest.mark.ci),
+    *((NAN_SHAPES[0], mode, 17, dtype) for mode in ("causal", "strict") for dtype in (torch.float32, torch.bfloat16)),
+    (NAN_SHAPES[0], "causal", 17, torch.float64),
 ]
 
 
-def visible_blocks(q: Tensor, T: int, factor: int, mode: str) -> Tensor:
-    """Returns which query sees which block, (S,C)."""
-    blocks = torch.empty(1, 1, -(-T // factor), 1)
-    return ~reference.hidden_from(q, blocks, factor, T, mode != "not causal", mode == "strict")
+def visible(q: Tensor, k: Tensor, factor: int, mode: str, window: int | None) -> Tensor:
+    """Returns which query sees which position, itself or in a mean, (S,T)."""
+    T, blocks, strict = k.shape[2], torch.empty(1, 1, -(-k.shape[2] // factor), 1), mode == "strict"
+    if window is None:
+        return ~reference.hidden_from(q, blocks, factor, T, mode != "not causal", strict).repeat_interleave(factor, 1)[
+            :, :T
+        ]
+    hidden = reference.hidden_from_window(q, blocks, k, factor, T, strict, window)
+    in_means, alone = hidden.split([blocks.shape[2], T], 1)
+    return ~(in_means.repeat_interleave(factor, 1)[:, :T] & alone)
 
 
-@pytest.mark.parametrize(("sizes", "mode", "dtype"), NAN_CASES)
-def test_nan_reaches_who_sees_it_and_no_other_row(sizes: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("sizes", "mode", "window", "dtype"), NAN_CASES)
+def test_nan_reaches_who_sees_it_and_no_other_row(
+    sizes: tuple[int, ...], mode: str, window: int | None, dtype: torch.dtype
+) -> None:
     """A NaN in a key, a value, a query or its row of grad_y. Other rows of the batch keep their bits."""
     *shape, factor = sizes
-    B, H, Hkv, S, T, D = shape
+    B, H, Hkv, S, _, D = shape
     inputs, grad_y = make_inputs(*shape, dtype)
-    function = contract(factor, mode).function
+    function = contract(factor, mode, window=window).function
     clean = run(function, inputs, grad_y)
-    visible = visible_blocks(inputs[0], T, factor, mode)
+    sees = visible(*inputs[:2], factor, mode, window)
     group = slice(H - H // Hkv, H)
     for poisoned, at in itertools.product(range(4), (0, S // 2, S - 1)):
         changed = [x.clone() for x in (*inputs, grad_y)]
@@ -480,14 +439,12 @@ def test_nan_reaches_who_sees_it_and_no_other_row(sizes: tuple[int, ...], mode: 
         for x, other in zip((y, grad_q, *of_keys), clean, strict=True):
             assert torch.equal(x[: B - 1], other[: B - 1])
         if poisoned in (1, 2):
-            sees = visible[:, at // factor]
-            assert y[B - 1, group, sees][..., D // 2].isnan().all()
-            assert grad_q[B - 1, group, sees].isnan().any(-1).all()
-        elif visible[at].any():
+            assert y[B - 1, group, sees[:, at]][..., D // 2].isnan().all()
+            assert grad_q[B - 1, group, sees[:, at]].isnan().any(-1).all()
+        elif sees[at].any():
             assert y[B - 1, H - 1, at].isnan().all() == (poisoned == 0)
             assert grad_q[B - 1, H - 1, at].isnan().all()
-            seen = visible[at].repeat_interleave(factor)[:T]
-            assert all(x[B - 1, Hkv - 1, seen].isnan().any(-1).all() for x in of_keys)
+            assert all(x[B - 1, Hkv - 1, sees[at]].isnan().any(-1).all() for x in of_keys)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -542,9 +499,6 @@ def test_a_long_sequence_keeps_its_accuracy(mode: str, T: int) -> None:
     assert_contract(contract(1, mode), [q, k, v], grad_y)
     equal = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
     assert_contract(contract(1, mode), equal, grad_y)
-
-
-# ---- memory
 
 
 # ---- what is refused

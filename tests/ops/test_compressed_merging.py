@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,19 +16,16 @@ from ops.checks import (
     DTYPES,
     HALF_DTYPES,
     KERNELS,
-    LAYOUTS,
     ON_HOST,
     Bound,
     assert_threads_change_no_bit,
     assert_within,
     doubles,
     generator,
-    laid_out,
     largest_error,
     same_bits,
     same_numbers,
     saved_for_backward,
-    subsets,
 )
 from ops.operators import MODES
 from ops.operators import compressed_plan as plan_of
@@ -122,21 +120,24 @@ def test_lse_changes_no_bit_of_the_rest(mode: str, dtype: torch.dtype) -> None:
             assert same_bits([y, lse], function(*plain, return_lse=True, **options))
 
 
+@pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-def test_pooling_and_then_attending_is_the_same(mode: str, dtype: torch.dtype) -> None:
-    """So the pooled operator's tests hold for both."""
+def test_pooling_and_then_attending_is_the_same(mode: str, dtype: torch.dtype, with_sink: bool) -> None:
+    """Both functions run the same kernel, and in float32 the blocks are not rounded in between."""
     (q, k, v, sink), grads = make_more(2, 4, 2, 40, 50, 20, dtype=dtype)
+    sink = sink if with_sink else None
     options = {"factor": 7, **MODES[mode]}
     whole = run_both(functools.partial(compressed_attention, **options), [q, k, v, sink], grads)
     _, _, kc, vc = forward_op(q, k, v, **options, keep=True)
     pooled = functools.partial(compressed_attention_pooled, kv_len=50, **options)
-    y, lse, grad_q, *of_blocks, grad_sink = run_both(pooled, [q, kc, vc, sink], grads)
-    assert same_bits([*whole[:3], whole[5]], [y, lse, grad_q, grad_sink])
+    y, lse, grad_q, *of_blocks = run_both(pooled, [q, kc, vc, sink], grads)
+    assert same_bits([*whole[:3], *whole[5:]], [y, lse, grad_q, *of_blocks[2:]])
     if dtype in (torch.float32, torch.float64):
         lengths = reference.block_lengths(50, 7, k)
-        spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in of_blocks]
+        spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in of_blocks[:2]]
         assert same_bits(whole[3:5], spread)
+        torch.testing.assert_close(kc, reference.compress(k, 7))
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
@@ -164,17 +165,6 @@ def test_the_gradient_of_lse_alone(dtype: torch.dtype) -> None:
     _, lse = function(*leaves[:3], sink=leaves[3], return_lse=True)
     assert same_bits(torch.autograd.grad(lse, leaves, grad_lse), both)
     assert not both[2].any()
-
-
-@pytest.mark.parametrize("mode", ["causal", "strict"])
-def test_queries_that_see_no_block(mode: str) -> None:
-    (q, k, v, _), (grad_y, _) = make_more(2, 4, 2, 40, 50, 20)
-    q.requires_grad_()
-    y, lse = compressed_attention(q, k, v, factor=17, return_lse=True, **MODES[mode])
-    blind = lse == -math.inf
-    assert 0 < blind.sum() < blind.numel()
-    assert not y[blind].any()
-    assert not torch.autograd.grad(y, q, grad_y)[0][blind].any()
 
 
 def test_nan_in_the_gradient_of_an_lse_of_minus_infinity_reaches_nothing() -> None:
@@ -233,28 +223,6 @@ def test_an_infinite_sink_takes_all_the_weight(dtype: torch.dtype, window: int |
         torch.testing.assert_close(both, tuple(results[:2]))
 
 
-def test_a_sink_may_have_any_strides() -> None:
-    (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20, dtype=torch.bfloat16)
-    strided = torch.stack([sink, sink], 1)[:, 0]
-    expected = compressed_attention(q, k, v, factor=7, sink=sink)
-    assert same_bits([compressed_attention(q, k, v, factor=7, sink=strided)], [expected])
-
-
-@pytest.mark.parametrize("mask", subsets(4))
-def test_gradients_that_are_asked_for(mask: tuple[bool, ...]) -> None:
-    """Bits do not depend on which other gradients are computed."""
-    inputs, grads = make_more(2, 4, 2, 40, 50, 20)
-    for function in (
-        functools.partial(compressed_attention, factor=7),
-        functools.partial(compressed_attention_pooled, factor=7, kv_len=350),
-    ):
-        _, _, *expected = run_both(function, inputs, grads)
-        leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
-        outputs = function(*leaves[:3], sink=leaves[3], return_lse=True)
-        torch.autograd.backward(outputs, grads)
-        assert same_bits([x.grad for x in leaves], [x if one else None for x, one in zip(expected, mask, strict=True)])
-
-
 @pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit() -> None:
@@ -267,15 +235,6 @@ def test_equal_gradients_of_a_sink_add_up() -> None:
     (q, kc, vc, _), grads = make_more(1, 1, 1, 5_000 if ON_HOST else 20_000, 1, 2)
     grads = [x[:, :, :1].expand_as(x) for x in grads]
     assert_merging_contract(1, 1, "not causal", [q[:, :, :1].expand_as(q), kc, vc, torch.zeros(1)], grads)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides_of_the_gradients(layout: str) -> None:
-    (q, k, v, sink), grads = make_more(2, 4, 2, 40, 50, 20)
-    for laid in laid_out(grads, layout):
-        dense = [x.contiguous() for x in laid]
-        function = functools.partial(compressed_attention, factor=7)
-        assert same_bits(run_both(function, [q, k, v, sink], laid), run_both(function, [q, k, v, sink], dense))
 
 
 # ---- memory
@@ -321,34 +280,6 @@ def test_compile(dynamic: bool, window: int | None) -> None:
 
     compiled = torch.compile(merged, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     assert same_bits(run_both(compiled, inputs, grads), run_both(merged, inputs, grads))
-
-
-@pytest.mark.glue
-def test_autocast() -> None:
-    """The operator runs in the autocast dtype; sink and lse stay in float32."""
-    (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y, lse = compressed_attention(q, k, v, factor=7, sink=sink, return_lse=True)
-    expected = compressed_attention(*(x.bfloat16() for x in (q, k, v)), factor=7, sink=sink, return_lse=True)
-    assert same_bits([y, lse], expected)
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("constant", [None, "sink", "k"])
-@pytest.mark.parametrize("op", [compressed_attention, compressed_attention_pooled])
-def test_gradgradcheck(op: Callable[..., Any], constant: str | None) -> None:
-    """Of y and lse, also if an input is constant."""
-    inputs, _ = make_more(2, 4, 2, 5, 7, 3, dtype=torch.float64)
-    options = {"factor": 3} if op is compressed_attention else {"factor": 3, "kv_len": 21}
-    names = ["q", "k", "v", "sink"]
-    fixed = dict(zip(names, inputs, strict=True))
-    leaves = [name for name in names if name != constant]
-
-    def function(*given: Tensor) -> Any:
-        q, k, v, sink = (fixed | dict(zip(leaves, given, strict=True))).values()
-        return op(q, k, v, sink=sink, return_lse=True, **options)
-
-    assert torch.autograd.gradgradcheck(function, [fixed[name].requires_grad_() for name in leaves], fast_mode=True)
 
 
 # ---- merging
@@ -427,46 +358,48 @@ def test_a_merge_is_rounded_once(dtype: torch.dtype) -> None:
     assert_within(lse, lse_truth, Bound(1 + lse_truth.abs(), terms=3), "lse")
 
 
-# ---- what is refused
-
-
 # ---- packed and padded
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("return_lse", [False, True])
-@pytest.mark.parametrize("kind", ["packed", "right", "left"])
-def test_lse_and_sinks_of_sequences(kind: str, return_lse: bool) -> None:
+@pytest.mark.parametrize("kind", ["packed", "pair", "right", "left"])
+def test_lse_and_sinks_of_sequences(kind: str, return_lse: bool, window: int | None, dtype: torch.dtype) -> None:
     """Each sequence has the bits that it has alone; the gradient of a sink is the sum over sequences."""
-    lengths = [30, 0, 1, 40]
-    B, T = (1, sum(lengths)) if kind == "packed" else (4, 43)
-    (q, k, v, sink), grads = make_more(B, 4, 2, T, T, 20)
-    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
-    if kind == "packed":
-        options = {"cu_seqlens": torch.tensor([0, 30, 30, 31, 71])}
-        places = [(0, 0, 30), (0, 30, 30), (0, 30, 31), (0, 31, 71)]
+    keys = [30, 0, 1, 40]
+    queries = [9, 0, 1, 30] if kind == "pair" else keys
+    if kind in ("packed", "pair"):
+        B, S, T = 1, sum(queries), sum(keys)
+        ends = [torch.tensor([0, *itertools.accumulate(x)]) for x in (queries, keys)]
+        options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+        places = [(0, *(slice(*x[n : n + 2].tolist()) for x in ends)) for n in range(4)]
     else:
-        options = {"lengths": torch.tensor(lengths), "padding": kind}
-        places = [(n, T - length, T) if kind == "left" else (n, 0, length) for n, length in enumerate(lengths)]
-    y, lse = compressed_attention(*leaves[:3], sink=sink, factor=7, return_lse=True, **options)
-    torch.autograd.backward([y, lse] if return_lse else y, grads if return_lse else grads[0])
+        B, S, T = 4, 43, 43
+        options = {"lengths": torch.tensor(keys), "padding": kind}
+        places = [(n, *[slice(T - x, T) if kind == "left" else slice(x)] * 2) for n, x in enumerate(keys)]
+    (q, k, v, sink), grads = make_more(B, 4, 2, S, T, 20, dtype=dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+    count, how = 2 if return_lse else 1, {"factor": 7, "window": window, "return_lse": True}
+    y, lse = compressed_attention(*leaves[:3], sink=sink, **how, **options)
+    torch.autograd.backward([y, lse][:count], grads[:count])
     inside, of_sink = torch.zeros_like(lse, dtype=torch.bool), torch.zeros(4, dtype=torch.float64)
-    for row, begin, end in places:
-        here = (slice(row, row + 1), slice(None), slice(begin, end))
-        one = [x.detach()[here].requires_grad_() for x in (q, k, v)]
+    for row, *parts in places:
+        of_q, of_k = ((slice(row, row + 1), slice(None), part) for part in parts)
+        one = [x.detach()[here].requires_grad_() for x, here in zip((q, k, v), (of_q, of_k, of_k), strict=True)]
         its_sink = sink.detach().requires_grad_()
-        alone = compressed_attention(*one, sink=its_sink, factor=7, return_lse=True)
-        torch.autograd.backward(
-            alone if return_lse else alone[0], [x[here] for x in grads] if return_lse else grads[0][here]
-        )
-        assert same_bits([y[here], lse[here]], alone)
-        assert same_bits([x.grad[here] for x in (q, k, v)], [x.grad for x in one])
-        inside[here] = True
+        alone = compressed_attention(*one, sink=its_sink, **how)
+        torch.autograd.backward(alone[:count], [x[of_q] for x in grads[:count]])
+        assert same_bits([y[of_q], lse[of_q]], alone)
+        assert same_bits([q.grad[of_q], k.grad[of_k], v.grad[of_k]], [x.grad for x in one])
+        inside[of_q] = True
         of_sink += its_sink.grad
     if KERNELS == "cpu":
         assert same_bits([sink.grad], [of_sink.float()])
     torch.testing.assert_close(sink.grad, of_sink.float())
     assert (lse[~inside] == -math.inf).all()
     assert not y[~inside].any()
+    assert all(x.grad.isfinite().all() for x in leaves)
 
 
 @pytest.mark.cpu

@@ -9,22 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from ops.checks import (
-    DEVICE,
-    DTYPES,
-    heads_inside,
-    run,
-    same_bits,
-    same_numbers,
-)
-from ops.operators import compressed_contract as contract
+from ops.checks import DTYPES, run, same_bits
 from ops.operators import compressed_plan
 from ops.test_compressed_attention import make_inputs, pooled_op
 from ops.test_compressed_merging import make_more, run_both
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
-import memcheck
 from memcheck import (
     compressed_attention,
     compressed_attention_pooled,
@@ -115,35 +106,6 @@ def test_window_of_keys_that_are_compressed_already(strict: bool) -> None:
         torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("kind", ["packed", "pair", "right", "left"])
-def test_sequences_have_the_bits_that_they_have_alone(kind: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        B, S, T = (1, 71, 71) if kind == "packed" else (1, 40, 71) if kind == "pair" else (4, 43, 43)
-        (q, k, v, sink), grads = make_more(B, 4, 2, S, T, 20, dtype=dtype)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        lengths, of_queries = [30, 0, 1, 40], [9, 0, 1, 30]
-        if kind in ("packed", "pair"):
-            counts = lengths if kind == "packed" else of_queries
-            cu_seqlens = [torch.tensor([0, *itertools.accumulate(x)]) for x in (counts, lengths)]
-            options = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True))
-            places = [(0, *(slice(*x[i : i + 2].tolist()) for x in cu_seqlens)) for i in range(4)]
-        else:
-            options = {"lengths": torch.tensor(lengths), "padding": kind}
-            sides = [slice(T - n, T) if kind == "left" else slice(0, n) for n in lengths]
-            places = [(n, side, side) for n, side in enumerate(sides)]
-        how = {"factor": 7, "window": 9, "return_lse": True}
-        y, lse = compressed_attention(*leaves, sink=sink, **how, **options)
-        torch.autograd.backward([y, lse], grads)
-        for row, queries, keys in places:
-            at = [(slice(row, row + 1), slice(None), x) for x in (queries, keys)]
-            one = [x.detach()[at[i > 0]].requires_grad_() for i, x in enumerate(leaves)]
-            alone = compressed_attention(*one, sink=sink, **how)
-            torch.autograd.backward(alone, [x[at[0]] for x in grads])
-            assert same_bits([y[at[0]], lse[at[0]]], alone)
-            assert same_bits([x.grad[at[i > 0]] for i, x in enumerate(leaves)], [x.grad for x in one])
-        assert all(x.grad.isfinite().all() for x in leaves)
-
-
 # ---- bits, strides, NaN
 
 
@@ -172,28 +134,6 @@ def test_bits_do_not_depend_on_a_cut(factor: int, window: int, T: int, dtype: to
         assert same_bits([torch.cat(x, 2) for x in zip(before, after, strict=True)], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("strict", [False, True])
-def test_nan_reaches_who_sees_it_and_no_other_row(strict: bool, dtype: torch.dtype) -> None:
-    """As a position or in a mean, or in a query."""
-    S, T, factor, window = 70, 100, 3, 17
-    (q, k, v), grad_y = make_inputs(2, 4, 2, S, T, 40, dtype)
-    function = contract(factor, window=window, strict=strict).function
-    clean = run(function, [q, k, v], grad_y)
-    blocks, positions = visible(S, T, factor, window, strict)
-    for poisoned, at in itertools.product(range(3), (0, 40, 69)):
-        inputs = [x.clone() for x in (q, k, v)]
-        inputs[poisoned][1, -1, at, 20] = math.nan
-        results = y, _, *of_keys = run(function, inputs, grad_y)
-        assert same_bits([x[0] for x in results], [x[0] for x in clean])
-        if poisoned > 0:
-            sees = blocks[:, at // factor] | positions[:, at]
-            assert y[1, 2:, sees][..., 20].isnan().all()
-        else:
-            seen = blocks[at].repeat_interleave(factor)[:T] | positions[at]
-            assert all(x[1, 1, seen].isnan().any(-1).all() for x in of_keys)
-
-
 # ---- states
 
 
@@ -220,44 +160,6 @@ def test_pieces_equal_the_whole(window: int, factor: int, strict: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(joined, inputs, grads), expected)
 
 
-@pytest.mark.parametrize("kind", ["packed", "right", "left"])
-def test_pieces_of_sequences_equal_the_whole(kind: str) -> None:
-    """In two calls with states between; each sequence is cut where its first piece ends."""
-    lengths, cuts = [30, 0, 1, 40], [12, 0, 1, 33]
-    options = {"factor": 3, "window": 8, "return_lse": True}
-    singles = [make_more(1, 4, 2, n, n, 20, dtype=torch.float64) for n in lengths]
-    sink = singles[0][0][3].requires_grad_()
-    leaves = [[x.requires_grad_() for x in inputs[:3]] for inputs, _ in singles]
-    expected = [compressed_attention(*inputs, sink=sink, **options) for inputs in leaves]
-    every, grads = [x for inputs in leaves for x in inputs], [x for _, of_both in singles for x in of_both]
-    truths = torch.autograd.grad([x for both in expected for x in both], [*every, sink], grads)
-    outputs, states = [], None
-    for begins, ends in (([0] * 4, cuts), (cuts, lengths)):
-        counts = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        pieces = [[x[:, :, b:e] for x in inputs] for inputs, b, e in zip(leaves, begins, ends, strict=True)]
-        longest = max(counts)
-        if kind == "packed":
-            how = {"cu_seqlens": torch.tensor([0, *itertools.accumulate(counts)])}
-            batch = [torch.cat(x, 2) for x in zip(*pieces, strict=True)]
-        else:
-            how = {"lengths": torch.tensor(counts), "padding": kind}
-            sides = [(0, longest - n) if kind == "right" else (longest - n, 0) for n in counts]
-            rows = [[pad(x, (0, 0, *side)) for x in piece] for piece, side in zip(pieces, sides, strict=True)]
-            batch = [torch.cat(x) for x in zip(*rows, strict=True)]
-        *both, states = compressed_attention(
-            *batch, sink=sink, initial_state=states, return_state=True, **options, **how
-        )
-        if kind == "packed":
-            outputs.append([x.split(counts, 2) for x in both])
-        else:
-            ranges = [slice(0, n) if kind == "right" else slice(longest - n, longest) for n in counts]
-            outputs.append([[x[i : i + 1, :, at] for i, at in enumerate(ranges)] for x in both])
-            assert (both[1].isinf().sum(2) == longest - torch.tensor(counts)[:, None]).all()
-    joined = [torch.cat([piece[of][i] for piece in outputs], 2) for i in range(4) for of in range(2)]
-    torch.testing.assert_close(joined, [x for both in expected for x in both])
-    torch.testing.assert_close(torch.autograd.grad(joined, [*every, sink], grads), truths)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 5, 20])
 def test_steps(window: int, dtype: torch.dtype) -> None:
@@ -276,53 +178,6 @@ def test_steps(window: int, dtype: torch.dtype) -> None:
     assert of_all[4:] == state[4:] == (4, window)
     y, _ = compressed_attention_step(q[:, :, :9], k[:, :, :9], v[:, :, :9], **options)
     assert same_bits([y], [compressed_attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], **options)])
-
-
-def test_steps_share_memory_and_fork() -> None:
-    """Positions and blocks are written behind the others. Positions are copied once for half a window of steps, blocks
-    once they are half as many more. A second step from the same state has memory of its own."""
-    (q, k, v), _ = make_inputs(1, 4, 2, 90, 90, 20)
-    options = {"factor": 2, "window": 20}
-    state = compressed_attention_state(k[:, :, :30], v[:, :, :30], **options)
-    memories, of_blocks, states = set(), set(), []
-    for t in range(30, 90):
-        new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        (y, after), (other, forked) = (compressed_attention_step(*new, state, **options) for _ in range(2))
-        assert same_bits([y, *after[:4]], [other, *forked[:4]])
-        memories.add(after.k.untyped_storage().data_ptr())
-        of_blocks.add(after.kc.untyped_storage().data_ptr())
-        states.append((after, [x.clone() for x in after[:4]]))
-        state = after
-    assert len(memories) <= 8
-    assert len(of_blocks) <= 5  # for 5 to 35 blocks
-    assert all(same_bits(a[:4], copy) for a, copy in states)
-    for mode in (True, False):
-        with torch.inference_mode(mode):
-            y, state = compressed_attention_step(*(x[:, :, :1] for x in (q, k, v)), state, **options)
-
-
-@EVERY_MODE
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [1, 6])
-def test_a_step_is_one_operator(window: int, dtype: torch.dtype, strict: bool) -> None:
-    """A call with the state is several, with the same bits."""
-    (q, k, v), _ = make_inputs(2, 4, 2, 40, 40, 20, dtype)
-    k[:, :, 12], v[:, :, 15] = -0.0, math.inf
-    options = {"factor": 3, "window": window}
-    state = stepped = compressed_attention_state(heads_inside(k)[:, :, :5], v[:, :, :5], **options)
-    options |= {"strict": strict, "scale": 0.3}
-    pieces = [[x[:, :, t : t + 1] for x in (q, heads_inside(k), v)] for t in range(5, 40)]
-    steps = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        for new in pieces:
-            y, stepped = compressed_attention_step(*new, stepped, **options)
-            steps.append([y, *stepped])
-    ours = [event.name for event in profile.events() if event.name.startswith("memcheck::")]
-    assert ours == ["memcheck::compressed_attention_window_step"] * 35
-    for new, step in zip(pieces, steps, strict=True):
-        y, state = compressed_attention(*new, initial_state=state, return_state=True, **options)
-        assert same_numbers([y, *state[:4]], step[:5])
-        assert list(state[4:]) == step[5:]
 
 
 @pytest.mark.glue
@@ -348,42 +203,6 @@ def test_opcheck_of_a_step() -> None:
         operator(q[:, :, :0], k, v, *memory, 0, 0, 0, **options)
 
 
-@pytest.mark.glue
-def test_gradients_of_a_step_are_refused() -> None:
-    """Those of a state that shares its memory, too."""
-    (q, k, v), _ = make_inputs(1, 2, 2, 1, 1, 5)
-    _, state = compressed_attention_step(q, k, v, factor=4, window=9)
-    _, state = compressed_attention_step(q, k, v, state, factor=4, window=9)
-    for x in (q, *state[:4]):
-        x.requires_grad_()
-        with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
-            compressed_attention_step(q, k, v, state, factor=4, window=9)
-        x.requires_grad_(False)
-
-
-@pytest.mark.glue
-def test_states_under_compile_autocast_and_torch_func() -> None:
-    torch._dynamo.reset()
-    (q, k, v), grad_y = make_inputs(2, 4, 2, 40, 40, 20)
-
-    def pieces(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options = {"factor": 7, "window": 11}
-        first, state = compressed_attention(*(x[:, :, :30] for x in (q, k, v)), return_state=True, **options)
-        return torch.cat(
-            [first, compressed_attention(*(x[:, :, 30:] for x in (q, k, v)), initial_state=state, **options)], 2
-        )
-
-    expected = run(pieces, [q, k, v], grad_y)
-    compiled = torch.compile(pieces, fullgraph=True, backend="aot_eager")
-    assert same_bits(run(compiled, [q, k, v], grad_y), expected)
-    y, pull = torch.func.vjp(pieces, q, k, v)
-    torch.testing.assert_close([y, *pull(grad_y)], expected)
-    torch.testing.assert_close(torch.func.vmap(lambda *x: pieces(*(one[None] for one in x))[0])(q, k, v), y)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        y = pieces(q, k, v)
-    assert same_bits([y], [pieces(*(x.bfloat16() for x in (q, k, v)))])
-
-
 # ---- memory
 
 
@@ -406,60 +225,6 @@ def test_memory_of_pooled_keys_to_the_byte(dtype: torch.dtype) -> None:
         assert record.forward_peak_bytes == held + plan["lse"] + plan["pooled_forward_scratch"]
         working = plan["lse"] + q.itemsize + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
         assert record.backward_peak_bytes == held + working
-
-
-# ---- torch's own checks
-
-
-@EVERY_MODE
-@pytest.mark.parametrize(("factor", "window"), [(1, 3), (2, 3), (3, 1), (9, 20)])
-@pytest.mark.parametrize("shape", [(1, 2, 1, 9, 9, 3), (1, 4, 2, 3, 11, 3), (1, 2, 1, 1, 33, 2)])
-def test_gradcheck(shape: tuple[int, ...], factor: int, window: int, strict: bool) -> None:
-    (q, k, v, sink), _ = make_more(*shape, dtype=torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
-
-    def function(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Any:
-        options = {"factor": factor, "window": window, "strict": strict, "return_lse": True}
-        return compressed_attention(q, k, v, sink=sink, **options)
-
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
-
-
-def test_gradgradcheck_of_sequences_and_pooled_keys() -> None:
-    (q, k, v), _ = make_inputs(1, 2, 1, 9, 9, 3, torch.float64)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    packed = functools.partial(compressed_attention, factor=2, window=2, cu_seqlens=torch.tensor([0, 5, 5, 9]))
-    assert torch.autograd.gradcheck(packed, leaves)
-    assert torch.autograd.gradgradcheck(packed, leaves, fast_mode=True)
-    (q, near, of_near), _ = make_inputs(1, 2, 1, 3, 6, 3, torch.float64, seed=2)
-    (_, kc, vc), _ = make_inputs(1, 2, 1, 3, 4, 3, torch.float64, seed=3)
-    leaves = [x.requires_grad_() for x in (q, kc, vc, near, of_near)]
-
-    def pooled(q: Tensor, kc: Tensor, vc: Tensor, k: Tensor, v: Tensor) -> Any:
-        return pooled_op(q, kc, vc, None, k, v, factor=2, kv_len=9, window=3)[0]
-
-    assert torch.autograd.gradcheck(pooled, leaves)
-    assert torch.autograd.gradgradcheck(pooled, leaves, fast_mode=True)
-
-
-@pytest.mark.glue
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_decomposition(dynamic: bool) -> None:
-    (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20)
-
-    class Module(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-            with torch.no_grad():
-                options = {"factor": 7, "window": 11, "return_lse": True}
-                return compressed_attention(q, k, v, **options), compressed_attention(q, k, v, sink=sink, **options)
-
-    length = torch.export.Dim("T", min=45, max=1000)
-    shapes = [None, {2: length}, {2: length}] if dynamic else None
-    program = torch.export.export(Module(), (q, k, v), dynamic_shapes=shapes)
-    program = program.run_decompositions(memcheck.decompositions())
-    assert "memcheck" not in str(program.graph)
-    torch.testing.assert_close(program.module()(q, k, v), Module()(q, k, v))
 
 
 # ---- what is refused

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ops.calls import CALLS, SEQUENCES, flat, text_of
 from ops.checks import DTYPES, generator
-from ops.operators import OPERATORS, Operator
+from ops.operators import MODES, OPERATORS, Operator
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,7 @@ from memcheck.nn import (
     SoftplusSelfAttention,
 )
 from memcheck.ops.decompose import softplus
+from memcheck.ops.gradcheck import Configuration
 
 pytestmark = pytest.mark.cpu
 TABLE = memcheck.decompositions()
@@ -90,42 +92,31 @@ def test_softplus_is_accurate(key: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(softplus(x).double(), truth, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
-RESETS = random(2, 2, 7).sigmoid().log().index_fill(2, torch.tensor([0, 3, 4]), -torch.inf)
+@pytest.mark.parametrize("it", [it for it in CALLS.values() if not SEQUENCES & it.options.keys()], ids=text_of)
+def test_results_of_calls(it: Configuration) -> None:
+    """From states, with decays, lses, sinks and windows."""
+    assert_equal_results(lambda: flat(it(*it.inputs())))
 
 
-@pytest.mark.parametrize(
-    "decay", [{}, {"decay": random(2).sigmoid()}, {"decay": random(2, 2, 7).sigmoid()}, {"log_decay": RESETS}]
-)
-@pytest.mark.parametrize("normalize", [True, False])
-def test_linear_attention_from_state_to_state(normalize: bool, decay: dict[str, Tensor]) -> None:
+def test_steps_and_states() -> None:
     q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 6)
-    state = (random(2, 2, 3, 6), random(2, 2, 3).abs() if normalize else None)
-    options: dict[str, Any] = {"causal": True, **decay, "normalize": normalize, "return_state": True}
-    for before in (None, state):
-        assert_equal_results(partial(memcheck.linear_attention, q, k, v, initial_state=before, **options))
-    step = (random(2, 2, 3, 6), random(2, 2, 3).abs())
-    assert_equal_results(lambda: memcheck.linear_attention_step(q[:, :, :1], k, v, step))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_softplus_attention_from_state_to_state(causal: bool) -> None:
+    assert_equal_results(partial(memcheck.linear_attention, q, k, v, causal=True, return_state=True))
+    state = (random(2, 2, 3, 6), random(2, 2, 3).abs())
+    assert_equal_results(lambda: memcheck.linear_attention_step(q[:, :, :1], k, v, state))
     q, k, v = random(2, 5, 3), random(2, 3, 7), random(2, 3, 7)
-    state = (random(2, 3).abs(), random(2, 3), random(2, 3) / 2**60, random(2, 3) / 2**60)
-    for before in (None, state[:2], state):
-        call = partial(memcheck.softplus_attention, q, k, v, causal=causal, initial_state=before, return_state=True)
-        assert_equal_results(call)
-    assert_equal_results(lambda: memcheck.softplus_attention_step(q[:, :1], k, v, state[:2]))
+    sums = (random(2, 3).abs(), random(2, 3), random(2, 3) / 2**60, random(2, 3) / 2**60)
+    for before in (None, sums[:2], sums):
+        assert_equal_results(partial(memcheck.softplus_attention, q, k, v, initial_state=before, return_state=True))
+    assert_equal_results(lambda: memcheck.softplus_attention_step(q[:, :1], k, v, sums[:2]))
 
 
 @pytest.mark.parametrize("factor", [1, 3, 50])
-@pytest.mark.parametrize("options", [{}, {"strict": True}, {"causal": False}, {"scale": 0.3}], ids=str)
-def test_compressed_attention_with_lse_and_sink(options: dict[str, Any], factor: int) -> None:
-    q, k, v, sink = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3), random(4)
-    for given in ({}, {"sink": sink}):
-        call = partial(memcheck.compressed_attention, factor=factor, return_lse=True, **options, **given)
-        assert_equal_results(lambda call=call: call(q, k, v))
-    operator = torch.ops.memcheck.compressed_attention
-    assert_equal_results(lambda: operator(q, k, v, factor=factor, keep=True))
+@pytest.mark.parametrize("mode", MODES)
+def test_what_compressed_attention_keeps(mode: str, factor: int) -> None:
+    """lse, which is -inf where a query sees nothing, and the blocks."""
+    q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3)
+    operator = partial(torch.ops.memcheck.compressed_attention, factor=factor, keep=True, **MODES[mode])
+    assert_equal_results(lambda: operator(q, k, v))
 
 
 @pytest.mark.parametrize("positions", [0, 1])
@@ -176,6 +167,7 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "linear": partial(LinearSelfAttention, DIM, 4, 2),
     "linear, decay": partial(LinearSelfAttention, DIM, 4, 2, decay="retnet", normalize=False),
     "compressed": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, sink=True),
+    "compressed, window": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, window=5, sink=True),
     "compressed, not causal": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, causal=False),
     "convolution": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, compression="convolution"),
     "combinator": partial(Combinator, DIM),

@@ -82,17 +82,3 @@ def test_operators_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> Non
     rows = capsys.readouterr().out.splitlines()[1:-2]
     assert {row.split()[0] for row in rows} == {"linear_r", "linear_l"}
     assert len(rows) == sum(it.operator in ("linear_r", "linear_l") for it in CONFIGURATIONS)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--operator", "softmax"], "--operator softmax is unknown; known: softplus_attention, "),
-        (["--device", "abacus"], "--device abacus is no device of this machine"),
-    ],
-)
-def test_unknown_operators_and_devices_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["gradcheck", *words]) == 2
-    assert said in capsys.readouterr().err

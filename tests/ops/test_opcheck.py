@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ops.calls import CALLS, flat
 from ops.checks import LAYOUTS, generator
 from ops.operators import EACH, EVERY, MODES, Operator
-from ops.test_derivatives_of_sequences import CASES, flat
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -105,18 +105,12 @@ def softplus_from(q: Tensor, k: Tensor, v: Tensor, *state: Tensor, **options: An
     return softplus_attention(q, k, v, initial_state=state, return_state=True, state_rest=True, **options)
 
 
-def linear_from(q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, decay: Tensor, *, name: str) -> Any:
-    decays = {name: -decay.abs() if name == "log_decay" else decay.sigmoid()}
-    return linear_attention(q, k, v, initial_state=(m, z), causal=True, return_state=True, **decays)
-
-
 def with_sink(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, sink: Tensor, *near: Tensor) -> Any:
     return function(q, k, v, sink=sink, return_lse=True, **dict(zip(("k", "v"), near, strict=False)))
 
 
 SEVERAL_CHUNKS: Shapes = [(1, 300, 3), (1, 3, 600), (1, 3, 600)]
 SMALL: Shapes = [(2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 3)]
-LINEAR: Shapes = [(2, 4, 5, 3), (2, 2, 7, 3), (2, 2, 7, 2), (2, 2, 3, 2), (2, 2, 3), (2, 2, 7)]
 LONGER: Shapes = [(1, 4, 30, 3), (1, 2, 60, 3), (1, 2, 60, 3)]
 STARTS = {"cu_seqlens_q": torch.tensor([0, 4, 4, 9]), "cu_seqlens_k": torch.tensor([0, 7, 8, 13])}
 ROWS = {"lengths": torch.tensor([7, 3, 0]), "left_padded": True}
@@ -137,8 +131,7 @@ MORE: dict[str, tuple[Callable[..., Any], Shapes]] = {
         functools.partial(stepped, memcheck.softplus_attention_step),
         [(2, 1, 3), (2, 3, 5), (2, 3, 5), (2, 3), (2, 3)],
     ),
-    **{f"linear {name}": (functools.partial(linear_from, name=name), LINEAR) for name in ("decay", "log_decay")},
-    "linear sums": (functools.partial(linear_attention, causal=True, normalize=False, return_state=True), LINEAR[:3]),
+    "linear sums": (functools.partial(linear_attention, causal=True, normalize=False, return_state=True), SMALL),
     "linear step": (
         functools.partial(stepped, memcheck.linear_attention_step),
         [(2, 4, 1, 3), (2, 2, 5, 3), (2, 2, 5, 2), (2, 2, 3, 2), (2, 2, 3)],
@@ -159,13 +152,6 @@ MORE: dict[str, tuple[Callable[..., Any], Shapes]] = {
         for mode in MODES
         for function, more in ((compressed_attention, {}), (pooled, {"kv_len": 21}))
     },
-    **{
-        f"window {strict=}": (
-            functools.partial(with_sink, functools.partial(compressed_attention, factor=2, window=3, strict=strict)),
-            [*SMALL, (4,)],
-        )
-        for strict in (False, True)
-    },
     "pooled with a window": (
         functools.partial(with_sink, functools.partial(pooled, factor=2, kv_len=7, window=3)),
         [(2, 4, 5, 3), (2, 2, 4, 3), (2, 2, 4, 3), (4,), (2, 2, 7, 3), (2, 2, 7, 3)],
@@ -180,13 +166,18 @@ MORE: dict[str, tuple[Callable[..., Any], Shapes]] = {
     ),
     "compressed steps": (compressed_steps, [(2, 4, 8, 3), (2, 2, 8, 3), (2, 2, 8, 3)]),
 }
-ALL = MORE | {name: (functools.partial(f, **options), shapes) for name, (f, shapes, options) in CASES.items()}
 OFTEN = [name for name in MORE if not re.search("strict|not causal|causal=False", name)]
-OFTEN += ["compressed states", "compressed packed states", "linear state", "linear packed state"]
+OFTEN += [name for name, it in CALLS.items() if "_from_" in it.function.__name__]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.ci) for name in ALL])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.ci) for name in [*MORE, *CALLS]]
+)
 def test_calls(name: str) -> None:
-    function, shapes = ALL[name]
-    random = generator()
-    assert_operators_are_right(function, [torch.randn(shape, generator=random) for shape in shapes])
+    if name in CALLS:
+        function, inputs = CALLS[name], [x.detach().float() for x in CALLS[name].inputs()]
+    else:
+        function, shapes = MORE[name]
+        random = generator()
+        inputs = [torch.randn(shape, generator=random) for shape in shapes]
+    assert_operators_are_right(function, inputs)

@@ -86,12 +86,6 @@ def test_many_rows(rows: str) -> None:
     assert_contract(LINEAR_R.contract(), (ROWS[rows](x), transposed(w)), grad_y)
 
 
-# ---- autograd
-
-
-# ---- torch's own checks
-
-
 # ---- memory
 
 
@@ -151,6 +145,3 @@ def test_predicted_scratch_is_what_is_taken(
     name = BACKWARD[function].name().removesuffix(".default")
     parts = scratch_of(OperatorCall(name, arguments, tuple(inputs), Target("cpu")))
     assert sum(part.bytes for part in parts if isinstance(part, Scratch)) == record.backward_peak_bytes - held
-
-
-# ---- what is refused

@@ -72,7 +72,7 @@ def test_the_bits_of_y_do_not_depend_on_grad_mode(it: Operator) -> None:
 
 # ---- how far a NaN reaches: the tables of docs/operators/same-bits.md
 
-AT = 80  # the position, of 100
+LENGTH, AT = 600, 430  # positions, of several chunks and segments, and the one that is not finite
 POISON = pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -90,17 +90,21 @@ def random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 @POISON
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_reach_in_softplus_attention(name: str, value: float, dtype: torch.dtype) -> None:
-    """y: its channel, from its position on; q: only there. Gradients: its channel."""
-    given = dict(zip("qkv", random(dtype, (2, 100, 3), (2, 3, 100), (2, 3, 100)), strict=True))
+    """y: its channel, from its position on; q: only there. Gradients: its channel. The rest has the same bits."""
+    given = dict(zip("qkv", random(dtype, (2, LENGTH, 3), (2, 3, LENGTH), (2, 3, LENGTH)), strict=True))
+    grad_y = torch.ones(2, LENGTH, 3, dtype=dtype)
+    clean = run(memcheck.softplus_attention, [*given.values()], grad_y)
     given[name][(1, AT, 2) if name == "q" else (1, 2, AT)] = value
-    y, *gradients = run(memcheck.softplus_attention, [*given.values()], torch.ones(2, 100, 3, dtype=dtype))
-    expected = torch.zeros(2, 100, 3, dtype=torch.bool)
+    y, *gradients = run(memcheck.softplus_attention, [*given.values()], grad_y)
+    expected = torch.zeros(2, LENGTH, 3, dtype=torch.bool)
     expected[1, AT : AT + 1 if name == "q" else None, 2] = True
     assert torch.equal(not_finite(y), expected)
-    grad_q, grad_k, grad_v = gradients
-    for x in (grad_q, grad_k.mT, grad_v.mT):
+    assert torch.equal(y[~expected], clean[0][~expected])
+    for x, other in zip(gradients, clean[1:], strict=True):
+        channels = (1, slice(None), slice(2)) if x.shape == y.shape else (1, slice(2))
         assert x[0].isfinite().all()
-        assert x[1, :, :2].isfinite().all()
+        assert x[channels].isfinite().all()
+        assert torch.equal(x[0], other[0])
 
 
 @DTYPE
@@ -108,12 +112,15 @@ def test_reach_in_softplus_attention(name: str, value: float, dtype: torch.dtype
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_reach_in_linear_attention(name: str, value: float, dtype: torch.dtype) -> None:
     """y: its group of heads, from its position on, and for v up to 31 positions before (CUDA: 63); q: only there."""
-    given = dict(zip("qkv", random(dtype, (2, 4, 100, 5), (2, 2, 100, 5), (2, 2, 100, 5)), strict=True))
+    given = dict(zip("qkv", random(dtype, (2, 4, LENGTH, 5), (2, 2, LENGTH, 5), (2, 2, LENGTH, 5)), strict=True))
     head = 3 if name == "q" else 1
-    given[name][1, head, AT, 2] = value
-    y, *gradients = run(
-        lambda *x: memcheck.linear_attention(*x, causal=True), [*given.values()], torch.ones(2, 4, 100, 5, dtype=dtype)
+    function, grad_y = (
+        functools.partial(memcheck.linear_attention, causal=True),
+        torch.ones(2, 4, LENGTH, 5, dtype=dtype),
     )
+    clean = run(function, [*given.values()], grad_y)
+    given[name][1, head, AT, 2] = value
+    y, *gradients = run(function, [*given.values()], grad_y)
     bad = not_finite(y)
     mine = bad[1, 3:] if name == "q" else bad[1, 2:]
     if name == "q":
@@ -128,9 +135,14 @@ def test_reach_in_linear_attention(name: str, value: float, dtype: torch.dtype) 
     assert not bad[0].any()
     assert not bad[1, : 3 if name == "q" else 2].any()
     assert name != "q" or not mine[:, AT + 1 :].any()
-    for x in gradients:
+    outside = torch.ones_like(bad)
+    outside[1, 3 if name == "q" else 2 :, AT - before :] = False
+    assert torch.equal(y[outside], clean[0][outside])
+    for x, other in zip(gradients, clean[1:], strict=True):
         assert x[0].isfinite().all()
         assert x[1, : x.shape[1] // 2].isfinite().all()
+        assert torch.equal(x[0], other[0])
+        assert torch.equal(x[1, : x.shape[1] // 2], other[1, : x.shape[1] // 2])
 
 
 @DTYPE
@@ -138,15 +150,15 @@ def test_reach_in_linear_attention(name: str, value: float, dtype: torch.dtype) 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_reach_in_compressed_attention(name: str, value: float, dtype: torch.dtype) -> None:
     """y: its group of heads, at least where its block is seen; of v its channel. Gradients: its group of heads."""
-    given = dict(zip("qkv", random(dtype, (2, 4, 100, 5), (2, 2, 100, 5), (2, 2, 100, 5)), strict=True))
+    given = dict(zip("qkv", random(dtype, (2, 4, LENGTH, 5), (2, 2, LENGTH, 5), (2, 2, LENGTH, 5)), strict=True))
     head = 3 if name == "q" else 1
     given[name][1, head, AT, 2] = value
     y, *gradients = run(
         lambda *x: memcheck.compressed_attention(*x, factor=8),
         [*given.values()],
-        torch.ones(2, 4, 100, 5, dtype=dtype),
+        torch.ones(2, 4, LENGTH, 5, dtype=dtype),
     )
-    allowed = torch.zeros(2, 4, 100, 5, dtype=torch.bool)
+    allowed = torch.zeros(2, 4, LENGTH, 5, dtype=torch.bool)
     allowed[1, 2:, :, 2 if name == "v" else slice(None)] = True
     bad = not_finite(y)
     assert not (bad & ~allowed).any()
@@ -163,14 +175,14 @@ def test_reach_in_compressed_attention(name: str, value: float, dtype: torch.dty
 @pytest.mark.parametrize("name", GEMM)
 def test_reach_in_products(name: str, value: float, dtype: torch.dtype) -> None:
     """y and the gradient of x: its token, or for a weight its column of y."""
-    x, w = random(dtype, (2, 100, 6), (2, 6, 6) if name == "combinator" else (6, 6))
+    x, w = random(dtype, (2, LENGTH, 6), (2, 6, 6) if name == "combinator" else (6, 6))
     function = getattr(memcheck, name)
-    grad_y = torch.ones(2, 100, 6, dtype=dtype) if name != "linear_l" else torch.ones(2, 6, 100, dtype=dtype)
+    grad_y = torch.ones(2, LENGTH, 6, dtype=dtype) if name != "linear_l" else torch.ones(2, 6, LENGTH, dtype=dtype)
     of_tokens = (lambda y: y.mT) if name == "linear_l" else (lambda y: y)
     bad_x = x.clone()
     bad_x[1, AT, 2] = value
     y, grad_x, _ = run(function, [bad_x, w], grad_y)
-    expected = torch.zeros(2, 100, 6, dtype=torch.bool)
+    expected = torch.zeros(2, LENGTH, 6, dtype=torch.bool)
     expected[1, AT] = True
     found = not_finite(of_tokens(y))
     assert not (found & ~expected).any()
@@ -216,24 +228,26 @@ OF_CHANNELS = {
 
 
 def assert_reach(function, tensors: dict[str, Tensor], name: str, value: float, at, reached) -> None:
-    """A NaN reaches exactly this; an infinity no more than this."""
-    tensors[name][at] = value
+    """A NaN reaches exactly this; an infinity no more than this. The rest is as it is without."""
     *inputs, grad_y = tensors.values()
-    for result, part in zip(run(function, inputs, grad_y), reached, strict=True):
+    clean = run(function, inputs, grad_y)
+    tensors[name][at] = value
+    for result, other, part in zip(run(function, inputs, grad_y), clean, reached, strict=True):
         expected = torch.zeros(result.shape, dtype=torch.bool)
         if part is not NOTHING:
             expected[part] = True
         found = not_finite(result)
         assert not (found & ~expected).any()
         assert value == torch.inf or torch.equal(found, expected)
+        torch.testing.assert_close(result[~expected], other[~expected])
 
 
 @DTYPE
 @POISON
 @pytest.mark.parametrize(("operator", "name"), REACH_OF_PRODUCTS)
 def test_reach_in_gradients_of_products(operator: str, name: str, value: float, dtype: torch.dtype) -> None:
-    of_y = (2, 6, 100) if operator == "linear_l" else (2, 100, 6)
-    shapes = [(2, 100, 6), (2, 6, 6) if operator == "combinator" else (6, 6), of_y]
+    of_y = (2, 6, LENGTH) if operator == "linear_l" else (2, LENGTH, 6)
+    shapes = [(2, LENGTH, 6), (2, 6, 6) if operator == "combinator" else (6, 6), of_y]
     tensors = dict(zip(("x", "weight", "grad_y"), random(dtype, *shapes), strict=True))
     assert_reach(getattr(memcheck, operator), tensors, name, value, *REACH_OF_PRODUCTS[operator, name])
 
@@ -244,7 +258,7 @@ def test_reach_in_gradients_of_products(operator: str, name: str, value: float, 
 @pytest.mark.parametrize("operator", ["softplus_attention", "linear_attention", "compressed_attention"])
 def test_reach_if_not_causal(operator: str, name: str, value: float, dtype: torch.dtype) -> None:
     channels = operator == "softplus_attention"
-    queries, keys = ((2, 100, 3), (2, 3, 100)) if channels else ((2, 4, 100, 5), (2, 2, 100, 5))
+    queries, keys = ((2, LENGTH, 3), (2, 3, LENGTH)) if channels else ((2, 4, LENGTH, 5), (2, 2, LENGTH, 5))
     options = {"causal": False, **({"factor": 8} if operator == "compressed_attention" else {})}
     tensors = dict(zip(("q", "k", "v", "grad_y"), random(dtype, queries, keys, keys, queries), strict=True))
     function = functools.partial(getattr(memcheck, operator), **options)

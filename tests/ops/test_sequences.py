@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from ops.calls import CALLS, TIMES, flat, longer, narrow
 from ops.checks import (
     DEVICE,
     DTYPES,
@@ -26,7 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memcheck
-from memcheck import compressed_attention, linear_attention, softplus_attention, track
+from memcheck import track
+from memcheck.ops.gradcheck import Configuration
 from memcheck.ops.reference import compressed_attention as compressed_reference
 from memcheck.ops.reference import linear_attention as linear_reference
 from memcheck.ops.reference import softplus_attention as softplus_reference
@@ -289,64 +291,18 @@ def test_scratch_is_predicted(it: Attention, causal: bool) -> None:
         assert scratches.predicted == scratches.measured
 
 
-PACKED = torch.tensor([0, 3, 700, 713])
-STATES = {
-    "softplus": (
-        functools.partial(softplus_attention, cu_seqlens=PACKED),
-        [(1, 713, 5), (1, 5, 713), (1, 5, 713)],
-        {"initial_state": [(3, 5), (3, 5)]},
-    ),
-    "linear": (
-        functools.partial(linear_attention, cu_seqlens=PACKED, causal=True),
-        [(1, 4, 713, 8), (1, 2, 713, 8), (1, 2, 713, 6)],
-        {"initial_state": [(3, 2, 8, 6), (3, 2, 8)]},
-    ),
-}
-
-
-def state_arguments(name: str, dtype: torch.dtype) -> tuple[Any, list[Tensor], tuple[Tensor, ...]]:
-    """A function, its inputs and a state in the accumulation type, all of which require gradients."""
-    function, shapes, state = STATES[name]
-    wide = torch.promote_types(dtype, torch.float32)
-    inputs = [torch.rand(shape, generator=generator()).to(dtype).requires_grad_() for shape in shapes]
-    sums = tuple(torch.rand(shape, generator=generator()).to(wide).requires_grad_() for shape in state["initial_state"])
-    return function, inputs, sums
-
-
-def differentiate(outputs: Any, leaves: Sequence[Tensor]) -> None:
-    tensors = torch.utils._pytree.tree_leaves(outputs)
-    torch.autograd.grad(tensors, leaves, [torch.ones_like(x) for x in tensors])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", STATES)
-def test_scratch_of_states_is_predicted(name: str, dtype: torch.dtype) -> None:
-    function, inputs, sums = state_arguments(name, dtype)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_scratch_of_calls_is_predicted(call: Configuration, dtype: torch.dtype) -> None:
+    """With states, decays, sinks and windows."""
+    longer_call = longer(call, 2 * TIMES)
+    leaves = [
+        x.detach().to(dtype if is_narrow else torch.float32).requires_grad_() for x, is_narrow in narrow(longer_call)
+    ]
     with Scratches() as scratches:
-        differentiate(function(*inputs, initial_state=sums, return_state=True), [*inputs, *sums])
-    assert len(scratches.measured) == 2
-    assert scratches.predicted == scratches.measured
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("shape", [(2,), (1, 2, 713)], ids=["of heads", "of positions"])
-def test_scratch_of_decays_is_predicted(shape: tuple[int, ...], normalize: bool) -> None:
-    function, inputs, _ = state_arguments("linear", torch.float32)
-    decay = (0.5 + 0.5 * torch.rand(shape, generator=generator())).requires_grad_()
-    with Scratches() as scratches:
-        differentiate(function(*inputs, decay=decay, normalize=normalize), [*inputs, decay])
-    assert len(scratches.measured) == 2
-    assert scratches.predicted == scratches.measured
-
-
-def test_scratch_of_sinks_is_predicted() -> None:
-    shapes = [(1, 4, 713, 8), (1, 2, 713, 8), (1, 2, 713, 8)]
-    inputs = [torch.rand(shape, generator=generator()).requires_grad_() for shape in shapes]
-    sink = torch.rand(4, generator=generator()).requires_grad_()
-    with Scratches() as scratches:
-        outputs = compressed_attention(*inputs, factor=8, sink=sink, return_lse=True, cu_seqlens=PACKED)
-        differentiate(outputs, [*inputs, sink])
-    assert len(scratches.measured) == 2
+        outputs = [x for x in flat(longer_call(*leaves)) if x.requires_grad]
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+    assert scratches.measured
     assert scratches.predicted == scratches.measured
 
 

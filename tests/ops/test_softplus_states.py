@@ -149,33 +149,6 @@ def test_gradients_of_pieces_that_end_at_chunks_are_the_same_bits(R: int) -> Non
         assert same_bits([torch.cat([x[i] for x in gradients], dim)], [whole[i]])
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"cu_seqlens": torch.tensor([0, 3, 7])}], ids=str)
-def test_gradcheck(options: dict[str, Any]) -> None:
-    random = generator()
-    shapes = ((1, 7, 3), (1, 3, 7), (1, 3, 7), *((len(options.get("cu_seqlens", [0, 7])) - 1, 3),) * 2)
-    q, k, v, z, a = (torch.randn(x, generator=random, dtype=torch.float64) for x in shapes)
-    inputs = [x.requires_grad_() for x in (q, k, v, z.abs() + 1, a)]
-
-    def function(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor) -> tuple[Tensor, ...]:
-        y, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True, **options)
-        return y, *state
-
-    assert torch.autograd.gradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("wanted", range(5))
-@CAUSAL
-def test_a_gradient_does_not_depend_on_which_others_are_wanted(causal: bool, wanted: int) -> None:
-    leaves, grads, options = make("packed")
-    everything = results_of(softplus_attention, leaves, grads, causal=causal, **options)
-    inputs = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(leaves)]
-    q, k, v, z, a = inputs
-    y, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True, causal=causal, **options)
-    outputs = [(x, grad) for x, grad in zip((y, *state), grads, strict=True) if x.requires_grad]
-    (alone,) = torch.autograd.grad([x for x, _ in outputs], inputs[wanted], [grad for _, grad in outputs])
-    assert same_bits([alone], [everything[3 + wanted]])
-
-
 def test_only_the_state_has_a_gradient() -> None:
     (q, k, v, z, a), (_, *grads), _ = make("dense")
     _, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True)
@@ -250,6 +223,3 @@ def test_a_step_of_several_positions_has_no_gradient() -> None:
     q, k, v = torch.ones(1, 2, 3, requires_grad=True), torch.ones(1, 3, 2), torch.ones(1, 3, 2)
     with pytest.raises(NotImplementedError, match="softplus_attention_step: has no gradient"):
         softplus_attention_step(q, k, v)
-
-
-# ---- errors

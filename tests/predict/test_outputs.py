@@ -231,9 +231,3 @@ def test_the_start_is_a_path() -> None:
     assert start([x, y, scalar, other]) == "output[0], output[1], output[2], 1 more"
     assert start(x, torch.sum) == start((x, y), lambda output: output[0].sum(), False) == "loss"
     assert start(torch.ones(2, dtype=torch.int64)) is None
-
-
-def test_dropping_outputs_needs_a_backward() -> None:
-    for run in (memcheck.measure_memory, memcheck.predict_memory):
-        with pytest.raises(ValueError, match="keep_outputs=False needs a backward"):
-            run(torch.exp, torch.ones(3), backward=False, keep_outputs=False)

@@ -199,14 +199,6 @@ def test_an_optimizer_that_needs_a_closure_is_named() -> None:
             call(model, x, optimizer=lambda p: optim.LBFGS(p))
 
 
-def test_steps_need_a_backward() -> None:
-    model, x = mlp(), torch.randn(5, 37)
-    for call in (memcheck.predict_memory, measure_memory):
-        with pytest.raises(ValueError, match="steps 2 needs a backward, got backward=False"):
-            call(model, x, steps=2, backward=False)
-        call(model, x, steps=1)
-
-
 def stepping(**how: Any) -> nn.Module:
     """A model whose hooks step an optimizer of each parameter in the backward."""
     model = mlp()

@@ -214,12 +214,6 @@ def test_colours_are_for_terminals_alone(monkeypatch) -> None:
     assert f"{RED} timeout" in coloured
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path, capsys) -> None:
-    write_json_lines([measured()], tmp_path / "records.jsonl")
-    assert main(["report", str(tmp_path), "--output", "/proc/none"]) == 2
-    assert "--output /proc/none cannot be written to: " in capsys.readouterr().err
-
-
 def test_pivots() -> None:
     """Length by dimension for each operator, or by operator where there is one dimension; no row is lost."""
     rows = [measured(name, n, d) for name in ("naive", "softplus") for n in (256, 512) for d in (64, 32)]
@@ -480,32 +474,6 @@ def test_the_command_writes_what_it_printed(folder: Path, tmp_path: Path, capsys
     printed = capsys.readouterr()
     assert len(list((to / "tables").iterdir())) == 2 * 2
     assert str(to / "tables.md") in printed.err
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--pivot forward_sm", "--pivot forward_sm is unknown; did you mean forward_ms? Known: input_bytes"),
-        ("--case operator", "--case must look like operator=softplus,seq-len=512"),
-        ("--case weight=3", "--case must look like"),
-        ("--case operator=flex", "--case operator=flex fits none of the 9 rows"),
-        ("--format xml", "--format: 'xml' is unknown; known: table"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(folder: Path, capsys, flags: str, words: str) -> None:
-    assert main(["report", str(folder), *flags.split()]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert words in printed.err
-
-
-def test_a_folder_without_records_is_said(tmp_path: Path, capsys) -> None:
-    assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere" in capsys.readouterr().err
-    (tmp_path / "records.jsonl").write_text("")
-    assert main(["report", str(tmp_path)]) == 2
-    assert "holds no rows" in capsys.readouterr().err
 
 
 def test_reports_know_records_only() -> None:

@@ -90,12 +90,6 @@ def test_a_prediction_of_a_model_says_what_it_is() -> None:
     assert [row["source"] for row in data_rows(models_table([measured, predicted]))] == ["measured", "predicted"]
 
 
-def test_a_folder_without_results(tmp_path: Path, capsys) -> None:
-    code, out, err = run(capsys, "report", tmp_path)
-    assert (code, out) == (2, "")
-    assert "holds no records.jsonl" in err
-
-
 def own_record(rows: int = 8) -> Record:
     return memcheck.measure_memory(torch.nn.Linear(4, 4), torch.ones(rows, 4, requires_grad=True))
 

@@ -181,29 +181,6 @@ def test_a_run_is_reported_again(folders: None, capsys) -> None:
     assert capsys.readouterr().out.count("# Alive at the peak, by module") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("compare before cases", "before holds a run of a script and cases records of cases: give paths of one kind"),
-        ("compare cases before", "before holds a run of a script and cases records of cases: give paths of one kind"),
-        ("compare before none", "before holds a run of a script and none no run.json: give paths of one kind"),
-        ("report cases before", "before holds a run of a script and cases records of cases: give paths of one kind"),
-        ("report before --scaling", "--scaling is for records of cases, not for a run of a script"),
-        ("report before now --html x", "--html is a page of one run, got 2"),
-        (
-            "compare before now --fail-on-growth --allow-missing",
-            "--allow-missing is for records of cases, not for runs",
-        ),
-    ],
-)
-def test_other_paths_and_options_are_refused_in_one_sentence(folders: None, capsys, words: str, message: str) -> None:
-    assert main(words.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"memcheck: {message}")
-    assert err.count("\n") == 1
-
-
 def test_a_folder_of_both_kinds_counts_as_cases(folders: None, capsys) -> None:
     Path("cases/run.json").write_bytes(Path("now/run.json").read_bytes())
     assert main(["report", "cases"]) == 0

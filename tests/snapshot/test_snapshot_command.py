@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from pathlib import Path
 
@@ -95,33 +94,3 @@ def test_report_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["report", str(RAN_OUT), "--html", str(tmp_path / "page.html")]) == 0
     assert "Memory ran out on cuda:1" in capsys.readouterr().out
     assert (tmp_path / "page.html").exists()
-
-
-@pytest.mark.parametrize("words", [["report", "--scaling"], ["report", "--plot", "memory"]])
-def test_options_of_folders_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    command, flag, *value = words
-    assert main([command, str(RAN_OUT), flag, *value]) == 2
-    assert f"{flag} is for folders of results, not for memory snapshots" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "the following arguments are required: FILE"),
-        (["absent.pickle"], "absent.pickle cannot be read: No such file or directory"),
-        (["foreign"], "foreign is no memory snapshot: it has no segments, only state_dict"),
-        (["RAN_OUT", "--settings", "max_split"], "--settings max_split: unknown allocator setting 'max_split', got ''"),
-        (["RAN_OUT", "--device", "X100"], "--device X100 is unknown"),
-        (["RAN_OUT", "--memory-limit", "40"], "--memory-limit 40: 40 what? write 40GiB or 40B"),
-        (["RAN_OUT", "--plot", "x.gif"], "--plot x.gif must end in one of .png, .svg, .pdf"),
-    ],
-)
-def test_wrong_words_have_one_line(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("foreign").write_bytes(pickle.dumps({"state_dict": {}}))
-    assert main(["snapshot", *(str(RAN_OUT) if word == "RAN_OUT" else word for word in words)]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
