@@ -60,7 +60,7 @@ void zero_all(std::initializer_list<at::Tensor> tensors) {
 CompressedAttentionWindow window_of(const CompressedAttentionShape& shape, const Options& options, const at::Tensor& k,
                                     const at::Tensor& v) {
   if (!options.window) return {};
-  return {options.window_size(shape.T), shape.T - k.size(2), reads<4>(k), reads<4>(v)};
+  return {.size = options.window_size(shape.T), .first = shape.T - k.size(2), .k = reads<4>(k), .v = reads<4>(v)};
 }
 
 // The tensors of the forward kernel.
@@ -120,7 +120,9 @@ Op::Results forward(const CompressedAttentionKernels& kernels, const Op::Argumen
                                            .scratch = scratch.data(),
                                            .threads = device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
-  run_forward(kernels, shape, options, {q, kc, vc, sink, y, lse, scratch.data(), window}, device);
+  const ForwardTensors x{
+      .q = q, .kc = kc, .vc = vc, .sink = sink, .y = y, .lse = lse, .scratch = scratch.data(), .window = window};
+  run_forward(kernels, shape, options, x, device);
   if (in.keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
@@ -153,7 +155,9 @@ Pooled::Results pooled(const CompressedAttentionKernels& kernels, const Pooled::
   const at::Tensor lse = empty_lse(n, q, in.keep || in.return_lse);
   const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
   fill_padded_outputs(sequences, y, lse);
-  run_forward(kernels, shape, options, {q, in.kc, in.vc, sink, y, lse, scratch.data(), window}, device);
+  const ForwardTensors x{
+      .q = q, .kc = in.kc, .vc = in.vc, .sink = sink, .y = y, .lse = lse, .scratch = scratch.data(), .window = window};
+  run_forward(kernels, shape, options, x, device);
   return {y, lse};
 }
 
@@ -190,8 +194,13 @@ NewBlocks check_new_blocks(const Arguments& in, const Sizes& n) {
   }
   TORCH_CHECK_VALUE(dense || (in.packed ? n.B == 1 : n.B == count), kExtend, ": k must be a row, or one for each of ",
                     count, " sequences, got B = ", n.B);
-  if (dense) return {n.B, n.Hkv, n.T, n.D, n.B, (in.positions[0] + n.T) / in.factor, n.B};
-  return {n.B, n.Hkv, n.T, n.D, 1, in.places.back(), static_cast<int64_t>(count)};
+  return {.B = n.B,
+          .Hkv = n.Hkv,
+          .T = n.T,
+          .D = n.D,
+          .rows = dense ? n.B : c10::SymInt(1),
+          .C = dense ? (in.positions[0] + n.T) / in.factor : in.places.back(),
+          .N = dense ? n.B : c10::SymInt(static_cast<int64_t>(count))};
 }
 
 NewBlocks check_extend(const ExtendOp::Arguments& in) {
@@ -405,16 +414,19 @@ StepResult run_step(const CompressedAttentionKernels& kernels, const Sizes& n, c
   }
   const CompressedAttentionShape shape = n.shape(in.options);
   const Scratch scratch(kernels.plan(shape, {}, dtype_of(in.q), device.threads).pooled_forward_scratch_bytes, in.q);
-  run_forward(kernels, shape, in.options, {in.q, in.state.kc, in.state.vc, {}, y, {}, scratch.data()}, device);
+  const at::Tensor none;
+  const ForwardTensors x{
+      .q = in.q, .kc = in.state.kc, .vc = in.state.vc, .sink = none, .y = y, .lse = none, .scratch = scratch.data()};
+  run_forward(kernels, shape, in.options, x, device);
   return result;
 }
 
 StepInputs inputs_of(const StepOp::Arguments& in, c10::SymInt positions) {
-  return {in.q,
-          in.k,
-          in.v,
-          {in.kc, in.vc, in.k_sum, in.v_sum, std::move(positions)},
-          {in.factor, /*causal=*/true, in.strict, in.scale}};
+  return {.q = in.q,
+          .k = in.k,
+          .v = in.v,
+          .state = {.kc = in.kc, .vc = in.vc, .k_sum = in.k_sum, .v_sum = in.v_sum, .positions = std::move(positions)},
+          .options = {.factor = in.factor, .causal = true, .strict = in.strict, .scale = in.scale}};
 }
 
 StepResult step_meta(const StepOp::Arguments& arguments) {
@@ -440,7 +452,7 @@ StepResult last_step(const CompressedAttentionKernels& kernels, const StepOp::Ar
 // ---- one position further, with a window
 
 Options options_of_step(const WindowStepOp::Arguments& in) {
-  return {in.factor, /*causal=*/true, in.strict, in.scale, in.window};
+  return {.factor = in.factor, .causal = true, .strict = in.strict, .scale = in.scale, .window = in.window};
 }
 
 // A state has at most window + factor - 2 positions.
@@ -501,9 +513,10 @@ WindowStepOp::Results window_step(const CompressedAttentionKernels& kernels, con
   const int64_t start = in.start.expect_int(), positions = in.positions.expect_int();
   write_position(in.k, in.near_k, start + positions);
   write_position(in.v, in.near_v, start + positions);
-  const CompressedAttentionWindow window{options.window_size(shape.T), shape.C * shape.factor,
-                                         starting_at(reads<4>(in.near_k), dtype, {0, 0, start, 0}),
-                                         starting_at(reads<4>(in.near_v), dtype, {0, 0, start, 0})};
+  const CompressedAttentionWindow window{.size = options.window_size(shape.T),
+                                         .first = shape.C * shape.factor,
+                                         .k = starting_at(reads<4>(in.near_k), dtype, {0, 0, start, 0}),
+                                         .v = starting_at(reads<4>(in.near_v), dtype, {0, 0, start, 0})};
   const at::Tensor y = empty_output(n, in.q);
   const Scratch scratch(kernels.plan(shape, window, dtype, device.threads).pooled_forward_scratch_bytes, in.q);
   if (completes_block(in)) {
@@ -520,7 +533,16 @@ WindowStepOp::Results window_step(const CompressedAttentionKernels& kernels, con
                                              .threads = 1};
     kernels.pool(pooling, dtype, device.stream);
   }
-  run_forward(kernels, shape, options, {in.q, in.kc, in.vc, {}, y, {}, scratch.data(), window}, device);
+  const at::Tensor none;
+  const ForwardTensors x{.q = in.q,
+                         .kc = in.kc,
+                         .vc = in.vc,
+                         .sink = none,
+                         .y = y,
+                         .lse = none,
+                         .scratch = scratch.data(),
+                         .window = window};
+  run_forward(kernels, shape, options, x, device);
   return y;
 }
 

@@ -97,7 +97,7 @@ SequenceArguments sequence_arguments(const char* op, const Arguments& in) {
 }
 template <typename Arguments>
 Options options_of(const Arguments& in) {
-  return {in.factor, in.causal, in.strict, in.scale, in.window};
+  return {.factor = in.factor, .causal = in.causal, .strict = in.strict, .scale = in.scale, .window = in.window};
 }
 
 // The sizes of k and v. The caller sets C.

@@ -2,21 +2,18 @@
 
 #include <ATen/ops/empty.h>
 
-#include <array>
 #include <tuple>
 
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/device.h"
 #include "common/torch/registration.h"
-#include "softplus_attention/softplus_attention_checks.h"
+#include "common/torch/sequences.h"
 #include "softplus_attention/softplus_attention_operators.h"
 #include "softplus_attention/softplus_attention_plan_cuda.h"
 
 namespace memcheck::softplus_attention_operators {
 namespace {
-
-using namespace softplus_attention_glue;
 
 using Op = operators::SoftplusAttention;
 using BackwardOp = operators::SoftplusAttentionBackward;
@@ -25,6 +22,77 @@ using StepOp = operators::SoftplusAttentionStep;
 constexpr const char* kForward = "softplus_attention";
 constexpr const char* kBackward = "softplus_attention_backward";
 constexpr const char* kStep = "softplus_attention_step";
+
+// ---- what the operators check, and results
+
+// Symbolic while torch.compile traces.
+struct Sizes {
+  c10::SymInt B, S, T, R;
+  c10::SymInt N;  // sequences
+  bool causal;
+  SequenceArguments sequences;
+
+  // From the arguments of an operator.
+  template <typename Arguments>
+  void set_sequences(const char* op, const Arguments& in) {
+    sequences = check_sequences(op, in.cu_seqlens_q, in.cu_seqlens_k, in.lengths, in.left_padded, in.q, B);
+    N = sequences.count(B);
+  }
+  c10::SymInt carries() const { return causal ? T / kCarrySpacing : sequences.packed() ? N : c10::SymInt(1); }
+  SoftplusAttentionShape shape() const {
+    return {.B = B.expect_int(), .S = S.expect_int(), .T = T.expect_int(), .R = R.expect_int(), .causal = causal};
+  }
+};
+
+at::TensorOptions sum_options(const at::Tensor& q) {
+  return q.options().dtype(acc_scalar_type(q.scalar_type()));
+}
+
+Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                   double eps, bool needs_v = true) {
+  check_rank(op, "q", q, 3, "(B,S,R)");
+  check_rank(op, "k", k, 3, "(B,R,T)");
+  // Keys or values of other attentions, (B,T,R).
+  const auto token_major = [&](const at::Tensor& x) {
+    return x.sym_size(1) != q.sym_size(2) && x.sym_size(2) == q.sym_size(2) && x.sym_size(0) == q.sym_size(0);
+  };
+  Sizes n{.B = q.sym_size(0),
+          .S = q.sym_size(1),
+          .T = k.sym_size(2),
+          .R = q.sym_size(2),
+          .N = q.sym_size(0),
+          .causal = causal,
+          .sequences = {}};
+  check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q", token_major(k) ? "; pass k.mT" : "");
+  check_floating(op, "q", q);
+  check_like(op, "k", k, q, "q");
+  if (v.defined() || needs_v) {
+    check_rank(op, "v", v, 3, "(B,R,T)");
+    check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k",
+                token_major(v) && v.sym_size(1) == n.T ? "; pass v.mT" : "");
+    check_like(op, "v", v, q, "q");
+  }
+  check_causal(op, causal, n.S, n.T);
+  check_eps(op, eps, q.scalar_type());
+  return n;
+}
+
+// Z and A of N sequences, or their rests, or gradients of them: (2,N,R).
+void check_state(const char* op, const char* name, const MaybeTensor& x, const at::Tensor& q, const Sizes& n) {
+  if (!x) return;
+  check_shape(op, name, *x, "(2,N,R)", {2, n.N, n.R}, "q and the sequences");
+  check_acc(op, name, *x, q);
+}
+
+at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
+  return empty_result({n.B, n.S, n.R}, q.options());
+}
+
+// Carries and states are undefined if they are not wanted: to make a tensor takes as long as to attend to a few
+// positions.
+at::Tensor empty_state(const Sizes& n, bool wanted, const at::Tensor& q) {
+  return wanted ? at::empty_symint({2, n.N, n.R}, sum_options(q)) : at::Tensor();
+}
 
 // ---- forward
 
@@ -77,6 +145,8 @@ Op::Results forward(const SoftplusAttentionKernels& kernels, const Op::Arguments
 
 // ---- backward
 
+using Gradients = BackwardOp::Results;
+
 Sizes check_backward(const BackwardOp::Arguments& in) {
   const auto& [grad_y, q, carries, wanted] = std::tie(in.grad_y, in.q, in.carries, in.output_mask);
   Sizes n =
@@ -97,8 +167,16 @@ Sizes check_backward(const BackwardOp::Arguments& in) {
   return n;
 }
 
+// Those that are not wanted are undefined.
+Gradients empty_gradients(const Sizes& n, const BackwardOp::Arguments& in) {
+  const auto& wanted = in.output_mask;
+  return {empty_gradient(wanted[0], in.q), empty_gradient(wanted[1], in.k),
+          empty_gradient(wanted[2], tensor_or_none(in.v), in.k.sym_sizes(), in.k.options()),
+          empty_state(n, wanted[3], in.q), empty_state(n, wanted[4], in.q)};
+}
+
 Gradients backward_meta(const BackwardOp::Arguments& in) {
-  return empty_gradients(check_backward(in), in.q, in.k, tensor_or_none(in.v), in.output_mask);
+  return empty_gradients(check_backward(in), in);
 }
 
 Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Arguments& in) {
@@ -106,7 +184,7 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const BackwardOp::Ar
   SoftplusAttentionShape shape = n.shape();
   const DeviceScope device(in.q);
   const Sequences sequences = sequences_of(kBackward, n.sequences, kernels.build_sequences, in.q, device, shape);
-  const Gradients gradients = empty_gradients(n, in.q, in.k, tensor_or_none(in.v), in.output_mask);
+  const Gradients gradients = empty_gradients(n, in);
   const auto& [grad_q, grad_k, grad_v, grad_before, grad_before_rest] = gradients;
   if (grad_before_rest.defined() && !shape.causal) grad_before_rest.zero_();
   sequences.fill_if_padded(grad_q);

@@ -29,7 +29,7 @@ def on_cpu() -> None:
     names = ("gated_sum.cpp", "gated_sum_autograd.cpp", "gated_sum_cpu.cpp")
     # As setup.py compiles them, but for the macro of the host's CUDA.
     flags = [flag for flag in library.glue_flags() if flag != "-DMEMCHECK_HOST_CUDA"]
-    common = ("autocast.cpp", "device.cpp", "parallel.cpp")
+    common = ("device.cpp", "parallel.cpp")
     sources = [*(HERE / name for name in names), *(CSRC / "common/torch" / name for name in common)]
     load("gated_sum", [(source, [*flags, *COMPILE_FLAGS, f"-I{HERE.parent}"]) for source in sources])
 

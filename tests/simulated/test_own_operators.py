@@ -16,7 +16,7 @@ pytestmark = pytest.mark.extension
 FOLDER = Path(__file__).parent
 STORED = json.loads((FOLDER.parent / "data" / "own_operators_a100.json").read_text(encoding="utf-8"))
 # Of names of calls: by how much the simulated GPU's figures differ from those predicted. It is right each time.
-# Autocast casts q first and v last (csrc/common/torch/autocast.cpp), as on a CPU, and autograd widens their gradients
+# Autocast casts q first and v last (csrc/common/torch/registration.h), as on a CPU, and autograd widens their gradients
 # in the other order. Predictions cast q last.
 Q_FIRST = "predictions cast q last"
 # Autocast casts q, kc and vc, and y has 16 bits, as measured on a CPU.

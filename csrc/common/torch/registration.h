@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
@@ -10,7 +11,6 @@
 #include <utility>
 
 #include "common/torch/arguments.h"
-#include "common/torch/autocast.h"
 #include "common/torch/device.h"
 #include "common/types.h"
 
@@ -86,6 +86,31 @@ OperatorKernels<Op, Run> kernels_of(typename Op::Results (*meta)(const typename 
   return {meta, run, cast_inputs};
 }
 
+// The kernel of an operator under autocast: it casts the first so many arguments, all tensors, to autocast's dtype, and
+// calls the operator with autocast off, as torch does for its own attention.
+class CastInputs : public c10::OperatorKernel {
+ public:
+  static torch::CppFunction kernel(c10::DeviceType device, size_t inputs) {
+    return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<CastInputs>(device, inputs));
+  }
+
+  CastInputs(c10::DeviceType device, size_t inputs) : device_(device), inputs_(inputs) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const c10::impl::ExcludeDispatchKeyGuard off(
+        c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device_)));
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device_);
+    const size_t first = stack->size() - op.schema().arguments().size();
+    for (size_t i = first; i < first + inputs_; ++i)
+      (*stack)[i] = at::autocast::cached_cast(dtype, (*stack)[i].toTensor(), device_);
+    op.callBoxed(stack);
+  }
+
+ private:
+  c10::DeviceType device_;
+  size_t inputs_;
+};
+
 // Registers its rows with the dispatcher as long as it lives: for that of the program.
 class Registration {
  public:
@@ -104,8 +129,8 @@ class Registration {
     schemas_.def(Op::schema, {at::Tag::pt2_compliant_tag});
     meta_.impl(name.c_str(), boxed<Arguments>(op.meta));
     if (op.cast_inputs > 0) {
-      autocast_cpu_.impl(name.c_str(), autocast_kernel(c10::kCPU, op.cast_inputs));
-      autocast_cuda_.impl(name.c_str(), autocast_kernel(c10::kCUDA, op.cast_inputs));
+      autocast_cpu_.impl(name.c_str(), CastInputs::kernel(c10::kCPU, op.cast_inputs));
+      autocast_cuda_.impl(name.c_str(), CastInputs::kernel(c10::kCUDA, op.cast_inputs));
     }
 #endif
     for (const auto& [kernels, library] : {std::pair{tables.cpu, &cpu_}, std::pair{tables.cuda, &cuda_}}) {
