@@ -14,10 +14,7 @@ from memcheck.core.arguments import takes_step
 from memcheck.core.outputs import Outputs
 from memcheck.core.record import FEW_PASSES, PHASES, Doubt, Record
 from memcheck.core.step import HERE, Place, Step
-from memcheck.core.tensors import (
-    gradients_for,
-    resolve_device,
-)
+from memcheck.core.tensors import gradients_for, resolve_device
 from memcheck.core.units import format_time
 from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain

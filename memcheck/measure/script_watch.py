@@ -35,13 +35,7 @@ from memcheck.core.script_record import (
 )
 from memcheck.core.version import __version__
 from memcheck.measure.modules import ModuleWatch
-from memcheck.measure.recorders import (
-    LEAST_BYTES,
-    CudaRecorder,
-    Recorder,
-    allocated_by,
-    open_recorder,
-)
+from memcheck.measure.recorders import LEAST_BYTES, CudaRecorder, Recorder, allocated_by, open_recorder
 from memcheck.measure.script_children import Children
 from memcheck.measure.script_growth import resident_bytes
 from memcheck.measure.script_now import LargestLine, Now
