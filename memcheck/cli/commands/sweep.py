@@ -17,10 +17,8 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
+from memcheck.bench import catalog, operators, profile
 from memcheck.bench.case import CONTENDERS, Case
-from memcheck.bench.catalog import styles_of_contenders
-from memcheck.bench.operators import load_plugin
-from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep
@@ -112,7 +110,7 @@ def plan(request: Sweep, folder: Path | None = None) -> Plan:
     whole = {name: value for name, value in layers_of(request)[0].items() if name not in GRID}
     options = Sweep(**{"output": folder, **whole})
     for plugin in options.plugin or ():
-        load_plugin(plugin)
+        operators.load_plugin(plugin)
     place = place_to_predict(request, options)
     device = place.for_device.kind if place and options.predict_only else device_of(options)
     # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
@@ -237,14 +235,14 @@ def place_to_predict(request: Sweep, options: Sweep) -> Place | None:
 def device_of(options: Sweep) -> str:
     """The cases' device. With several GPUs, each worker sees only its own, as the first one."""
     if options.devices is None:
-        return find_device(options.device)
+        return profile.find_device(options.device)
     if options.device is not None:
         both = f"{named('devices')} {','.join(options.devices)} and {named('device')} {options.device}"
         raise UsageError(f"{both} exclude each other")
     for name in options.devices:
         if not name.isdecimal():
             raise UsageError(f"{named('devices')} must be numbers of CUDA devices, got {name!r}")
-        find_device(f"cuda:{name}")
+        profile.find_device(f"cuda:{name}")
     return "cuda:0"
 
 
@@ -258,7 +256,7 @@ def run_plan(planned: Plan, out: TextIO) -> list[Record]:
     if options.predict_only:
         return predictions
     for case in cases:
-        check_can_measure(case.device)
+        profile.check_can_measure(case.device)
     with shown_progress(planned, out) as progress, dask_executor(options.dask) as (executor, workers):
         records = run_sweep(
             cases,
@@ -344,7 +342,7 @@ def write_files(options: Sweep) -> str:
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        plots = write_pictures(records, output, styles=styles_of_contenders(), title=title, watch=watch)
+        plots = write_pictures(records, output, styles=catalog.styles_of_contenders(), title=title, watch=watch)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
     first = [f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else str(*paths) for paths in (tables, plots)]
