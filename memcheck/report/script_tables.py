@@ -11,10 +11,9 @@ from pathlib import Path
 from memcheck.core.options import named
 from memcheck.core.script_record import Line, LineDoubt, Moment, Origin, ScriptRecord
 from memcheck.core.units import counted, format_bytes
-from memcheck.report import alive
+from memcheck.report import alive, page
 from memcheck.report.alive import group_table
 from memcheck.report.memory import HELD, MODULES, NO_LINE, MemoryPicture, marks_of
-from memcheck.report.page import render_page
 from memcheck.report.tables import BYTES, Cell, Column, Screen, Table, to_text
 
 MOST_FILES = 4  # Of those that were not written.
@@ -53,7 +52,7 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
 
 def script_page(record: ScriptRecord) -> str:
     """The report as an HTML page. A record of an earlier version has no picture."""
-    return render_page(
+    return page.render_page(
         title=script_title(record),
         paragraphs=paragraphs(record),
         pictures=[script_picture(record)] if record.course.points else [],

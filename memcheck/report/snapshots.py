@@ -10,10 +10,9 @@ from typing import Any
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
-from memcheck.report import alive
+from memcheck.report import alive, page
 from memcheck.report.alive import FORMAT, in_unit
 from memcheck.report.memory import HELD, MODULES, MemoryPicture, marks_of
-from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, to_text
 
 BEFORE_THE_FIRST = -1
@@ -28,7 +27,7 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
 
 def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
     """The reports as an HTML page."""
-    return render_page(
+    return page.render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
         paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],
         pictures=[snapshot_picture(record) for record in records],

@@ -11,15 +11,8 @@ import queue
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent import futures
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -217,7 +210,7 @@ class SweepRun:
                         self.keep(case, verdict)
                     else:
                         running[self.submit(self.settings.job(case))] = case
-                for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                for future in futures.wait(running, return_when=futures.FIRST_COMPLETED).done if running else ():
                     case = running.pop(future)
                     self.keep(case, outcome(future, case))
         finally:
@@ -313,7 +306,7 @@ def outcome(future: Future[Record], case: Case) -> Record:
     """The record that a worker returned, or a record of the failure if it did not return."""
     try:
         return future.result()
-    except (BrokenExecutor, CancelledError) as error:
+    except (futures.BrokenExecutor, futures.CancelledError) as error:
         raise MemcheckError(f"the executor takes no more cases: {type(error).__name__} {error}") from None
     except Exception as error:
         # dask gives up on a task after several workers in a row died of it.
@@ -350,7 +343,7 @@ class LocalProcesses:
         self.idle: queue.SimpleQueue[CaseProcess] = queue.SimpleQueue()
         for process in self.processes:
             self.idle.put(process)
-        self.threads = ThreadPoolExecutor(workers)
+        self.threads = futures.ThreadPoolExecutor(workers)
         self.isolate = isolate
 
     def submit(self, job: Job) -> Future[Record]:

@@ -15,8 +15,7 @@ from memcheck.cli.requests import Snapshot as Request
 from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
 from memcheck.core.snapshot_record import SnapshotRecord
-from memcheck.report import snapshots
-from memcheck.report.alive import MOST_ROWS_OF_PAGE
+from memcheck.report import alive, snapshots
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.tables import Screen, Table, render, to_text
 from memcheck.snapshot.snapshot import Snapshot
@@ -69,7 +68,7 @@ def show(loaded: Sequence[Snapshot], form: str) -> None:
     elif len(loaded) > 2:
         tables = [snapshots.overview_table(records)]
     if form != "table":
-        whole = [table for record in records for table in snapshots.snapshot_tables(record, MOST_ROWS_OF_PAGE)]
+        whole = [table for record in records for table in snapshots.snapshot_tables(record, alive.MOST_ROWS_OF_PAGE)]
         print(render(tables or whole, form))
         return
     parts = ["\n".join(map(screen.fill, sentences))] if sentences else []
