@@ -21,9 +21,8 @@ from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.errors import ExtensionError, UsageError
 from memcheck.core.record import Doubt, Record, Terms
 from memcheck.core.step import Place, Step
-from memcheck.core.timeline import Timeline
 from memcheck.core.units import format_bytes
-from memcheck.measure import export, measurement, modules, sdpa_backend, timeline, tracker
+from memcheck.measure import export, measurement, modules, sdpa_backend, tracker
 from memcheck.measure.compile import backend_in_code, with_generated_code
 
 DEFAULT_PASSES = 10
@@ -225,11 +224,6 @@ def ranges_around(step: Step, kind: Any) -> AbstractContextManager[Any]:
     """A context with a range around every module of the step's model, if it is one."""
     model = tensors.module_called(step.model)
     return nullcontext() if model is None else modules.ranges_around_modules(model, kind)
-
-
-def timeline_of_case(case: Case) -> Timeline:
-    """The timeline of the case's memory; see memcheck.measure.timeline.record_timeline."""
-    return timeline.record_timeline(case.step())
 
 
 def snapshot_case(case: Case | DecoderCase, path: Path) -> Path:

@@ -44,12 +44,6 @@ def print_details(records: list[R], in_detail: bool, screen: Screen, out: TextIO
         print(screen.fill(line), file=out)
 
 
-def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
-    """Prints the sentences that end a command."""
-    if sentences:
-        print("", *map(screen.fill, sentences), sep="\n", file=out)
-
-
 def make_room(name: str, path: Path) -> None:
     """Creates the folder of an output file. name: the option that gives the path.
 

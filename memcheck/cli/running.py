@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from memcheck.bench.case import Case
 from memcheck.bench.catalog import styles_of_contenders
-from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
+from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, trace_case
 from memcheck.bench.sweep import predicted_sweep, run
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import note_unused_options
@@ -22,6 +22,7 @@ from memcheck.core.record import Record, write_csv
 from memcheck.core.step import Place
 from memcheck.core.units import format_bytes, format_time
 from memcheck.measure.export import format_shares, nvtx_ranges
+from memcheck.measure.timeline import record_timeline
 from memcheck.report.cases import case_and_place, common_case, failure_note, is_predicted
 from memcheck.report.plots import figure, timeline
 from memcheck.report.predictions import prediction_table, unknown_words
@@ -165,7 +166,8 @@ def inspect_case(case: Case, record: Record, request: Request, out: TextIO, *, s
         path = path_of(request.timeline)
         title = f"{case.operator}: what is alive, by what allocated it"
         both = f"S {case.query_len}" + (f", T {case.kv_len}" if case.kv_len else "")
-        timeline.plot_timeline(timeline_of_case(case), path, title=title, subtitle=f"{common_case([case])}, {both}")
+        subtitle = f"{common_case([case])}, {both}"
+        timeline.plot_timeline(record_timeline(case.step()), path, title=title, subtitle=subtitle)
         yield path
     if request.snapshot is not None:
         yield snapshot_case(case, path_of(request.snapshot))

@@ -100,7 +100,9 @@ def compressed_attention(
     if causal:
         checks.check_slices(op, q.shape[2], k.shape[2])
     q, k, v = (checks.in_autocast_dtype(x) for x in (q, k, v))
-    slices = _slices(ranks, k, factor)
+    # On a GPU the process waits for the lengths.
+    lengths: list[int] = ranks.gathered(torch.tensor(k.shape[2], device=k.device)).tolist()
+    slices = [_Slice(sum(lengths[:rank]), length, factor) for rank, length in enumerate(lengths)]
     kc, vc = _Blocks.apply(k, v, slices, ranks)
     kv_len = sum(x.positions for x in slices)
     if causal:
@@ -157,12 +159,6 @@ class _Slice(NamedTuple):
     def last_block(self) -> int:
         """The block of the tail."""
         return (self.first + self.positions - 1) // self.factor
-
-
-def _slices(ranks: Ranks, k: Tensor, factor: int) -> list[_Slice]:
-    """The slices of all ranks. On a GPU the process waits for their lengths."""
-    lengths: list[int] = ranks.gathered(torch.tensor(k.shape[2], device=k.device)).tolist()
-    return [_Slice(sum(lengths[:rank]), length, factor) for rank, length in enumerate(lengths)]
 
 
 class _Blocks(torch.autograd.Function):

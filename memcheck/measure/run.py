@@ -19,8 +19,7 @@ from memcheck.core.devices import Device
 from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Doubt, Record
 from memcheck.core.step import Step
-from memcheck.measure import gradients
-from memcheck.measure.machine import machine_of
+from memcheck.measure import gradients, machine
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -60,13 +59,16 @@ class MeasuredCall:
         self.named_owned = self.named_owned_now()
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
-        _check_inputs(self.given, step.backward)
+        for tensor in self.given if step.backward else ():
+            if tensor.requires_grad and not tensor.is_leaf:
+                rule = "inputs must be leaves, or backward runs on through their history"
+                raise ValueError(f"{rule}: got {tensor.grad_fn}")
         self._reached: list[weakref.ref[torch.Tensor]] = []
         kind = device.kind if isinstance(device, Device) else device
         self.device = tensors.resolve_device(kind, [*self.given, *self.owned])
         # Bytes that the first step left alive: caches, or the state of an optimizer that was not given.
         self.unseen_bytes = 0
-        self.machine = machine_of(self.device)
+        self.machine = machine.machine_of(self.device)
 
     def forward(self) -> Outputs:
         """Runs the callable once, and its loss, and returns what stays alive until the step ends."""
@@ -189,7 +191,9 @@ class MeasuredRun:
             self._older = set(map(tensors.StorageWeakRef, tensors.storages_alive(self.call.device)))
             if self._before() and self._attempt("forward", self._forward):
                 if not (self.call.step.backward and self.returned.roots):
-                    self.record.doubts += self._why_no_backward()
+                    leaf = next((name for name, _ in self.call.named_leaves), None)
+                    if self.call.step.backward:
+                        self.record.doubts += (Doubt(why_no_backward(self.returned.named, leaf)),)
                 elif self._attempt("backward", self._backward):
                     self._let_go_of_output_gradients()
                     if self.call.optimizer_step is not None:
@@ -264,7 +268,8 @@ class MeasuredRun:
         if self.memory.refusal is not None:
             self.record.oom_requested_bytes, self.record.oom_in_use_bytes = self.memory.refusal
         if phase == "backward":
-            gradients.let_go_of_failed_backward(self.call.device)
+            # A small backward frees the gradients that the failed one left in autograd's queue.
+            torch.ones((), device=self.call.device, requires_grad=True).clone().backward()
         return False
 
     def _forward(self) -> None:
@@ -299,11 +304,6 @@ class MeasuredRun:
         if self.hooks:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
-
-    def _why_no_backward(self) -> tuple[Doubt, ...]:
-        """A doubt with the reason, if a backward was asked for."""
-        leaf = next((name for name, _ in self.call.named_leaves), None)
-        return (Doubt(why_no_backward(self.returned.named, leaf)),) if self.call.step.backward else ()
 
     def _backward(self) -> None:
         record, memory, roots = self.record, self.memory, self.returned.roots
@@ -407,9 +407,3 @@ def _named_parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _named_parts(inner, f"{name}.{part}")
     elif thing is not None:
         yield name, thing
-
-
-def _check_inputs(given: list[torch.Tensor], backward: bool) -> None:
-    for tensor in given:
-        if backward and tensor.requires_grad and not tensor.is_leaf:
-            raise ValueError(f"inputs must be leaves, or backward runs on through their history: got {tensor.grad_fn}")

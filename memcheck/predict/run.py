@@ -155,13 +155,15 @@ def as_predicted(measured: Record, step: Step, place: Place) -> Record:
 
 def predicted(step: Any, place: Place, record: Record, trace: Trace, segments: dict[str, int] | None) -> Prediction:
     """The prediction with this record, whose terms, doubts and certainty are filled in. segments: as of terms_of."""
-    record.terms = terms_of(trace, record, segments, place.for_device.context_bytes)
+    device = place.for_device
+    record.terms = terms_of(trace, record, segments, device.context_bytes)
     phases = trace.phases.keys() - {"inputs", WARM_UP}
-    unknown = [*evidence.unknown_allocations(trace, record, phases, place.for_device)]
+    unknown = [*evidence.unknown_allocations(trace, record, phases, device)]
     certainty = evidence.certainty_of(trace, record.dtype or "", place, evidence.target_at(place))
     record.certainty = Certainty.VERIFIED if certainty is Certainty.EXACT and unknown else certainty
     record.doubts = (*unknown, *record.doubts, *evidence.doubts_of_verdict(trace, record, phases, place))
-    return Prediction(step, place, record, record.terms, trace, evidence=evidence.evidence_at(trace, place))
+    known = evidence.evidence_of(trace.operators, device.architecture) if device.kind == "cuda" else None
+    return Prediction(step, place, record, record.terms, trace, evidence=known)
 
 
 def segments_by_kind() -> dict[str, int]:

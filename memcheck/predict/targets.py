@@ -218,10 +218,7 @@ def not_predicted(place: Place, step: Step, error: Exception) -> Prediction:
     """The prediction of a step that the simulated device cannot run."""
     record = evidence.blank_record(place, evidence.target_at(place))
     record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
-    why = re.sub(r"^(\w+: )+NYI: ", "", first_line(error)).rstrip("!.") + errors.place_of_failure(error)
+    first_line = str(error).strip().partition("\n")[0]
+    why = re.sub(r"^(\w+: )+NYI: ", "", first_line).rstrip("!.") + errors.place_of_failure(error)
     record.status, record.reason, record.doubts = "skipped", f"not predicted: {why}", (Doubt(why, UNKNOWN),)
     return Prediction(None, place, record, {})
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

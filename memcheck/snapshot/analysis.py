@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from memcheck.allocator import history as codes
 from memcheck.allocator.caching import Ints, Order
-from memcheck.allocator.history import History, Replayed, Segment, replay_history
+from memcheck.allocator.history import History, Replayed, replay_history
 from memcheck.core.script_record import PHASES, Alive, Course, Origin
 from memcheck.core.snapshot_record import Growth, Holes, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
 from memcheck.core.units import highest
@@ -299,7 +299,8 @@ class _Finder:
         pools: dict[str, list[int]] = {}
         reserved: dict[str, int] = {}
         for segment in segments:
-            name = pool_name(segment)
+            name = "small" if segment.small else "large"
+            name += f", stream {segment.stream}" if segment.stream else ""
             reserved[name] = reserved.get(name, 0) + segment.bytes
             inside = slice(*np.searchsorted(begins, (segment.address, segment.address + segment.bytes)))
             from_here = np.r_[segment.address, ends[inside]]
@@ -327,8 +328,3 @@ class _Finder:
         )
         course = Course.of([*recording.places, BEFORE], rows, [*recording.calls, ()])
         return replace(course, reserved=self.reserved[states].tolist())
-
-
-def pool_name(segment: Segment) -> str:
-    kind = "small" if segment.small else "large"
-    return f"{kind}, stream {segment.stream}" if segment.stream else kind
