@@ -17,10 +17,8 @@ from typing import NoReturn
 
 from memcheck.cli.flags import READER_LEFT, how_to_give_script, parse, patient_streams, split_help, whole_parser
 from memcheck.cli.requests import COMMANDS, TASKS
-from memcheck.core.converters import switch
+from memcheck.core import converters, options, version
 from memcheck.core.errors import MemcheckError, UsageError, unknown
-from memcheck.core.options import spoken_as_flags
-from memcheck.core.version import __version__
 
 NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)$)", re.IGNORECASE)
 WITHOUT_TORCH = ("compare", "devices")  # Commands that need no torch.
@@ -61,7 +59,7 @@ codecs.register_error("memcheck", spelled)
 
 def words_before_script(words: Sequence[str]) -> int:
     """How many of the words come before SCRIPT or -m of `memcheck run`."""
-    switches = {f"--{name}" for name, option in COMMANDS["run"].options.items() if option.convert is switch}
+    switches = {f"--{name}" for name, option in COMMANDS["run"].options.items() if option.convert is converters.switch}
     place = 0
     while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
         takes_next = words[place] not in {"-h", "--help", *switches} and "=" not in words[place]
@@ -104,7 +102,7 @@ def dispatch(argv: Sequence[str]) -> int:
         show_help()
         return 0
     if command in ("-V", "--version"):
-        print(f"memcheck {__version__}")
+        print(f"memcheck {version.__version__}")
         return 0
     if command.partition("=")[0] == "--print-completion":
         with suppress(SystemExit):  # The script was printed.
@@ -131,7 +129,7 @@ def dispatch(argv: Sequence[str]) -> int:
         request = parse(command, kind, [*own, *argv[end:]])
     except SystemExit:  # --help was printed.
         return 0
-    with spoken_as_flags():
+    with options.spoken_as_flags():
         request.before_torch()
         if command not in WITHOUT_TORCH:
             load_torch()

@@ -12,22 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memcheck.allocator.caching import (
-    ACTIONS,
-    MIB,
-    SMALL_SEGMENT,
-    AllocatorSettings,
-    CachingAllocator,
-    Ints,
-    Order,
-    check,
-)
+from memcheck.allocator import caching
+from memcheck.allocator.caching import AllocatorSettings, CachingAllocator, Ints, Order
 
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, OOM, IGNORED = range(
-    len(ACTIONS)
+    len(caching.ACTIONS)
 )
 NEW_MEMORY, RELEASES = (SEGMENT_ALLOC, SEGMENT_MAP), (SEGMENT_FREE, SEGMENT_UNMAP)
-SMALL_REQUEST = MIB  # The largest request served by the small pool.
+SMALL_REQUEST = caching.MIB  # The largest request served by the small pool.
 BEFORE_THE_FIRST = -1
 UNKNOWN = 0  # The size of a block of which only the request is recorded.
 # Recorded addresses may begin at 0, and new segments get addresses below them: what is added to them meanwhile.
@@ -128,7 +120,8 @@ class _Rewound:
         elif action == FREE_COMPLETED:
             self._blocks[address] = UNKNOWN, size
         elif action in RELEASES:
-            self._ranges[address] = Segment(address, size, stream, size == SMALL_SEGMENT, action == SEGMENT_UNMAP, {})
+            is_small = size == caching.SMALL_SEGMENT
+            self._ranges[address] = Segment(address, size, stream, is_small, action == SEGMENT_UNMAP, {})
         elif action == SEGMENT_ALLOC:
             self._ranges.pop(address, None)
         elif action == SEGMENT_MAP:
@@ -251,7 +244,7 @@ def _begin(history: History, allocator: CachingAllocator) -> Replayed:
         if adopts:
             blocks = np.array([(address + ABOVE, *sizes) for address, sizes in segment.blocks.items()], np.int64)
             where = segment.address + ABOVE, segment.bytes, segment.stream, segment.small, segment.expandable
-            check(allocator.call("adopt", *where, blocks.ctypes.data, len(blocks)))
+            caching.check(allocator.call("adopt", *where, blocks.ctypes.data, len(blocks)))
         else:
             requests += [(ALLOC, asked, address, segment.stream) for address, (_, asked) in segment.blocks.items()]
     return _play(allocator, np.array(requests, np.int64).reshape(-1, 4), np.zeros(0, np.int64))
@@ -262,7 +255,7 @@ def _play(allocator: CachingAllocator, rows: Ints, emptied: Ints, *, follows: bo
     rows = rows + IN_REPLAY
     sizes, played = np.zeros(np.count_nonzero(rows[:, 0] == ALLOC), np.int64), _Played()
     where = rows.ctypes.data, len(rows), emptied.ctypes.data, len(emptied)
-    check(allocator.call("play", *where, follows, sizes.ctypes.data, ctypes.byref(played)))
+    caching.check(allocator.call("play", *where, follows, sizes.ctypes.data, ctypes.byref(played)))
     refused = None if played.refused < 0 else played.refused
     return Replayed(allocator, refused, played.equal_addresses, played.allocations, sizes[: played.allocations])
 

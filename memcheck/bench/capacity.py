@@ -10,11 +10,9 @@ from typing import Any
 from memcheck.bench.case import Case
 from memcheck.bench.catalog import check_case
 from memcheck.bench.predict import predict_case
-from memcheck.core.arguments import argument
+from memcheck.core import arguments, errors, options
 from memcheck.core.converters import count
 from memcheck.core.devices import Device
-from memcheck.core.errors import UsageError, unknown_name
-from memcheck.core.options import named
 from memcheck.core.prediction import Largest
 from memcheck.core.step import Place, as_place
 from memcheck.predict.api import largest
@@ -43,8 +41,8 @@ def largest_case(
     up_to: the largest size of the search. start: the size to begin with, ideally near the result.
     """
     if find not in AXES:
-        raise unknown_name(named("find"), find.replace("_", "-"), known_axes())
-    step = argument("step", step, count) or (COMPILED_STEP if case.compiled and find == "seq_len" else 1)
+        raise errors.unknown_name(options.named("find"), find.replace("_", "-"), known_axes())
+    step = arguments.argument("step", step, count) or (COMPILED_STEP if case.compiled and find == "seq_len" else 1)
     if find == "dim":
         step = math.lcm(step, case.heads or 1)
     place = as_place(place)
@@ -60,8 +58,8 @@ def largest_case(
 def check_has_limit(place: Place) -> None:
     """UsageError: neither the place nor its device has a limit."""
     if place.room_bytes is None:
-        name, limit = f"{named('device')} {place.for_device.name}", f"{named('memory_limit')} 16GiB"
-        raise UsageError(f"{name} has no limit to find: give it one, as {limit}")
+        name, limit = f"{options.named('device')} {place.for_device.name}", f"{options.named('memory_limit')} 16GiB"
+        raise errors.UsageError(f"{name} has no limit to find: give it one, as {limit}")
 
 
 def known_axes() -> list[str]:

@@ -15,16 +15,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.bench import operators
-from memcheck.bench.case import (
-    CONTENDERS,
-    DEFAULT_FACTOR,
-    DTYPES,
-    MODES,
-    Case,
-    Contender,
-    Decoding,
-    Operator,
-)
+from memcheck.bench.case import CONTENDERS, DEFAULT_FACTOR, DTYPES, MODES, Case, Contender, Decoding, Operator
 from memcheck.core.converters import SHORT_DTYPES
 from memcheck.core.errors import UsageError, spelled_as, unknown_name
 from memcheck.core.options import named

@@ -14,12 +14,11 @@ from torch.nn.functional import cross_entropy
 
 from memcheck.bench.case import DEFAULT_FACTOR, DTYPES
 from memcheck.bench.predict import predict_memory_of
-from memcheck.core.converters import SHORT_DTYPES
+from memcheck.core import converters, tensors
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.core.step import Step
-from memcheck.core.tensors import module_called, overflow_as_out_of_memory
 from memcheck.measure.modules import kept_by_component
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
 from memcheck.predict.api import INSTEAD
@@ -95,7 +94,7 @@ class DecoderCase:
             if (given := getattr(self, name)) not in [*names]:
                 raise unknown_name(named(name), given, names)
         if self.dtype not in DTYPES:
-            raise unknown_name(named("dtype"), self.dtype, (*SHORT_DTYPES, *DTYPES))
+            raise unknown_name(named("dtype"), self.dtype, (*converters.SHORT_DTYPES, *DTYPES))
         for name in ("bsz", "context", "factor", "window"):
             given = getattr(self, name)
             if given is not None and given < 1:
@@ -130,7 +129,7 @@ class DecoderCase:
             record.kept_by_part = kept_by_part(step)
         return record
 
-    @overflow_as_out_of_memory()
+    @tensors.overflow_as_out_of_memory()
     def model(self) -> LanguageModel:
         """The decoder on the case's device."""
         sizes = SIZES[self.size]
@@ -149,7 +148,7 @@ class DecoderCase:
             model.compile(dynamic=False)
         return model
 
-    @overflow_as_out_of_memory()
+    @tensors.overflow_as_out_of_memory()
     def step(self) -> Step:
         """The step on the case's device: of the logits in "forward" mode, else of the loss, with random tokens."""
         model = self.model()
@@ -170,7 +169,7 @@ class DecoderCase:
 
 def kept_by_part(step: Step) -> dict[str, int]:
     """Module path -> bytes kept for backward by one more forward."""
-    model, here = module_called(step.model), step.inputs[0].device
+    model, here = tensors.module_called(step.model), step.inputs[0].device
     assert model is not None
 
     def run() -> Any:

@@ -23,12 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from memcheck.bench.case import DTYPES, Case, Decoding, Operator
 from memcheck.core.errors import MemcheckError, UnsupportedError, UsageError, failure
 from memcheck.core.options import named
-from memcheck.ops.compressed_attention import (
-    CompressedAttentionState,
-    CompressedAttentionWindowState,
-    compressed_attention,
-    compressed_attention_step,
-)
+from memcheck.ops import compressed_attention
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.naive_attention import naive_attention
 
@@ -126,7 +121,7 @@ def compression(case: Case) -> dict[str, Any]:
 
 
 def build_compressed(case: Case) -> Operator:
-    return functools.partial(compressed_attention, **compression(case), causal=bool(case.causal))
+    return functools.partial(compressed_attention.compressed_attention, **compression(case), causal=bool(case.causal))
 
 
 class FlexAttention(torch.nn.Module):
@@ -271,7 +266,7 @@ def linear_state(case: Case) -> tuple[Tensor, ...]:
 
 def compressed_step(case: Case) -> Operator:
     blocks = compression(case)
-    return lambda q, k, v, state: compressed_attention_step(q, k, v, state, **blocks)
+    return lambda q, k, v, state: compressed_attention.compressed_attention_step(q, k, v, state, **blocks)
 
 
 def compressed_state(case: Case) -> Any:
@@ -285,7 +280,7 @@ def compressed_state(case: Case) -> Any:
         C = max(0, T - case.window + 1) // factor
         shapes = [(B, H, C, D)] * 2 + [(B, H, T - C * factor, D)] * 2
         kc, vc, k, v = random_leaves(case, *shapes)
-        return CompressedAttentionWindowState(kc, vc, k, v, factor, case.window)
+        return compressed_attention.CompressedAttentionWindowState(kc, vc, k, v, factor, case.window)
     kc, vc = random_leaves(case, *[(B, H, T // factor, D)] * 2)
     k_sum, v_sum = sums(case, *[(B, H, D)] * 2)
-    return CompressedAttentionState(kc, vc, k_sum, v_sum, T % factor, factor)
+    return compressed_attention.CompressedAttentionState(kc, vc, k_sum, v_sum, T % factor, factor)

@@ -15,8 +15,7 @@ from memcheck.core.options import named, options_of
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import Record
 from memcheck.core.step import Place, Step, as_place
-from memcheck.predict.evidence import blank_record, target_at
-from memcheck.predict.targets import predicted_at
+from memcheck.predict import evidence, targets
 
 # In what torch and memcheck say of an operator that is not for this device, or these sizes.
 UNSUPPORTED = re.compile("No viable backend|of compute capability|embedding dimension of the query")
@@ -58,9 +57,9 @@ def predict_case(case: AnyCase, place: Place | Device | str = "cpu", *, dense_gr
     here: Any = dataclasses.replace(case, device=place.for_device.kind)  # type: ignore[type-var]
     try:
         then = functools.partial(noted, case=here)
-        prediction = predicted_at(place, here, here.maker, dense_grad, make=made, then=then)
+        prediction = targets.predicted_at(place, here, here.maker, dense_grad, make=made, then=then)
     except NotImplementedError as error:
-        record = blank_record(place, target_at(place))
+        record = evidence.blank_record(place, evidence.target_at(place))
         record.status, record.reason = "unsupported", str(error)
         prediction = Prediction(case, place, record, {})
     record = dataclasses.replace(prediction.record, **case.fields())

@@ -13,26 +13,17 @@ from typing import Any
 import torch
 
 from memcheck._extension import extension
+from memcheck.bench import catalog, predict
 from memcheck.bench.case import Case
-from memcheck.bench.catalog import BUILT_IN
 from memcheck.bench.decoders import DecoderCase
-from memcheck.bench.predict import predict_case
-from memcheck.core.arguments import argument
+from memcheck.core import arguments, options, tensors
 from memcheck.core.converters import count, size_in_bytes
 from memcheck.core.errors import ExtensionError, UsageError
-from memcheck.core.options import named
 from memcheck.core.record import Doubt, Record, Terms
 from memcheck.core.step import Place, Step
-from memcheck.core.tensors import module_called
-from memcheck.core.timeline import Timeline
 from memcheck.core.units import format_bytes
+from memcheck.measure import export, measurement, modules, sdpa_backend, tracker
 from memcheck.measure.compile import backend_in_code, with_generated_code
-from memcheck.measure.export import write_snapshot, write_trace
-from memcheck.measure.measurement import machine_facts, measure_memory, measure_time
-from memcheck.measure.modules import ranges_around_modules
-from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
-from memcheck.measure.timeline import record_timeline
-from memcheck.measure.tracker import track
 
 DEFAULT_PASSES = 10
 CPU_SECONDS = 60.0  # Seconds per case on a CPU unless requested otherwise.
@@ -46,17 +37,17 @@ def find_device(name: str | None) -> str:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(
-            f"{named('device')} {name} is no device of this machine, and running needs one; "
+            f"{options.named('device')} {name} is no device of this machine, and running needs one; "
             "a GPU that is not here is a question for memcheck predict, fit and sweep --predict-only"
         ) from None
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
-        raise UsageError(f"{named('device')} must be cpu or cuda, got {name}")
+        raise UsageError(f"{options.named('device')} must be cpu or cuda, got {name}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         raise UsageError(
-            f"{named('device')} {name} is absent: torch {torch.__version__} sees {count} CUDA devices here"
+            f"{options.named('device')} {name} is absent: torch {torch.__version__} sees {count} CUDA devices here"
         )
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
 
@@ -77,12 +68,12 @@ def known_terms(case: Case | DecoderCase) -> Terms | None:
     None if no field is known, as without the extension, of registered operators, whose code could crash or hang here,
     and where the compiler decides.
     """
-    if isinstance(case, Case) and (case.compiled or case.operator not in BUILT_IN):
+    if isinstance(case, Case) and (case.compiled or case.operator not in catalog.BUILT_IN):
         return None
     if not case.device.startswith("cpu") and not torch.cuda.is_available():
         return None
     try:
-        prediction = predict_case(case, Place(case.device).unlimited)
+        prediction = predict.predict_case(case, Place(case.device).unlimited)
     except ExtensionError:  # A measurement of the case is refused with the same words.
         return None
     return {name: terms for name, terms in prediction.known_terms.items() if name in TERM_FIELDS} or None
@@ -114,10 +105,10 @@ def profile_case(
 
     In decode mode the peak and the time are those of one step; the state before it is part of input_bytes.
     """
-    limit_bytes = argument("memory_limit", memory_limit, size_in_bytes)
-    passes = argument("passes", passes, count)
+    limit_bytes = arguments.argument("memory_limit", memory_limit, size_in_bytes)
+    passes = arguments.argument("passes", passes, count)
     deadline = None if max_seconds is None else time.perf_counter() + max_seconds
-    record = Record(**machine_facts(case.device))
+    record = Record(**measurement.machine_facts(case.device))
     terms: Terms | None = None
 
     def described(record: Record) -> Record:
@@ -132,7 +123,7 @@ def profile_case(
             limit_bytes = min(limit_bytes or sys.maxsize, record.device_free_bytes or sys.maxsize)
         try:
             # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit. A GPU does both by itself.
-            with track(saved=False, memory_limit=limit_bytes) if record.device == "cpu" else nullcontext():
+            with tracker.track(saved=False, memory_limit=limit_bytes) if record.device == "cpu" else nullcontext():
                 step = case.step()
         except torch.OutOfMemoryError as error:
             record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
@@ -178,7 +169,7 @@ def run_memory(case: Case | DecoderCase, step: Step, place: Place, details: bool
     """The record of the step's memory, with the backend that ran."""
 
     def measure(model: Any = None) -> Record:
-        return measure_memory(dataclasses.replace(step, model=model or step.model), place, details=details)
+        return measurement.measure_memory(dataclasses.replace(step, model=model or step.model), place, details=details)
 
     if case.compiled:
         # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
@@ -191,11 +182,11 @@ def run_memory(case: Case | DecoderCase, step: Step, place: Place, details: bool
         record = measure()
         record.backend = case.backend(None)
         return record
-    witness = BackendWitness(step.model)
+    witness = sdpa_backend.BackendWitness(step.model)
     record = measure(witness)
     record.backend = case.contender.unfused if witness.backend == "math" else witness.backend
     if record.backend == "math" and case.operator == "softmax" and case.mode != "decode":
-        record.backend_reason = fused_refusals(*step.inputs, causal=bool(case.causal))
+        record.backend_reason = sdpa_backend.fused_refusals(*step.inputs, causal=bool(case.causal))
     return record
 
 
@@ -212,7 +203,7 @@ def note_times(
     limits = [limit for limit in (left, None if passes else seconds) if limit is not None]
     with ranges_around(step, torch.cuda.nvtx.range) if nvtx and torch.cuda.is_available() else nullcontext():
         most = min(limits, default=None)
-        times: dict[str, Any] = measure_time(step, place, passes=passes or DEFAULT_PASSES, max_seconds=most)
+        times: dict[str, Any] = measurement.measure_time(step, place, passes=passes or DEFAULT_PASSES, max_seconds=most)
     record.doubts += tuple(times.pop("doubts", ()))
     for field, value in times.items():
         setattr(record, field, value)
@@ -222,7 +213,7 @@ def profile_step(
     step: Step, place: Place, *, timed: bool = True, passes: int | None = None, details: bool = False
 ) -> Record:
     """The record of a step, with its times. Errors of the model are raised. Other arguments: as of profile_case."""
-    record = measure_memory(step, place, details=details)
+    record = measurement.measure_memory(step, place, details=details)
     record.operator, record.dtype = step.name, step.dtype
     if timed and record.status == "ok":
         note_times(record, step, Place(place.device), passes)
@@ -231,22 +222,17 @@ def profile_step(
 
 def ranges_around(step: Step, kind: Any) -> AbstractContextManager[Any]:
     """A context with a range around every module of the step's model, if it is one."""
-    model = module_called(step.model)
-    return nullcontext() if model is None else ranges_around_modules(model, kind)
-
-
-def timeline_of_case(case: Case) -> Timeline:
-    """The timeline of the case's memory; see memcheck.measure.timeline.record_timeline."""
-    return record_timeline(case.step())
+    model = tensors.module_called(step.model)
+    return nullcontext() if model is None else modules.ranges_around_modules(model, kind)
 
 
 def snapshot_case(case: Case | DecoderCase, path: Path) -> Path:
     """Writes the case's memory over time; see memcheck.measure.export.write_snapshot."""
-    return write_snapshot(case.step(), path=path)
+    return export.write_snapshot(case.step(), path=path)
 
 
 def trace_case(case: Case | DecoderCase, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of the case, and returns the time of each operator; see export.write_trace."""
     step = case.step()
     with ranges_around(step, torch.profiler.record_function):
-        return write_trace(step, path=path)
+        return export.write_trace(step, path=path)

@@ -15,11 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, NoReturn
 
-from memcheck.cli import options
+from memcheck.cli import options, requests
 from memcheck.cli.options import Request
-from memcheck.cli.requests import COMMANDS
-from memcheck.core import converters
-from memcheck.core.devices import DEVICES
+from memcheck.core import converters, devices
 from memcheck.core.errors import UsageError, did_you_mean, spelled_as, unknown
 from memcheck.core.options import Option, RuleError, spoken_as_flags
 
@@ -207,12 +205,12 @@ def whole_parser() -> Parser:
     known: dict[str, Sequence[str]] = {
         "attention_type": options.ATTENTION_TYPES,
         "combinator_type": options.COMBINATOR_TYPES,
-        "device": ("cpu", "cuda", *DEVICES),
+        "device": ("cpu", "cuda", *devices.DEVICES),
     }
     parser = Parser(prog="memcheck")
     shtab.add_argument_to(parser, "--print-completion")
     commands = parser.add_subparsers(parser_class=Parser)
-    for name, request in COMMANDS.items():
+    for name, request in requests.COMMANDS.items():
         command = commands.add_parser(name, help=split_help(request)[0], **how_of(name, request))
         add_flags(command, request)
         for action in command._actions:

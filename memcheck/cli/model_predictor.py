@@ -13,9 +13,7 @@ from memcheck.cli.hugging_face import Configuration
 from memcheck.cli.models import SIZES, Factory, Setting, Source
 from memcheck.cli.options import ModelStep
 from memcheck.cli.output import make_room, progress_bar
-from memcheck.core.devices import Version, version_name
-from memcheck.core.errors import MemcheckError, failure
-from memcheck.core.options import named
+from memcheck.core import devices, errors, options
 from memcheck.core.prediction import EXPANDABLE, Prediction, has_fragments
 from memcheck.core.step import Place
 from memcheck.simulated.probes import table_for
@@ -57,10 +55,10 @@ class ModelPredictor:
         try:
             with redirect_stdout(sys.stderr):  # Output of the model's code is no part of the answer.
                 found = self.source.predict(setting, self.place, self.probes)
-        except MemcheckError:
+        except errors.MemcheckError:
             raise
         except Exception as error:  # The model's own code fails.
-            raise MemcheckError(f"the model cannot be predicted: {failure(error)}") from error
+            raise errors.MemcheckError(f"the model cannot be predicted: {errors.failure(error)}") from error
         found.record.bsz, found.record.query_len = setting.bsz, setting.seq_len
         return found
 
@@ -68,7 +66,7 @@ class ModelPredictor:
         """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""
         words = (setting or self.setting).words(prediction.trace is None or prediction.trace.has_optimizer)
         if self.place.torch_version is not None:
-            words += f", torch {version_name(cast(Version, self.place.torch_version))}"
+            words += f", torch {devices.version_name(cast(devices.Version, self.place.torch_version))}"
         return f"{words}, {prediction.split}" if prediction.split else words
 
     def changes(self, base: Prediction, besides: str | None = None) -> dict[str, dict[str, Any]]:
@@ -84,7 +82,7 @@ class ModelPredictor:
         table: list[tuple[bool, str, dict[str, Any]]] = [
             (step.backward and not step.checkpointing, "--checkpointing", {"checkpointing": True}),
             *(
-                (True, f"{named(name)} {getattr(setting, name) // 2}", {name: getattr(setting, name) // 2})
+                (True, f"{options.named(name)} {getattr(setting, name) // 2}", {name: getattr(setting, name) // 2})
                 for name in halved
             ),
             (fewer_scores, "--attention sdpa", {"attention": "sdpa"}),
@@ -105,7 +103,7 @@ class ModelPredictor:
         done: dict[str, Prediction] = {}
         with progress_bar(len(changes), "other settings") as bar:
             for flag, change in changes.items():
-                with suppress(MemcheckError):
+                with suppress(errors.MemcheckError):
                     done[flag] = self._at(flag).predict(self.setting.but(**change))
                 bar.update()
             if base.fits is False and len(done) > 1 and not any(found.fits for found in done.values()):

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from memcheck.core import converters
+from memcheck.core import converters, devices
 from memcheck.core.converters import count, names, sizes, switch
-from memcheck.core.devices import this_gpu
 from memcheck.core.errors import UsageError
 from memcheck.core.options import Option, check_needs, convert_some, flags_of, named, option, options_of
 from memcheck.core.ranks import KINDS, Ranks
@@ -205,7 +204,7 @@ class Predicting(Request):
         if self.device_from_this_gpu is not None:
             if device is not None:
                 raise UsageError(f"{named('device')} {device} and {named('device_from_this_gpu')} exclude each other")
-            return Place(this_gpu(self.device_from_this_gpu), **given)
+            return Place(devices.this_gpu(self.device_from_this_gpu), **given)
         return Place(device, **given).resolved()
 
 

@@ -9,9 +9,8 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
+from memcheck.core import files, options
 from memcheck.core.errors import UsageError
-from memcheck.core.files import beside
-from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.report.accounting import doubt_details, doubt_lines
 from memcheck.report.tables import Screen
@@ -45,12 +44,6 @@ def print_details(records: list[R], in_detail: bool, screen: Screen, out: TextIO
         print(screen.fill(line), file=out)
 
 
-def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
-    """Prints the sentences that end a command."""
-    if sentences:
-        print("", *map(screen.fill, sentences), sep="\n", file=out)
-
-
 def make_room(name: str, path: Path) -> None:
     """Creates the folder of an output file. name: the option that gives the path.
 
@@ -60,13 +53,13 @@ def make_room(name: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.open("ab").close()
-        if (part := beside(path)) != path:
+        if (part := files.beside(path)) != path:
             part.open("ab").close()
             part.unlink()
     except OSError as error:
-        raise UsageError(f"{named(name)} {path} cannot be written to: {error.strerror}") from None
+        raise UsageError(f"{options.named(name)} {path} cannot be written to: {error.strerror}") from None
 
 
 def check_picture(name: str, path: Path) -> None:
     if path.suffix.removeprefix(".") not in PICTURES:
-        raise UsageError(f"{named(name)} {path} must end in one of .{', .'.join(PICTURES)}")
+        raise UsageError(f"{options.named(name)} {path} must end in one of .{', .'.join(PICTURES)}")

@@ -13,8 +13,7 @@ from memcheck.cli.output import make_room
 from memcheck.cli.requests import Run
 from memcheck.core.errors import UsageError
 from memcheck.core.script_record import RUN, ScriptRecord
-from memcheck.report.script_tables import ranks_table, simulated_verdict
-from memcheck.report.tables import Screen, to_text
+from memcheck.report import script_tables, tables
 
 OUTPUT = "output.txt"  # What a rank printed, in its folder.
 
@@ -34,9 +33,9 @@ def run_ranks(request: Run, command: Sequence[str]) -> int:
             )
             continue
         records.append(ScriptRecord.read(folder / RUN))
-        print(simulated_verdict(records[-1]), file=sys.stderr, flush=True)
+        print(script_tables.simulated_verdict(records[-1]), file=sys.stderr, flush=True)
     if records:
-        table = to_text(ranks_table(records), Screen.of(sys.stderr))
+        table = tables.to_text(script_tables.ranks_table(records), tables.Screen.of(sys.stderr))
         print(f"\n{table}\n\nWrote the reports into {request.output / 'rank-0'} and so on.", file=sys.stderr)
     return max(codes)
 

@@ -9,12 +9,10 @@ import re
 import shlex
 from pathlib import Path
 
-from memcheck.cli import options
-from memcheck.cli.launchers import Launch, launch_of
+from memcheck.cli import launchers, options
 from memcheck.cli.run_requests import ProfileAttention, ProfileCombinator, ProfileModel, Sweep
-from memcheck.core import converters
+from memcheck.core import converters, devices
 from memcheck.core.converters import count, names, number, switch
-from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.options import flags_of, named, option
 from memcheck.core.step import Step
@@ -287,12 +285,12 @@ class Run(options.Request):
         None, "GPUs of the machine; default: 1, and up to 8 for several ranks", count, group=SIMULATED
     )
 
-    launch: Launch | None = None  # By what the script was to be started.
+    launch: launchers.Launch | None = None  # By what the script was to be started.
 
     def check(self) -> None:
         self._take_launcher()
         if self.simulated:
-            device_named(self.simulated)
+            devices.device_named(self.simulated)
             if self.ranks is None and (
                 other := next((name for name in ("rank", "all_ranks") if name in self.asked), None)
             ):
@@ -311,7 +309,7 @@ class Run(options.Request):
 
     def _take_launcher(self) -> None:
         """Replaces python, torchrun or accelerate launch by the script and its ranks."""
-        self.launch = launch = launch_of(["-m", *self.module] if self.module else self.script or [])
+        self.launch = launch = launchers.launch_of(["-m", *self.module] if self.module else self.script or [])
         if launch is None:
             return
         is_module = launch.words[0] == "-m"

@@ -12,9 +12,8 @@ from tqdm import tqdm
 
 from memcheck.bench.case import Case
 from memcheck.bench.catalog import styles_of_contenders
-from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
-from memcheck.bench.sweep.predicted_sweep import predicted_record
-from memcheck.bench.sweep.run import Settings, shape
+from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, trace_case
+from memcheck.bench.sweep import predicted_sweep, run
 from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import note_unused_options
 from memcheck.cli.options import Request
@@ -23,9 +22,9 @@ from memcheck.core.record import Record, write_csv
 from memcheck.core.step import Place
 from memcheck.core.units import format_bytes, format_time
 from memcheck.measure.export import format_shares, nvtx_ranges
+from memcheck.measure.timeline import record_timeline
 from memcheck.report.cases import case_and_place, common_case, failure_note, is_predicted
-from memcheck.report.plots.figure import plot_figure
-from memcheck.report.plots.timeline import plot_timeline
+from memcheck.report.plots import figure, timeline
 from memcheck.report.predictions import prediction_table, unknown_words
 from memcheck.report.records import main_tables
 from memcheck.report.rows import explanation
@@ -72,7 +71,7 @@ def keep(
     both = [*records, *predictions]
     write_csv(store.keep_newest(case_and_place), table)
     kind, title = ("decode", "") if records[0].mode == "decode" else ("memory", title)
-    plot_figure(both, picture, kind, styles=styles_of_contenders(), title=title, subtitle=subtitle(records))
+    figure.plot_figure(both, picture, kind, styles=styles_of_contenders(), title=title, subtitle=subtitle(records))
     tables = [*main_tables(records, units), *([prediction_table(both)] if predictions else [])]
     print("\n\n".join(to_text(table, screen) for table in tables), file=out)
     for line in unknown_words([record for record in both if is_predicted(record)]):
@@ -98,7 +97,7 @@ def finish(
 def case_title(case: Case | Record) -> str:
     """ "naive  B1 S256 T256 E256 H4 float32 inference" """
     compiled, mode = "compiled" if case.compiled else "", "" if case.mode == "train" else case.mode
-    return " ".join(filter(None, (f"{case.operator:<23}", shape(case), case.dtype, compiled, mode)))
+    return " ".join(filter(None, (f"{case.operator:<23}", run.shape(case), case.dtype, compiled, mode)))
 
 
 def case_line(record: Record) -> str:
@@ -122,7 +121,7 @@ def profile_all(cases: list[Case], request: Request) -> Iterator[tuple[Record, R
     places: dict[str, Place] = {}
     if request.predict:  # Queried before anything runs, as the free memory of a GPU counts.
         places = {name: Place(name, request.memory_limit).resolved() for name in {case.device for case in cases}}
-    settings = Settings(request.memory_limit, request.max_seconds_per_case, request.passes, not request.no_time)
+    settings = run.Settings(request.memory_limit, request.max_seconds_per_case, request.passes, not request.no_time)
     with progress_bar(sum(map(settings.expected_seconds, cases)), "profile") as bar:
         for case in cases:
             with nvtx_ranges(request.nvtx), redirect_stdout(sys.stderr):  # Output of operators is discarded.
@@ -134,7 +133,7 @@ def profile_all(cases: list[Case], request: Request) -> Iterator[tuple[Record, R
                     timed=not request.no_time,
                     memory_limit=request.memory_limit,
                 )
-            yield record, predicted_record(case, places[case.device]) if request.predict else None
+            yield record, predicted_sweep.predicted_record(case, places[case.device]) if request.predict else None
             bar.update(settings.expected_seconds(case))
 
 
@@ -167,7 +166,8 @@ def inspect_case(case: Case, record: Record, request: Request, out: TextIO, *, s
         path = path_of(request.timeline)
         title = f"{case.operator}: what is alive, by what allocated it"
         both = f"S {case.query_len}" + (f", T {case.kv_len}" if case.kv_len else "")
-        plot_timeline(timeline_of_case(case), path, title=title, subtitle=f"{common_case([case])}, {both}")
+        subtitle = f"{common_case([case])}, {both}"
+        timeline.plot_timeline(record_timeline(case.step()), path, title=title, subtitle=subtitle)
         yield path
     if request.snapshot is not None:
         yield snapshot_case(case, path_of(request.snapshot))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from memcheck.cli.options import FORMAT, Request
 from memcheck.cli.requests import Run
-from memcheck.core import converters
+from memcheck.core import converters, devices
 from memcheck.core.converters import count, switch
-from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.options import flags_of, named, option
 from memcheck.core.step import Place
@@ -42,7 +41,7 @@ class OfScript(Request):
             raise UsageError("there is no SCRIPT behind -- to run")
         if self.device is None:
             raise UsageError(f"a script needs {named('device')}, such as RTX-4090: it runs on a simulated GPU")
-        if device_named(self.device).kind != "cuda":
+        if devices.device_named(self.device).kind != "cuda":
             raise UsageError(f"{named('device')} {self.device} is no GPU that can be simulated")
         given = {name: getattr(self, name) for name in ("device", "memory_limit", "steps", "ranks")}
         words = {"module": self.script[1:]} if self.script[0] == "-m" else {"script": self.script}

@@ -12,11 +12,10 @@ import torch
 from memcheck.cli.requests import Run
 from memcheck.core.script_record import Line, LineDoubt, ScriptRecord
 from memcheck.measure.script_watch import ScriptWatch
-from memcheck.simulated import simulated_device
+from memcheck.simulated import saving, simulated_device
 from memcheck.simulated.doubts import Doubt, doubts, listen
 from memcheck.simulated.ending import Ending
 from memcheck.simulated.library import library
-from memcheck.simulated.saving import unwritten
 from memcheck.simulated.world import OF_NCCL, WAITING, has_groups
 
 # Errors of torch, and of libraries on it, where there is no GPU.
@@ -64,7 +63,7 @@ class SimulatedRun:
         if has_groups():
             record.doubts += [OF_NCCL, WAITING]
         record.ended = self._ending.sentence if self._ending else None
-        record.unwritten = list(unwritten.values())
+        record.unwritten = list(saving.unwritten.values())
         record.line_doubts = [LineDoubt(**dataclasses.asdict(doubt)) for doubt in doubts()]
 
     def _announce(self, doubt: Doubt) -> None:

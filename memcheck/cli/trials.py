@@ -21,8 +21,7 @@ from memcheck.cli.simulated_runs import SimulatedRun
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.python_command import prepare
 from memcheck.core.script_record import ScriptRecord
-from memcheck.measure.script_changes import CHANGES
-from memcheck.measure.script_watch import run_script
+from memcheck.measure import script_changes, script_watch
 from memcheck.report.trials import FAILED, FITS, OUT, outcome, place_of
 
 
@@ -88,7 +87,7 @@ def run_in_child(
         effect = before() if before is not None else None
         simulated = SimulatedRun(request)
         watch = simulated.watch()
-        record = run_script(prepare(command), command, watch)
+        record = script_watch.run_script(prepare(command), command, watch)
         simulated.note(record)
         found = {**dataclasses.asdict(record), "effect": effect() if effect is not None else True}
         answer.write_text(json.dumps(found), encoding="utf-8")
@@ -137,7 +136,7 @@ def tried_changes(
 ) -> tuple[ScriptRecord, dict[str, ScriptRecord], list[str]]:
     """The base, the run with each change that had an effect, and with all that help if none is enough; and notes."""
     runs, without, failed = dict[str, ScriptRecord](), list[str](), list[str]()
-    for name, change in CHANGES.items():
+    for name, change in script_changes.CHANGES.items():
         trial = trial_of(command, request, change)
         if not trial.effect:
             without.append(name)
@@ -148,7 +147,7 @@ def tried_changes(
         print(f"memcheck: {name}: {outcome(trial.record)}", file=sys.stderr, flush=True)
     helping = [name for name, run in runs.items() if better(run, base)]
     if outcome(base) == OUT and len(helping) > 1 and not any(outcome(run) == FITS for run in runs.values()):
-        trial = trial_of(command, request, lambda: all_of([CHANGES[name] for name in helping]))
+        trial = trial_of(command, request, lambda: all_of([script_changes.CHANGES[name] for name in helping]))
         if outcome(trial.record) != FAILED:
             runs[" + ".join(helping)] = trial.record
     notes = [f"Without an effect here: {', '.join(without)}."] if without else []

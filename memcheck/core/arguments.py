@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from memcheck.core.errors import UsageError, did_you_mean
@@ -45,31 +45,42 @@ def takes_step(
     of_place = {name: option for name, option in options_of(Place).items() if places is None or name in places}
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
-        caller = function.__name__
-        parameters = inspect.signature(function).parameters.values()
-        own = {part.name: part for part in parameters if part.kind is inspect.Parameter.KEYWORD_ONLY}
+        caller, signature = function.__name__, inspect.signature(function)
+        own = {part.name: part for part in signature.parameters.values() if part.kind is part.KEYWORD_ONLY}
         names = [*of_step, *of_place, *own, "kwargs", "place"]
 
         @functools.wraps(function)
         def public(model: Any, *inputs: Any, **keywords: Any) -> R:
+            def given(some: Container[str]) -> dict[str, Any]:
+                return {name: value for name, value in keywords.items() if name in some}
+
             if (other := (instead or {}).get(type(model))) is not None:
                 return cast(R, other(model, *inputs, **keywords))
-            if isinstance(model, Step):
-                step, more = model, inputs
-                if wrong := [name for name in keywords if name not in (*own, *of_place, "place")]:
-                    raise TypeError(f"{caller} of a Step takes no {wrong[0]}: the Step says it")
-            else:
+            if not isinstance(model, Step):
                 check_keywords(caller, names, model, inputs, keywords)
-                inner = {name: value for name, value in keywords.items() if name not in names}
-                options = {name: value for name, value in keywords.items() if name in of_step}
-                step, more = Step(model, inputs, {**inner, **(keywords.get("kwargs") or {})}, **options), ()
-            place = place_of(caller, more, {name: keywords[name] for name in keywords if name in (*of_place, "place")})
+                inner = given(keywords.keys() - names) | (keywords.get("kwargs") or {})
+                step = Step(model, inputs, inner, **given(of_step))
+                inputs = ()
+            elif wrong := [name for name in keywords if name not in (*own, *of_place, "place")]:
+                raise TypeError(f"{caller} of a Step takes no {wrong[0]}: the Step says it")
+            else:
+                step = model
+            place = place_of(caller, inputs, given([*of_place, "place"]))
             for name, option in options_of(Place).items():
                 if name not in of_place and getattr(place, name) != option.default:
                     raise TypeError(f"{caller} takes no {name}")
-            return function(step, place, **{name: keywords[name] for name in own if name in keywords})
+            return function(step, place, **given(own))
 
-        public.__signature__ = signature_of(own, of_step, of_place, function)  # type: ignore[attr-defined]
+        defaults = {"kwargs": None, **of_step, "place": None, **of_place}
+        kinds = inspect.Parameter
+        parameters = [
+            kinds("model", kinds.POSITIONAL_OR_KEYWORD),
+            kinds("inputs", kinds.VAR_POSITIONAL),
+            *(kinds(name, kinds.KEYWORD_ONLY, default=option and option.default) for name, option in defaults.items()),
+            *own.values(),
+            kinds("keywords", kinds.VAR_KEYWORD),
+        ]
+        public.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         whole = {"place": Option(help="a Place, in place of the options below"), **of_place}
         public.__doc__ = documented(function.__doc__ or "", {"step": of_step, "place": whole})
         return public
@@ -91,30 +102,10 @@ def place_of(caller: str, positional: Sequence[Any], keywords: dict[str, Any]) -
     return given[0] if given else Place(**options)
 
 
-def signature_of(
-    own: Mapping[str, inspect.Parameter], of_step: Iterable[str], of_place: Iterable[str], function: Callable[..., Any]
-) -> inspect.Signature:
-    """(model, *inputs, kwargs, the step's options, place, the place's options, the function's own, **keywords)"""
-    kinds = inspect.Parameter
-    defaults = {name: option.default for kind in (Step, Place) for name, option in options_of(kind).items()}
-    keywords = {"kwargs": None, **{name: defaults[name] for name in of_step}, "place": None}
-    keywords |= {name: defaults[name] for name in of_place}
-    return inspect.Signature(
-        [
-            kinds("model", kinds.POSITIONAL_OR_KEYWORD),
-            kinds("inputs", kinds.VAR_POSITIONAL),
-            *(kinds(name, kinds.KEYWORD_ONLY, default=default) for name, default in keywords.items()),
-            *own.values(),
-            kinds("keywords", kinds.VAR_KEYWORD),
-        ],
-        return_annotation=inspect.signature(function).return_annotation,
-    )
-
-
 def documented(text: str, groups: Mapping[str, Mapping[str, Option]]) -> str:
     """The docstring, and the options of each group with their help, but for those that it explains itself."""
     parts = [inspect.cleandoc(text)]
-    for title, options in ((title, options) for title, options in groups.items() if options):
+    for title, options in groups.items():
         lines = [f"{name}: {option.help}." for name, option in options.items() if f"    {name}: " not in text]
         filled = (textwrap.fill(line, 116, initial_indent="    ", subsequent_indent=" " * 8) for line in lines)
         parts.append("\n".join([f"Options of the {title}:", "", *filled]))

@@ -137,7 +137,8 @@ def device_named(text: str) -> Device:
     """
     name = plain(text)
     if name == "cpu":
-        return this_cpu()
+        source = "this machine; requested bytes, and no limit but one given"
+        return Device("cpu", "cpu", None, memory_bytes("SC_PHYS_PAGES") or 0, None, source)
     if found := re.fullmatch(r"cuda(?::(\d+))?", text.strip().lower()):
         return this_gpu(int(found[1] or 0))
     with suppress(ValueError):
@@ -187,12 +188,6 @@ def memory_bytes(pages: str) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def this_cpu() -> Device:
-    """This machine's CPU, without a limit. total_bytes is 0 if Python cannot tell, as on Windows."""
-    total_bytes = memory_bytes("SC_PHYS_PAGES") or 0
-    return Device("cpu", "cpu", None, total_bytes, None, "this machine; requested bytes, and no limit but one given")
 
 
 def this_gpu(index: int = 0) -> Device:

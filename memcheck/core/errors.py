@@ -6,7 +6,8 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,17 +78,9 @@ def failure(error: BaseException) -> str:
 
 def place_of_failure(error: BaseException) -> str:
     """ ", in layers.20.mlp, at model.py:12", as far as these are known."""
-    frames = list(frames_of(error))
+    frames = list(traceback.walk_tb(error.__traceback__))
     module, line = failed_module(frames), failed_line(frames)
     return (f", in {module}" if module else "") + (f", at {line}" if line else "")
-
-
-def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Each frame of the traceback, outermost first, with the line that it was in."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next
 
 
 def failed_line(frames: list[tuple[FrameType, int]]) -> str | None:
@@ -101,11 +94,7 @@ def failed_line(frames: list[tuple[FrameType, int]]) -> str | None:
     own = [place for place in places if not place[0].startswith(packages)]
     if not places:
         return None
-    return line_words(*(own or places)[-1])
-
-
-def line_words(file: str, line: int) -> str:
-    """ "model.py:12", from the current folder if the file is in it."""
+    file, line = (own or places)[-1]
     relative = os.path.relpath(file)
     return f"{file if relative.startswith(os.pardir) else relative}:{line}"
 

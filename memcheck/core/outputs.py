@@ -89,7 +89,8 @@ def start_of(output: Any) -> list[Tensor]:
     if found := roots_of(tensors_in(loss)):
         return found
     every = roots_of(tensors_in(output))
-    scalars = [tensor for tensor in every if _is_scalar(tensor)]
+    # A trace of the model would take tensor.dim() for a call of its own.
+    scalars = [tensor for tensor in every if not tensor.shape]
     return scalars if len(scalars) == 1 else every
 
 
@@ -112,7 +113,3 @@ def start_path(named: NamedTensors, roots: Sequence[Tensor]) -> str:
         paths.append(f"output{''.join(steps)}" if id(root) in names else "loss")
     more = [f"{len(paths) - MOST_STARTS} more"] if len(paths) > MOST_STARTS else []
     return ", ".join([*paths[:MOST_STARTS], *more])
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return not tensor.shape  # A trace of the model would take tensor.dim() for a call of its own.

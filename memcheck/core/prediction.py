@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from memcheck.core import html, options
 from memcheck.core.devices import Device
-from memcheck.core.html import html_of
 from memcheck.core.layers import Layers, layers_of
-from memcheck.core.options import named
 from memcheck.core.ranks import RESERVED_MORE
 from memcheck.core.record import UNKNOWN, Certainty, Doubt, Record, Terms
 from memcheck.core.step import Place
@@ -194,7 +193,7 @@ class Prediction:
         return sums.most_common()
 
     def _repr_html_(self) -> str:
-        return html_of(self)
+        return html.html_of(self)
 
     @property
     def known_terms(self) -> Terms:
@@ -318,7 +317,7 @@ def claim(prediction: Prediction, need: Need) -> str:
     """ "needs 12 GiB of 40 GiB: 10 GiB of ..., 2 GiB of ... . The peak is in the backward, in layers.3 (aten::mm)." """
     parts = [f"{format_bytes(size)} {name}" for name, size in need.parts.items() if size]
     if CONTEXT in need.parts and prediction.place.cuda_context is None:
-        parts[-1] += f" (an estimate: see {named('cuda_context')})"
+        parts[-1] += f" (an estimate: see {options.named('cuda_context')})"
     consists = f": {', '.join(parts)}" if len(parts) > 1 else ""
     ranks = prediction.place.ranks
     if ranks is not None and ranks.kind == "fsdp" and len(need.parts) > 1:
@@ -375,7 +374,7 @@ def certainty(prediction: Prediction) -> str:
     evidence, doubts = prediction.evidence, len(prediction.record.doubts)
     words += f" {evidence}." if evidence is not None and evidence.rows else ""
     if doubts:
-        words += f" {counted(doubts, 'point')} {'is' if doubts == 1 else 'are'} uncertain ({named('doubts')})."
+        words += f" {counted(doubts, 'point')} {'is' if doubts == 1 else 'are'} uncertain ({options.named('doubts')})."
     return words
 
 

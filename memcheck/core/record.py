@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.files import write_text
-from memcheck.core.html import html_of
+from memcheck.core import files, html
 from memcheck.core.units import alive_words, few_lines, format_bytes
 
 
@@ -291,7 +290,7 @@ class Record:
         return [(*name, size) for field, name in BARS.items() if (size := getattr(self, field)) is not None]
 
     def _repr_html_(self) -> str:
-        return html_of(self)
+        return html.html_of(self)
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:
@@ -379,4 +378,4 @@ def is_a(value: Any, kind: Any) -> bool:
 def write_csv(records: Iterable[Record], path: Path) -> None:
     import pandas as pd
 
-    write_text(path, pd.DataFrame([dataclasses.asdict(record) for record in records]).to_csv(index=False))
+    files.write_text(path, pd.DataFrame([dataclasses.asdict(record) for record in records]).to_csv(index=False))

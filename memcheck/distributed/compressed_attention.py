@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memcheck.distributed.slices import Ranks
-from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
+from memcheck.ops import checks
+from memcheck.ops import compressed_attention_windows as windows
 from memcheck.ops.compressed_attention import BlockOptions, compressed_attention_pooled
-from memcheck.ops.compressed_attention_windows import check_window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,19 +88,21 @@ def compressed_attention(
         )
     ranks = Ranks(op, group)
     for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,S,D)"), ("v", v, "(B,Hkv,S,D)")):
-        check_rank(op, name, x, letters, 4)
+        checks.check_rank(op, name, x, letters, 4)
     if not isinstance(factor, int) or factor < 1:
         raise ValueError(f"{op}: factor must be an int of at least 1, got {factor!r}")
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"{op}: v must be {list(k.shape)} {k.dtype} to match k, got {list(v.shape)} {v.dtype}")
     if window is not None:
-        check_window(op, window)
+        windows.check_window(op, window)
         if not causal:
             raise ValueError(f"{op}: window needs causal=True, got causal=False")
     if causal:
-        check_slices(op, q.shape[2], k.shape[2])
-    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    slices = _slices(ranks, k, factor)
+        checks.check_slices(op, q.shape[2], k.shape[2])
+    q, k, v = (checks.in_autocast_dtype(x) for x in (q, k, v))
+    # On a GPU the process waits for the lengths.
+    lengths: list[int] = ranks.gathered(torch.tensor(k.shape[2], device=k.device)).tolist()
+    slices = [_Slice(sum(lengths[:rank]), length, factor) for rank, length in enumerate(lengths)]
     kc, vc = _Blocks.apply(k, v, slices, ranks)
     kv_len = sum(x.positions for x in slices)
     if causal:
@@ -157,12 +159,6 @@ class _Slice(NamedTuple):
     def last_block(self) -> int:
         """The block of the tail."""
         return (self.first + self.positions - 1) // self.factor
-
-
-def _slices(ranks: Ranks, k: Tensor, factor: int) -> list[_Slice]:
-    """The slices of all ranks. On a GPU the process waits for their lengths."""
-    lengths: list[int] = ranks.gathered(torch.tensor(k.shape[2], device=k.device)).tolist()
-    return [_Slice(sum(lengths[:rank]), length, factor) for rank, length in enumerate(lengths)]
 
 
 class _Blocks(torch.autograd.Function):

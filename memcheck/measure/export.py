@@ -10,20 +10,18 @@ from typing import Any
 
 import torch
 
-from memcheck.core.arguments import takes_step
-from memcheck.core.files import whole_file
+from memcheck.core import arguments, files
 from memcheck.core.step import HERE, Place, Step
 from memcheck.core.timeline import Allocation, Timeline
 from memcheck.core.units import format_time
-from memcheck.measure.measurement import timed_pass
-from memcheck.measure.recorders import cuda_memory_history
+from memcheck.measure import measurement, recorders
 from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around
 from memcheck.measure.timeline import recorded
 
 Rows = list[dict[str, Any]]
 
 
-@takes_step(places=HERE[:1])
+@arguments.takes_step(places=HERE[:1])
 def write_snapshot(step: Step, place: Place, *, path: Path | str) -> Path:
     """Writes the memory of a step's forward and backward over time, for the viewer at pytorch.org/memory_viz.
 
@@ -36,11 +34,11 @@ def write_snapshot(step: Step, place: Place, *, path: Path | str) -> Path:
     call = MeasuredCall(step, place.device)
     path = Path(path)
     if call.device.type == "cuda":
-        with cuda_memory_history():
+        with recorders.cuda_memory_history():
             MeasuredRun(call).measure()
             torch.cuda.memory._dump_snapshot(str(path))
     else:
-        with whole_file(path) as file:  # The viewer reads pickle protocols up to 4.
+        with files.whole_file(path) as file:  # The viewer reads pickle protocols up to 4.
             pickle.dump(snapshot_of(recorded(call)[0]), file, protocol=4)
     return path
 
@@ -102,7 +100,7 @@ def _free_space(begin: int, end: int) -> dict[str, Any]:
     return {"address": begin, "size": end - begin, "requested_size": 0, "state": "inactive", "frames": []}
 
 
-@takes_step(places=HERE[:1])
+@arguments.takes_step(places=HERE[:1])
 def write_trace(step: Step, place: Place, *, path: Path | str) -> Rows:
     """Writes torch.profiler's trace of a step, and returns the times, the longest first.
 
@@ -117,10 +115,10 @@ def write_trace(step: Step, place: Place, *, path: Path | str) -> Rows:
 
     call = MeasuredCall(step, place.device)
     on_cuda = call.device.type == "cuda"
-    timed_pass(call)
+    measurement.timed_pass(call)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, record_shapes=True) as profiler, _ranges(record_function):
-        timed_pass(call)
+        measurement.timed_pass(call)
     profiler.export_chrome_trace(str(path))
     return _shares(profiler.key_averages(), on_cuda)
 

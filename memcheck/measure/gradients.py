@@ -38,14 +38,6 @@ def drop_gradients(tensors: list[torch.Tensor]) -> None:
             tensor.grad = None
 
 
-def let_go_of_failed_backward(device: torch.device) -> None:
-    """Runs a small backward, which frees what a failed one left in autograd's queue.
-
-    Otherwise the queue's gradients would be part of the next measurement.
-    """
-    torch.ones((), device=device, requires_grad=True).clone().backward()
-
-
 class Aside:
     """Tensors as they were: their .grad, which they have not inside, and whether they require grad."""
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from memcheck.core.devices import memory_bytes
+from memcheck.core import devices, units, version
 from memcheck.core.record import Doubt
-from memcheck.core.units import format_bytes
-from memcheck.core.version import __version__
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -29,12 +27,12 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         available = proc_field("/proc/meminfo", "MemAvailable")  # "16000000 kB"
-        free = int(available.split()[0]) * 1024 if available else memory_bytes("SC_AVPHYS_PAGES")
+        free = int(available.split()[0]) * 1024 if available else devices.memory_bytes("SC_AVPHYS_PAGES")
         return {
             **_software(),
             "device": "cpu",
             "device_name": processor_name(),
-            "device_total_bytes": memory_bytes("SC_PHYS_PAGES"),
+            "device_total_bytes": devices.memory_bytes("SC_PHYS_PAGES"),
             "device_free_bytes": free,
             "allocator": "memcheck tracking allocator",
         }
@@ -115,7 +113,7 @@ class CudaMachine(Machine):
     def sharing(self) -> tuple[Doubt, ...]:
         # Empty, too, if nvidia-smi cannot tell.
         listed = _compute_processes(str(torch.cuda.get_device_properties(self.index).uuid))
-        others = [f"{pid} ({format_bytes(size)})" for pid, size in listed if pid != os.getpid()]
+        others = [f"{pid} ({units.format_bytes(size)})" for pid, size in listed if pid != os.getpid()]
         if len(others) < len(listed):
             return (Doubt(f"the GPU is shared with process {', '.join(others)}", "shared"),) if others else ()
         # Inside a container process numbers are the host's, so one of these processes is our own.
@@ -129,7 +127,7 @@ class CudaMachine(Machine):
 def _software() -> dict[str, Any]:
     return {
         "torch_version": str(torch.__version__),
-        "memcheck_version": __version__,
+        "memcheck_version": version.__version__,
         "threads": torch.get_num_threads(),
     }
 

@@ -10,19 +10,14 @@ from typing import Any
 
 import torch
 
-from memcheck.core.arguments import takes_step
+from memcheck.core import arguments, tensors, units
 from memcheck.core.outputs import Outputs
 from memcheck.core.record import FEW_PASSES, PHASES, Doubt, Record
 from memcheck.core.step import HERE, Place, Step
-from memcheck.core.tensors import (
-    gradients_for,
-    resolve_device,
-)
-from memcheck.core.units import format_time
+from memcheck.measure import machine
 from memcheck.measure.compile import compiled
 from memcheck.measure.explain import explain
 from memcheck.measure.gradients import gradients_aside
-from memcheck.measure.machine import load, machine_of
 from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around
 
 # A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...
@@ -50,7 +45,7 @@ def doubts_of_times(phase: str, times: Sequence[float]) -> tuple[Doubt, ...]:
         words = f"{phase} times scatter: the middle half of them spans {(high - low) / middle:.0%} of the median"
         doubts.append(Doubt(words, "scatter", (f"{phase}_ms",)))
     if abs(late - early) > DRIFT * early:
-        halves = f"{format_time(early)} in the first half of the passes, {format_time(late)} in the second"
+        halves = f"{units.format_time(early)} in the first half of the passes, {units.format_time(late)} in the second"
         doubts.append(Doubt(f"{phase} times drift: median {halves}", "drift", (f"{phase}_ms",)))
     return tuple(doubts)
 
@@ -74,7 +69,7 @@ def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-@takes_step(places=HERE)
+@arguments.takes_step(places=HERE)
 def measure_memory(step: Step, place: Place, *, details: bool = False) -> Record:
     """Runs a step once, and returns the memory that it took, to the byte.
 
@@ -127,7 +122,7 @@ def measure_memory(step: Step, place: Place, *, details: bool = False) -> Record
     return record
 
 
-@takes_step(places=HERE[:1])
+@arguments.takes_step(places=HERE[:1])
 def measure_time(
     step: Step, place: Place, *, warmup: int = 2, passes: int = 10, max_seconds: float | None = None
 ) -> dict[str, Any]:
@@ -165,7 +160,7 @@ def time_passes(call: MeasuredCall, *, warmup: int, passes: int, max_seconds: fl
     for name, value, least in (("warmup", warmup, 0), ("passes", passes, 1), ("max_seconds", max_seconds, 0)):
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    disturbed = (*load(), *call.machine.sharing())
+    disturbed = (*machine.load(), *call.machine.sharing())
     results = _timed_passes(call, warmup + passes, max_seconds)
     # If time was short, the first passes count as well, and at least one always does.
     warm = min(warmup, len(results) - 1)
@@ -177,7 +172,7 @@ def time_passes(call: MeasuredCall, *, warmup: int, passes: int, max_seconds: fl
 
 def machine_facts(device: torch.device | str) -> dict[str, Any]:
     """Record fields that describe where it was measured."""
-    return machine_of(resolve_device(device, ())).facts()
+    return machine.machine_of(tensors.resolve_device(device, ())).facts()
 
 
 def _timed_passes(call: MeasuredCall, count: int, max_seconds: float | None) -> list[dict[str, float]]:
@@ -206,7 +201,7 @@ def timed_pass(call: MeasuredCall) -> dict[str, float]:
     with range_around.get()("pass"), call.arranged(), gradients_aside([*call.given, *call.owned]):
         timed("forward", lambda: returned.append(call.forward()))
         if call.step.backward and (roots := returned[0].roots):
-            gradients = gradients_for(roots, call.step.dense_grad)
+            gradients = tensors.gradients_for(roots, call.step.dense_grad)
             timed("backward", lambda: torch.autograd.backward(roots, gradients))
             if call.optimizer_step is not None:
                 timed("optimizer", call.optimizer_step)

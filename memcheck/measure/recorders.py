@@ -101,7 +101,9 @@ class CpuRecorder:
         if keep_history:
             self.ledger, self._timeline = None, self._extension.AllocationTimeline()
         else:
-            skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", copy.__file__, "<", *inductor_folders()]
+            # Where torch.compile writes the code that it generates.
+            inductor = os.path.join(tempfile.gettempdir(), "torchinductor_"), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", copy.__file__, "<", *filter(None, inductor)]
             self._extension.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
             self.ledger = self._extension.PeakLedger(LEAST_BYTES)
             self._timeline = self._extension.AllocationTimeline(self.ledger, LEAST_BYTES)
@@ -142,12 +144,6 @@ class CpuRecorder:
             AllocationEvent(address, size, stacks[path], *(tensor or ()))
             for address, size, path, _module, _node, tensor in self._timeline.events()
         ]
-
-
-def inductor_folders() -> list[str]:
-    """Where torch.compile writes the code that it generates."""
-    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return [os.path.join(tempfile.gettempdir(), "torchinductor_"), *([named] if named else [])]
 
 
 class Interner:

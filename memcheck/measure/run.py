@@ -14,42 +14,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memcheck.core import optimizers, tensors
 from memcheck.core.devices import Device
-from memcheck.core.optimizers import (
-    arranged,
-    clipped_step,
-    collector_at_rest,
-    optimizer_factory,
-    optimizer_made,
-    optimizers_in,
-    optimizers_in_hooks,
-)
 from memcheck.core.outputs import ForwardOptions, Left, NamedTensors, Outputs, why_no_backward
 from memcheck.core.record import Doubt, Record
 from memcheck.core.step import Step
-from memcheck.core.tensors import (
-    Storages,
-    StorageWeakRef,
-    attributes_of,
-    gradients_for,
-    module_called,
-    named_tensors_in,
-    owner_of,
-    resolve_device,
-    storages_alive,
-    storages_of,
-    tensors_in,
-    with_data,
-)
-from memcheck.measure.gradients import (
-    Aside,
-    clear_gradients,
-    gradients_aside,
-    gradients_of,
-    leaves_below,
-    let_go_of_failed_backward,
-)
-from memcheck.measure.machine import machine_of
+from memcheck.measure import gradients, machine
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -70,30 +40,35 @@ class MeasuredCall:
         self.parameters, self.optimizer_step = step.parameters, step.optimizer_step
         if isinstance(self.parameters, Iterator):
             self.parameters = list(self.parameters)
-        if (makes := optimizer_factory(step.optimizer)) is not None:
-            if (module := module_called(fn)) is None:
+        if (makes := optimizers.optimizer_factory(step.optimizer)) is not None:
+            if (module := tensors.module_called(fn)) is None:
                 raise ValueError(f"optimizer needs a module with parameters, got {fn!r}")
-            made = optimizer_made(makes, module)
-            self.parameters = (owner_of(fn), optimizers_in(made), self.parameters)
-            self.optimizer_step = clipped_step(made, step.clip_grad_norm)
+            made = optimizers.optimizer_made(makes, module)
+            self.parameters = (tensors.owner_of(fn), optimizers.optimizers_in(made), self.parameters)
+            self.optimizer_step = optimizers.clipped_step(made, step.clip_grad_norm)
         stepped = getattr(self.optimizer_step, "__self__", None)
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
         known = set(map(id, self.optimizers))
-        hooked = [one for one in optimizers_in_hooks(module_called(fn)) if id(one) not in known]
+        hooked = [one for one in optimizers.optimizers_in_hooks(tensors.module_called(fn)) if id(one) not in known]
         self.optimizers += hooked
-        self.named_given = list(with_data(_titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))))
+        given = _titled("input", tensors.named_tensors_in(_arguments(fn, inputs, kwargs)))
+        self.named_given = list(tensors.with_data(given))
         # Parameters of a module, of a bound method's module, those that the caller names, and those of optimizers.
-        self.owners = (owner_of(fn), self.parameters, self.stepped, hooked)
+        self.owners = (tensors.owner_of(fn), self.parameters, self.stepped, hooked)
         self.named_owned = self.named_owned_now()
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
-        _check_inputs(self.given, step.backward)
+        for tensor in self.given if step.backward else ():
+            if tensor.requires_grad and not tensor.is_leaf:
+                rule = "inputs must be leaves, or backward runs on through their history"
+                raise ValueError(f"{rule}: got {tensor.grad_fn}")
         self._reached: list[weakref.ref[torch.Tensor]] = []
-        self.device = resolve_device(device.kind if isinstance(device, Device) else device, [*self.given, *self.owned])
+        kind = device.kind if isinstance(device, Device) else device
+        self.device = tensors.resolve_device(kind, [*self.given, *self.owned])
         # Bytes that the first step left alive: caches, or the state of an optimizer that was not given.
         self.unseen_bytes = 0
-        self.machine = machine_of(self.device)
+        self.machine = machine.machine_of(self.device)
 
     def forward(self) -> Outputs:
         """Runs the callable once, and its loss, and returns what stays alive until the step ends."""
@@ -102,7 +77,7 @@ class MeasuredCall:
 
     def arranged(self) -> AbstractContextManager[None]:
         """Inside, the module has the checkpoints and is in the mode that the step asks for."""
-        return arranged(self.step.model, self.step.checkpointing, self.step.training)
+        return optimizers.arranged(self.step.model, self.step.checkpointing, self.step.training)
 
     @property
     def named_leaves(self) -> NamedTensors:
@@ -120,23 +95,23 @@ class MeasuredCall:
         """Leaves that note_reached found, as far as they are alive."""
         return [tensor for found in self._reached if (tensor := found()) is not None]
 
-    def note_reached(self, roots: list[torch.Tensor], aside: Aside) -> None:
+    def note_reached(self, roots: list[torch.Tensor], aside: gradients.Aside) -> None:
         """Finds the leaves that a backward from the roots reaches, and puts their gradients aside."""
         known = set(map(id, self.leaves))
-        new = [leaf for leaf in leaves_below(roots) if id(leaf) not in known]
+        new = [leaf for leaf in gradients.leaves_below(roots) if id(leaf) not in known]
         aside.put(new)
         self._reached += map(weakref.ref, new)
 
     def named_owned_now(self) -> NamedTensors:
         """The tensors that the callable owns. A forward may replace buffers by new ones."""
-        owned = itertools.chain.from_iterable(map(named_tensors_in, self.owners))
-        return list(with_data(_titled("parameter", owned)))
+        owned = itertools.chain.from_iterable(map(tensors.named_tensors_in, self.owners))
+        return list(tensors.with_data(_titled("parameter", owned)))
 
     @property
     def named_state(self) -> NamedTensors:
         """The optimizers' current state, without the parameters."""
         states = [list(optimizer.state.values()) for optimizer in self.optimizers]
-        return _titled("optimizer state", named_tensors_in(states[0] if len(states) == 1 else states))
+        return _titled("optimizer state", tensors.named_tensors_in(states[0] if len(states) == 1 else states))
 
     @property
     def state(self) -> list[torch.Tensor]:
@@ -178,8 +153,8 @@ class MeasuredRun:
         self.memory = MemoryTracker(*held, device=call.device, memory_limit=limit_bytes, saved=hooks)
         self._held_bytes = self.memory.held_bytes + call.unseen_bytes + beside_bytes
         self._left_bytes = 0  # By the first step.
-        self._older: set[StorageWeakRef] = set()
-        self._left_gradients: Storages = {}
+        self._older: set[tensors.StorageWeakRef] = set()
+        self._left_gradients: tensors.Storages = {}
         self.hooks = hooks
         self.phase, self.earlier = phase or range_around.get(), earlier
         self.returned = Outputs(Left(), [], [], None)  # Stays alive until the step ends.
@@ -188,7 +163,7 @@ class MeasuredRun:
         self.saved_tensors: list[SavedTensor] = []
         self.record = Record(
             mode=call.step.mode,
-            input_bytes=sum(storages_of(call.given, call.device).values()),
+            input_bytes=sum(tensors.storages_of(call.given, call.device).values()),
             **self.machine.facts(),
         )
         self._note_held()
@@ -206,17 +181,19 @@ class MeasuredRun:
         """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
         # Attributes that the forward replaces stay: their release would count if an earlier measurement saw them made.
-        attributes = list(attributes_of(self.call.owners))
+        attributes = list(tensors.attributes_of(self.call.owners))
         with (
             self.call.arranged(),
-            collector_at_rest(),
-            gradients_aside([*self.call.given, *self.call.owned]) as self._aside,
+            optimizers.collector_at_rest(),
+            gradients.gradients_aside([*self.call.given, *self.call.owned]) as self._aside,
             self.memory,
         ):
-            self._older = set(map(StorageWeakRef, storages_alive(self.call.device)))
+            self._older = set(map(tensors.StorageWeakRef, tensors.storages_alive(self.call.device)))
             if self._before() and self._attempt("forward", self._forward):
                 if not (self.call.step.backward and self.returned.roots):
-                    self.record.doubts += self._why_no_backward()
+                    leaf = next((name for name, _ in self.call.named_leaves), None)
+                    if self.call.step.backward:
+                        self.record.doubts += (Doubt(why_no_backward(self.returned.named, leaf)),)
                 elif self._attempt("backward", self._backward):
                     self._let_go_of_output_gradients()
                     if self.call.optimizer_step is not None:
@@ -232,12 +209,12 @@ class MeasuredRun:
         timeline.
         """
         call = self.call
-        state_bytes = sum(storages_of(call.state, call.device).values())
+        state_bytes = sum(tensors.storages_of(call.state, call.device).values())
         first_step = call.step.warms_up and not call.has_state
         if first_step:
             if (ran := self._pass(call.optimizer_step)) is not True:
                 return ran is None
-            clear_gradients(call.leaves, call.given, call.step)
+            gradients.clear_gradients(call.leaves, call.given, call.step)
         for _ in range(call.step.accumulate - 1):
             if (ran := self._pass()) is not True:
                 return ran is None
@@ -262,15 +239,15 @@ class MeasuredRun:
         return optimizer_step is None or self._attempt("optimizer", optimizer_step, self.earlier)
 
     def _gradients_for(self, roots: list[torch.Tensor]) -> list[torch.Tensor]:
-        return gradients_for(roots, self.call.step.dense_grad)
+        return tensors.gradients_for(roots, self.call.step.dense_grad)
 
     def _note_left(self, state_bytes: int) -> None:
         """Records what earlier passes left behind, where the optimizer had state_bytes before."""
         call = self.call
         self.machine.drop_library_workspaces()
         self._left_bytes = self.memory.current_bytes
-        self._left_gradients = storages_of(gradients_of(call.leaves), call.device)
-        seen = sum(storages_of(call.state, call.device).values()) - state_bytes
+        self._left_gradients = tensors.storages_of(gradients.gradients_of(call.leaves), call.device)
+        seen = sum(tensors.storages_of(call.state, call.device).values()) - state_bytes
         call.unseen_bytes += self._left_bytes - sum(self._left_gradients.values()) - seen
         self.memory.reset_peak()
         self.memory.forget_saved()
@@ -291,18 +268,19 @@ class MeasuredRun:
         if self.memory.refusal is not None:
             self.record.oom_requested_bytes, self.record.oom_in_use_bytes = self.memory.refusal
         if phase == "backward":
-            let_go_of_failed_backward(self.call.device)
+            # A small backward frees the gradients that the failed one left in autograd's queue.
+            torch.ones((), device=self.call.device, requires_grad=True).clone().backward()
         return False
 
     def _forward(self) -> None:
         record, memory, device = self.record, self.memory, self.call.device
-        held = storages_of([*self.call.given, *self.call.owned, *self.call.state], device)
-        young = storages_alive(device, generation=0)
-        younger = {StorageWeakRef(storage): storage.nbytes() for storage in young}
+        held = tensors.storages_of([*self.call.given, *self.call.owned, *self.call.state], device)
+        young = tensors.storages_alive(device, generation=0)
+        younger = {tensors.StorageWeakRef(storage): storage.nbytes() for storage in young}
         before = {*self._older, *held, *younger}
         self.returned = self.call.forward()
         self.call.note_reached(self.returned.roots, self._aside)
-        returned = [tensor for _, tensor in with_data(self.named_outputs)]
+        returned = [tensor for _, tensor in tensors.with_data(self.named_outputs)]
         record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
         record.forward_end_allocated_bytes = self._allocated_bytes()
@@ -312,41 +290,36 @@ class MeasuredRun:
         gone_bytes = sum(size for storage, size in younger.items() if storage.expired())
         owned = [tensor for _, tensor in self.call.named_owned_now()]
         outputs, renewed = (
-            {key: size for key, size in storages_of(tensors, device).items() if key not in before}
-            for tensors in (returned, owned)
+            {key: size for key, size in tensors.storages_of(part, device).items() if key not in before}
+            for part in (returned, owned)
         )
         renewed_bytes = sum(size for key, size in renewed.items() if key not in outputs)
         memory.hold(returned, owned)
         record.output_bytes = sum(outputs.values())
         parts = (record.library_workspace_bytes or 0, record.output_bytes, renewed_bytes)
         # Gradients of a backward within the forward are part of saved_bytes.
-        self._left_gradients |= storages_of(gradients_of(self.call.leaves), device)
+        self._left_gradients |= tensors.storages_of(gradients.gradients_of(self.call.leaves), device)
         record.saved_bytes = max(0, alive + gone_bytes - sum(parts))
         self._left_bytes += renewed_bytes - gone_bytes
         if self.hooks:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
 
-    def _why_no_backward(self) -> tuple[Doubt, ...]:
-        """A doubt with the reason, if a backward was asked for."""
-        leaf = next((name for name, _ in self.call.named_leaves), None)
-        return (Doubt(why_no_backward(self.returned.named, leaf)),) if self.call.step.backward else ()
-
     def _backward(self) -> None:
         record, memory, roots = self.record, self.memory, self.returned.roots
         memory.reset_peak()
         record.backward_from = self.returned.start
         self.output_gradients = self._gradients_for(roots)
-        incoming = storages_of(self.output_gradients, self.call.device)
+        incoming = tensors.storages_of(self.output_gradients, self.call.device)
         torch.autograd.backward(roots, self.output_gradients, retain_graph=self.call.step.retain_graph)
         record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         record.backward_end_allocated_bytes = self._allocated_bytes()
         library_bytes = self.machine.drop_library_workspaces()
-        gradients = storages_of(gradients_of(self.call.leaves), self.call.device)
-        record.gradient_bytes = sum(gradients.values())
+        grads = tensors.storages_of(gradients.gradients_of(self.call.leaves), self.call.device)
+        record.gradient_bytes = sum(grads.values())
         # A union, because a gradient may be the same tensor as an output's gradient.
-        appeared = {key: size for key, size in (gradients | incoming).items() if key not in self._left_gradients}
+        appeared = {key: size for key, size in (grads | incoming).items() if key not in self._left_gradients}
         self._note_workspace(record.backward_peak_bytes, library_bytes, sum(appeared.values()))
         if library_bytes is not None:
             record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
@@ -369,13 +342,13 @@ class MeasuredRun:
     def _note_held(self) -> None:
         """Records the bytes of parameters and of optimizers. Unknown optimizers have what the first step left."""
         record, call = self.record, self.call
-        state = storages_of(call.state, call.device)
+        state = tensors.storages_of(call.state, call.device)
         if call.optimizers:
             record.optimizer_bytes = sum(state.values())
         elif call.optimizer_step is not None or call.step.warms_up:
             record.optimizer_bytes = call.unseen_bytes
-        parameters = storages_of(call.owned, call.device)
-        for other in (*state, *storages_of(call.given, call.device)):
+        parameters = tensors.storages_of(call.owned, call.device)
+        for other in (*state, *tensors.storages_of(call.given, call.device)):
             parameters.pop(other, None)
         record.parameter_bytes = sum(parameters.values())
 
@@ -416,16 +389,16 @@ def _titled(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> NamedTensor
 
 def _optimizers_of(parameters: Any, stepped: Optimizer | None) -> list[Optimizer]:
     """The stepped optimizer and those among the parameters. ValueError if a parameter is none."""
-    optimizers = [] if stepped is None else [stepped]
+    found = [] if stepped is None else [stepped]
     for name, thing in _named_parts(parameters, "parameters"):
         if isinstance(thing, Optimizer):
-            optimizers += [thing] if thing is not stepped else []
-        elif not isinstance(thing, torch.nn.Module) and not any(True for _ in tensors_in(thing)):
+            found += [thing] if thing is not stepped else []
+        elif not isinstance(thing, torch.nn.Module) and not any(True for _ in tensors.tensors_in(thing)):
             raise ValueError(
                 f"{name} must be a tensor, a module, an optimizer or a container of these, got {thing!r}, "
                 "in which no tensor was found"
             )
-    return optimizers
+    return found
 
 
 def _named_parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -434,9 +407,3 @@ def _named_parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _named_parts(inner, f"{name}.{part}")
     elif thing is not None:
         yield name, thing
-
-
-def _check_inputs(given: list[torch.Tensor], backward: bool) -> None:
-    for tensor in given:
-        if backward and tensor.requires_grad and not tensor.is_leaf:
-            raise ValueError(f"inputs must be leaves, or backward runs on through their history: got {tensor.grad_fn}")

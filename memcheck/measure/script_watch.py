@@ -21,27 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from memcheck.core.script_record import (
-    KINDS,
-    PHASES,
-    Alive,
-    Course,
-    Moment,
-    Origin,
-    Process,
-    Refusal,
-    Refused,
-    ScriptRecord,
-)
-from memcheck.core.version import __version__
+from memcheck.core import script_record, version
+from memcheck.core.script_record import KINDS, PHASES, Alive, Course, Moment, Origin, Refusal, Refused, ScriptRecord
 from memcheck.measure.modules import ModuleWatch
-from memcheck.measure.recorders import (
-    LEAST_BYTES,
-    CudaRecorder,
-    Recorder,
-    allocated_by,
-    open_recorder,
-)
+from memcheck.measure.recorders import LEAST_BYTES, CudaRecorder, Recorder, allocated_by, open_recorder
 from memcheck.measure.script_children import Children
 from memcheck.measure.script_growth import resident_bytes
 from memcheck.measure.script_now import LargestLine, Now
@@ -99,7 +82,7 @@ class ScriptWatch:
         highest, end = resident_bytes("VmHWM"), resident_bytes()
         if highest is not None and end is not None:
             highest = max(highest, end)  # Linux updates its highest later.
-        self._process = Process(self._process_bytes, highest, end, samples.process_growth())
+        self._process = script_record.Process(self._process_bytes, highest, end, samples.process_growth())
         self._recorder.close()
         self._seconds = self._recorder.ledger.seconds
         self._peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
@@ -176,7 +159,7 @@ class ScriptWatch:
             doubts=doubts,
             environment={
                 "torch": str(torch.__version__),
-                "memcheck": __version__,
+                "memcheck": version.__version__,
                 "threads": str(torch.get_num_threads()),
             },
         )

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
+from torch.backends import cuda
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.core.tensors import tensors_in
@@ -80,9 +75,9 @@ class BackendWitness:
 
 def fused_refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
     """Why the fused CUDA attentions refuse these inputs, in torch's warnings. None on the CPU, which gives none."""
-    params = SDPAParams(q, k, v, None, 0.0, causal, False)
+    params = cuda.SDPAParams(q, k, v, None, 0.0, causal, False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for can_use in (can_use_flash_attention, can_use_efficient_attention, can_use_cudnn_attention):
+        for can_use in (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention):
             can_use(params, True)
     return " ".join(str(warning.message) for warning in caught) or None

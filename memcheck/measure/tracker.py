@@ -13,19 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from memcheck._extension import MISSING, extension
-from memcheck.core.arguments import argument
-from memcheck.core.converters import size_in_bytes
-from memcheck.core.tensors import (
-    StorageWeakRef,
-    dtype_name,
-    named_tensors_in,
-    references_of,
-    resolve_device,
-    storages_in,
-    storages_of,
-    with_data,
-)
-from memcheck.core.units import format_bytes
+from memcheck.core import arguments, converters, tensors, units
 
 Refusal = tuple[int, int]  # Bytes requested, bytes in use.
 
@@ -169,15 +157,15 @@ class SavedTensor:
     address: int
 
 
-Saved = dict[StorageWeakRef, SavedTensor]
+Saved = dict[tensors.StorageWeakRef, SavedTensor]
 
 
 def _note_saved(saved: Saved, tensor: torch.Tensor) -> None:
-    for storage in storages_in(tensor):
+    for storage in tensors.storages_in(tensor):
         if storage.device.type in ("cpu", "cuda"):
-            shape, dtype = tuple(tensor.shape), dtype_name(tensor)
+            shape, dtype = tuple(tensor.shape), tensors.dtype_name(tensor)
             kept = SavedTensor(storage.device, storage.nbytes(), shape, dtype, storage.data_ptr())
-            saved.setdefault(StorageWeakRef(storage), kept)
+            saved.setdefault(tensors.StorageWeakRef(storage), kept)
 
 
 class _Listeners(threading.local):
@@ -259,12 +247,12 @@ class MemoryTracker:
         saved: bool = True,
     ) -> None:
         _break_graph()
-        tensors = list(_held_tensors(held))
-        self.device = resolve_device(device, tensors)
-        self._held = set(references_of(tensors))
-        self._held_bytes = storages_of(tensors, self.device)
+        given = list(_held_tensors(held))
+        self.device = tensors.resolve_device(device, given)
+        self._held = set(tensors.references_of(given))
+        self._held_bytes = tensors.storages_of(given, self.device)
         self._saved: Saved | None = {} if saved else None
-        self._limit_bytes: int | None = argument("memory_limit", memory_limit, size_in_bytes)
+        self._limit_bytes: int | None = arguments.argument("memory_limit", memory_limit, converters.size_in_bytes)
         self._counters: dict[torch.device, _Counter] = {}
         self._exit = ExitStack()
         self._open = False
@@ -300,7 +288,7 @@ class MemoryTracker:
     def __repr__(self) -> str:
         def figures(memory: DeviceMemory) -> str:
             named = {"peak": memory.peak_bytes, "now": memory.current_bytes, "saved": memory.saved_bytes}
-            return ", ".join(f"{name} {format_bytes(size)}" for name, size in named.items() if size is not None)
+            return ", ".join(f"{name} {units.format_bytes(size)}" for name, size in named.items() if size is not None)
 
         devices = self.by_device.items() if self._counters else ()
         return f"MemoryTracker({'; '.join(f'{device}: {figures(memory)}' for device, memory in devices)})"
@@ -345,9 +333,9 @@ class MemoryTracker:
 
     def hold(self, *more: Any) -> None:
         """Counts `more` tensors, such as outputs, as the caller's, so that they do not count as saved for backward."""
-        tensors = list(_held_tensors(more))
-        self._held.update(references_of(tensors))
-        self._held_bytes.update(storages_of(tensors, self.device))
+        given = list(_held_tensors(more))
+        self._held.update(tensors.references_of(given))
+        self._held_bytes.update(tensors.storages_of(given, self.device))
 
     def reset_peak(self) -> None:
         """Restarts the peak from the current level, on every device."""
@@ -400,7 +388,7 @@ def _other_devices(device: torch.device) -> list[torch.device]:
 def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     for index, thing in enumerate(held):
         things = list(thing) if isinstance(thing, Iterator) else thing  # model.parameters()
-        for _, tensor in with_data(named_tensors_in(things, f"held argument {index}")):
+        for _, tensor in tensors.with_data(tensors.named_tensors_in(things, f"held argument {index}")):
             yield tensor
 
 

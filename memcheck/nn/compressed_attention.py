@@ -7,17 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from memcheck.nn.layers import (
-    DeviceLike,
-    HeadedSelfAttention,
-    Options,
-    angles_at,
-    check_positive,
-    check_step,
-    check_tokens,
-    positions_within,
-    rotated,
-)
+from memcheck.nn import layers
+from memcheck.nn.layers import DeviceLike, HeadedSelfAttention, Options
 from memcheck.ops.checks import check_rank, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places
@@ -135,13 +126,13 @@ class CompressedSelfAttention(HeadedSelfAttention):
     ) -> None:
         name = "CompressedSelfAttention"
         super().__init__(dim, heads, kv_heads, bias=bias, device=device, dtype=dtype)
-        check_positive(name, factor=factor)
+        layers.check_positive(name, factor=factor)
         if compression not in ("mean", "convolution"):
             raise ValueError(f'{name}: compression must be "mean" or "convolution", got "{compression}"')
         if strict and not causal:
             raise ValueError(f"{name}: strict needs causal=True, got causal=False")
         if window is not None:
-            check_positive(name, window=window)
+            layers.check_positive(name, window=window)
             if not causal:
                 raise ValueError(f"{name}: window needs causal=True, got causal=False")
         if rotary_base is not None:
@@ -254,8 +245,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
         q, k, v = self.project(x)
         if self.rotary_base is not None:
             positions = self.positions(x, states, cu_seqlens, lengths, padding)
-            angles = angles_at(positions, self.head_dim, self.rotary_base)
-            q, k = (rotated(part, angles.cos().to(part.dtype), angles.sin().to(part.dtype)) for part in (q, k))
+            angles = layers.angles_at(positions, self.head_dim, self.rotary_base)
+            q, k = (layers.rotated(part, angles.cos().to(part.dtype), angles.sin().to(part.dtype)) for part in (q, k))
         return q, k, v
 
     def positions(
@@ -273,7 +264,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
                     given = check_states(name, states, count, self.kind_of_state)
                     first = torch.tensor([self.covered(state) for state in given], device=x.device)
         if cu_seqlens is not None:
-            return positions_within(cu_seqlens, x, first).to(dtype)
+            return layers.positions_within(cu_seqlens, x, first).to(dtype)
         positions = torch.arange(S, device=x.device)
         if lengths is None:
             return (positions + self.covered(states)).to(dtype)
@@ -347,8 +338,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
             y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state, of the
             old one's type; at the beginning a CompressedState, or with a window a CompressedAttentionWindowState.
         """
-        check_tokens("CompressedSelfAttention", x, self.dim)
-        check_step("CompressedSelfAttention", x, self.causal)
+        layers.check_tokens("CompressedSelfAttention", x, self.dim)
+        layers.check_step("CompressedSelfAttention", x, self.causal)
         if isinstance(state, CompressedAttentionState) or self.window is not None:
             y, state = self(x, initial_state=state, return_state=True)
             return y, state

@@ -11,15 +11,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
+from memcheck.nn import layers as nn_layers
 from memcheck.nn.combinator import Combinator
-from memcheck.nn.layers import (
-    DeviceLike,
-    HeadedSelfAttention,
-    Rotary,
-    check_positive,
-    positions_within,
-    refuse_scripting,
-)
+from memcheck.nn.layers import DeviceLike, HeadedSelfAttention, Rotary, check_positive, refuse_scripting
 from memcheck.nn.softplus_attention import ChannelSelfAttention
 from memcheck.ops.checks import check_plain, is_symbolic
 from memcheck.ops.compressed_attention import compressed_attention
@@ -236,7 +230,7 @@ class Decoder(torch.nn.Module):
             for kind in self.attention:
                 if kind not in PACKABLE:
                     raise ValueError(f"Decoder: cu_seqlens needs attention {', '.join(PACKABLE)}, got {kind!r}")
-            sequences = {"cu_seqlens": cu_seqlens, "positions": positions_within(cu_seqlens, tokens)}
+            sequences = {"cu_seqlens": cu_seqlens, "positions": nn_layers.positions_within(cu_seqlens, tokens)}
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, **sequences)

@@ -12,12 +12,9 @@ from memcheck.bench.sweep.store import Store, read_records
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.core.record import Record, write_csv
-from memcheck.report.accounting import accounting_table, scaling_table, summary
-from memcheck.report.cases import case_and_place, select
-from memcheck.report.comparison import Comparison, compare
+from memcheck.report import accounting, cases, comparison, predictions
 from memcheck.report.plots.pictures import KINDS, Picture, check_axis, check_kind, pictures_of
 from memcheck.report.plots.style import image_element, shown
-from memcheck.report.predictions import prediction_table
 from memcheck.report.records import PIVOT_FIELDS, cs336_tables, main_tables, pivot_tables
 from memcheck.report.tables import Sentences, Tables, to_html
 
@@ -82,13 +79,13 @@ class Results(Sequence[Record]):
             if name not in (*FIELDS, "seq_len"):
                 raise UsageError(f"select: {name}={value!r} is no field of a record{did_you_mean(name, FIELDS)}")
             values = value if isinstance(value, list | tuple | set) else [value]
-            kept = {id(record) for one in values for record in select(chosen, {name: str(one)})}
+            kept = {id(record) for one in values for record in cases.select(chosen, {name: str(one)})}
             chosen = [record for record in chosen if id(record) in kept]
         return Results(chosen)
 
     def summary(self) -> Sentences:
         """How many cases ran, how they ended, and what is doubtful, in sentences."""
-        return Sentences(summary(self.records))
+        return Sentences(accounting.summary(self.records))
 
     def table(self, kind: str | None = None, *, units: bool = False) -> Tables:
         """The rows as a table.
@@ -106,11 +103,11 @@ class Results(Sequence[Record]):
         if kind in PIVOT_FIELDS:
             return Tables(pivot_tables(self.records, kind))
         if kind == "scaling":
-            return Tables([scaling_table(self.records)])
+            return Tables([accounting.scaling_table(self.records)])
         if kind == "prediction":
-            return Tables([prediction_table(self.records)])
+            return Tables([predictions.prediction_table(self.records)])
         if kind == "accounting":
-            return Tables(map(accounting_table, self.records))
+            return Tables(map(accounting.accounting_table, self.records))
         if kind == "cs336":
             return Tables(cs336_tables(self.records))
         raise unknown_name("table:", kind, [*TABLES, *PIVOT_FIELDS])
@@ -152,13 +149,13 @@ class Results(Sequence[Record]):
 
         return pd.DataFrame([dataclasses.asdict(record) for record in self]).dropna(axis="columns", how="all")
 
-    def compare(self, after: Iterable[Record] | Path | str) -> Comparison:
+    def compare(self, after: Iterable[Record] | Path | str) -> comparison.Comparison:
         """These results beside later ones, `after`, or those of a folder, case by case: bytes to the byte.
 
         Raises:
             UsageError: the folder holds no records.
         """
-        return compare(self.records, read_records(after) if isinstance(after, str | Path) else list(after))
+        return comparison.compare(self.records, read_records(after) if isinstance(after, str | Path) else list(after))
 
     def save(self, folder: Path | str) -> Path:
         """Writes records.jsonl, which load() and the commands read, and records.csv into `folder`.
@@ -173,7 +170,7 @@ class Results(Sequence[Record]):
         store.begin()
         for record in self:
             store.append(record)
-        write_csv(store.keep_newest(case_and_place), folder / "records.csv")
+        write_csv(store.keep_newest(cases.case_and_place), folder / "records.csv")
         return folder
 
 

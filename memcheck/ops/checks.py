@@ -190,7 +190,9 @@ def check_plain(op: str, name: str, x: object) -> None:
     """TypeError or NotImplementedError if x is no tensor, or one that is nested, sparse or quantized."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}") from None
-    refuse_nested(op, name, x)
+    if x.is_nested:
+        packed = " packed, B = 1, and cu_seqlens = its offsets()" if "ttention" in op or op == "Decoder" else ""
+        raise NotImplementedError(f"{op}: {name} is a nested tensor; pass its values(){packed}") from None
     if x.layout is not torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{op}: {name} must be a dense tensor, got a {kind} one of shape {list(x.shape)}") from None
@@ -209,13 +211,6 @@ def explain_refusal(op: str, **inputs: Any) -> None:
     for name, x in given.items():
         if fake and name not in fake:
             raise TypeError(f"{op}: {name} must be a FakeTensor as {fake[0]} is, got {described(x)}") from None
-
-
-def refuse_nested(op: str, name: str, x: object) -> None:
-    """NotImplementedError if x is a nested tensor."""
-    if isinstance(x, Tensor) and x.is_nested:
-        packed = " packed, B = 1, and cu_seqlens = its offsets()" if "ttention" in op or op == "Decoder" else ""
-        raise NotImplementedError(f"{op}: {name} is a nested tensor; pass its values(){packed}") from None
 
 
 def refuse_gradient(op: str, *inputs: object) -> None:

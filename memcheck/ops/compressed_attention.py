@@ -8,38 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from memcheck.ops import derivatives
-from memcheck.ops.checks import (
-    Sequences,
-    check_int,
-    in_autocast_dtype,
-    prepare_input,
-    refuse_context_parallel,
-    refuse_gradient,
-    sequence_arguments,
-)
+from memcheck.ops import checks, derivatives
+from memcheck.ops import compressed_attention_states as states
+from memcheck.ops import compressed_attention_windows as windows
 from memcheck.ops.compressed_attention_rooms import blocks_in, memory_after
-from memcheck.ops.compressed_attention_states import (
-    LONGEST,
-    Arguments,
-    CompressedAttentionState,
-    attend,
-    check_new,
-    check_scale,
-    check_sink,
-    state_after,
-    state_before,
-)
-from memcheck.ops.compressed_attention_windows import (
-    MOST_POSITIONS,
-    Blocks,
-    CompressedAttentionWindowState,
-    check_window,
-    go_on,
-    goes_on_as_it_is,
-    one_position_of_window,
-    state_of_prompt,
-)
+from memcheck.ops.compressed_attention_states import Arguments, CompressedAttentionState
+from memcheck.ops.compressed_attention_windows import Blocks, CompressedAttentionWindowState
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
@@ -69,7 +43,7 @@ class PooledOptions(BlockOptions, total=False):
     v: Tensor | None
 
 
-class Options(BlockOptions, Sequences, total=False):
+class Options(BlockOptions, checks.Sequences, total=False):
     """Those of compressed_attention, beside return_state."""
 
     initial_state: State | Sequence[State] | None
@@ -217,21 +191,21 @@ def compressed_attention(
         >>> y_with_window = torch.softmax(scores, 3).nan_to_num(0) @ values
     """
     op = "compressed_attention"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
-    check_int(op, "factor", factor, 1, LONGEST)
-    check_scale(op, scale)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
+    checks.check_int(op, "factor", factor, 1, states.LONGEST)
+    states.check_scale(op, scale)
     blocks = {"factor": factor} if window is None else {"factor": factor, "window": window}
     if window is not None:
-        check_window(op, window)
-    sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+        windows.check_window(op, window)
+    sequences = checks.sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
     if initial_state is None and not return_state:
-        return attend(op, (q, k, v), sink, blocks, options, **sequences)
+        return states.attend(op, (q, k, v), sink, blocks, options, **sequences)
     if not causal:
         raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
-    sink = check_sink(op, sink, q)
-    outputs, state = go_on(op, (q, k, v), sink, initial_state, Blocks(factor, window), options, **sequences)
+    sink = states.check_sink(op, sink, q)
+    outputs, state = windows.go_on(op, (q, k, v), sink, initial_state, Blocks(factor, window), options, **sequences)
     if not return_state:
         return outputs
     return (*outputs, state) if return_lse else (outputs, state)
@@ -292,20 +266,20 @@ def compressed_attention_pooled(
         >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vh
     """
     op = "compressed_attention_pooled"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
-    check_int(op, "factor", factor, 1, LONGEST)
-    check_int(op, "kv_len", kv_len, 0, MOST_POSITIONS)
-    check_scale(op, scale)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
+    checks.check_int(op, "factor", factor, 1, states.LONGEST)
+    checks.check_int(op, "kv_len", kv_len, 0, windows.MOST_POSITIONS)
+    states.check_scale(op, scale)
     options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
     blocks = {"factor": factor, "kv_len": kv_len}
     if window is None and k is None and v is None:
-        return attend(op, (q, kc, vc), sink, blocks, options)
-    check_window(op, window)
+        return states.attend(op, (q, kc, vc), sink, blocks, options)
+    windows.check_window(op, window)
     if k is None or v is None:
         raise TypeError(f"{op}: window needs k and v, the newest positions, got {'k' if k is None else 'v'}=None")
-    near = (in_autocast_dtype(k), in_autocast_dtype(v))
-    return attend(op, (q, kc, vc), sink, blocks | {"window": window}, options, near)
+    near = (checks.in_autocast_dtype(k), checks.in_autocast_dtype(v))
+    return states.attend(op, (q, kc, vc), sink, blocks | {"window": window}, options, near)
 
 
 def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int, window: int | None = None) -> State:
@@ -335,12 +309,12 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int, window: int
         >>> state = (kc, vc, k_sum, v_sum, k.shape[2] % factor, factor)
     """
     op = "compressed_attention_state"
-    k, v = in_autocast_dtype(k), in_autocast_dtype(v)
-    refuse_gradient(op, k, v)
-    check_new(op, None, k, v)
+    k, v = checks.in_autocast_dtype(k), checks.in_autocast_dtype(v)
+    checks.refuse_gradient(op, k, v)
+    states.check_new(op, None, k, v)
     if window is not None:
-        return state_of_prompt(op, k, v, Blocks(factor, window))
-    return state_after(op, state_before(op, "state", None, k, factor), k, v)
+        return windows.state_of_prompt(op, k, v, Blocks(factor, window))
+    return states.state_after(op, states.state_before(op, "state", None, k, factor), k, v)
 
 
 def compressed_attention_step(
@@ -386,24 +360,24 @@ def compressed_attention_step(
         >>> y = compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, strict=strict)
     """
     op = "compressed_attention_step"
-    refuse_context_parallel(op)
-    prepare_input(op, "q", q)
-    check_scale(op, scale)
+    checks.refuse_context_parallel(op)
+    checks.prepare_input(op, "q", q)
+    states.check_scale(op, scale)
     options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
     of_blocks = Blocks(factor, window)
     if _is_plain_step(q, k, v, state, of_blocks):
-        one_position: Any = _one_position if isinstance(state, CompressedAttentionState) else one_position_of_window
+        step: Any = _one_position if isinstance(state, CompressedAttentionState) else windows.one_position_of_window
         try:
-            return one_position(q, k, v, state, options)
+            return step(q, k, v, state, options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # The operator has other names for the tensors of the state.
             if window is None:
-                check_new(op, q, k, v)
-                state_before(op, "state", state, k, factor)
+                states.check_new(op, q, k, v)
+                states.state_before(op, "state", state, k, factor)
                 raise
-    refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
+    checks.refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
     options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
-    return go_on(op, (q, k, v), None, state, of_blocks, options)
+    return windows.go_on(op, (q, k, v), None, state, of_blocks, options)
 
 
 def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: object, blocks: Blocks) -> bool:
@@ -413,7 +387,7 @@ def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: object, blocks: Block
     if not (type(q) is type(k) is type(v) is Tensor and k.dim() == 4 and k.shape[2] == 1):
         return False
     if type(state) is CompressedAttentionWindowState:
-        return goes_on_as_it_is(state, blocks)
+        return windows.goes_on_as_it_is(state, blocks)
     if type(state) is not CompressedAttentionState or blocks.window is not None:
         return False
     return type(blocks.factor) is int and blocks.factor == state.factor

@@ -12,21 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from memcheck.ops import derivatives
-from memcheck.ops.checks import (
-    REFUSALS,
-    changed_options,
-    check_floating,
-    check_int,
-    check_like,
-    check_plain,
-    check_rank,
-    check_states,
-    dtype_name,
-    explain_refusal,
-    in_autocast_dtype,
-    is_symbolic,
-)
+from memcheck.ops import checks, derivatives
 from memcheck.ops.compressed_attention_rooms import appended
 from memcheck.ops.reference.compressed_attention import compressed_attention_extend
 from memcheck.ops.reference.sequences import sequences_of
@@ -70,14 +56,14 @@ def check_scale(op: str, scale: object) -> None:
 
 def check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
     """The sink. TypeError if it is not of the accumulation type. The operator checks its shape and its device."""
-    if sink is None or is_symbolic(sink):
+    if sink is None or checks.is_symbolic(sink):
         return sink
-    check_plain(op, "sink", sink)
-    check_floating(op, "sink", sink)
+    checks.check_plain(op, "sink", sink)
+    checks.check_floating(op, "sink", sink)
     expected = torch.promote_types(q.dtype, torch.float32)
     if isinstance(q, Tensor) and q.is_floating_point() and sink.dtype != expected:
-        rule = f"must be {dtype_name(expected)} to match the accumulation type of q"
-        raise TypeError(f"{op}: sink {rule}, got {dtype_name(sink.dtype)}")
+        rule = f"must be {checks.dtype_name(expected)} to match the accumulation type of q"
+        raise TypeError(f"{op}: sink {rule}, got {checks.dtype_name(sink.dtype)}")
     return sink
 
 
@@ -109,32 +95,33 @@ def attend(
             results = derivatives.by_reference(op, inputs, sink=sink, **blocks, **options, **more)
             return results if return_lse else results[0]
     try:
-        results = FORWARDS[op](*inputs, sink, *near, **blocks, **changed_options(q, options, DEFAULTS), **sequences)
-    except REFUSALS:
+        changed = checks.changed_options(q, options, DEFAULTS)
+        results = FORWARDS[op](*inputs, sink, *near, **blocks, **changed, **sequences)
+    except checks.REFUSALS:
         names = ("q", "kc", "vc", "k", "v") if op == POOLED else ("q", "k", "v")
-        explain_refusal(op, **dict(zip(names, (*inputs, *near), strict=False)))
+        checks.explain_refusal(op, **dict(zip(names, (*inputs, *near), strict=False)))
         raise
     return (results[0], results[1]) if return_lse else results[0]
 
 
 def state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> CompressedAttentionState:
     """The state, after the checks that the operator cannot make; in place of None that of no positions."""
-    check_int(op, "factor", factor, 1, LONGEST)
+    checks.check_int(op, "factor", factor, 1, LONGEST)
     if state is None:
-        check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
+        checks.check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
         B, Hkv, _, D = k.shape
         kc, vc = (k.new_empty(B, Hkv, 0, D) for _ in range(2))
         return CompressedAttentionState(kc, vc, no_sums(k, B), no_sums(k, B), 0, factor)
     if not isinstance(state, CompressedAttentionState):
         raise TypeError(f"{op}: {name} must be a CompressedAttentionState or None, got {type(state).__name__}")
-    check_int(op, f"{name}.factor", state.factor)
+    checks.check_int(op, f"{name}.factor", state.factor)
     if factor != state.factor:
         raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    check_int(op, f"{name}.positions", state.positions)
+    checks.check_int(op, f"{name}.positions", state.positions)
     if not 0 <= state.positions < factor:
         rule = f"from 0 to factor - 1 = {factor - 1}"
         raise ValueError(f"{op}: {name}.positions must be {rule}, got {state.positions}")
-    check_rank(op, f"{name}.kc", state.kc, "(B,Hkv,C,D)", 4)
+    checks.check_rank(op, f"{name}.kc", state.kc, "(B,Hkv,C,D)", 4)
     B, Hkv, _, D = k.shape
     blocks, sums = (B, Hkv, state.kc.shape[2], D), (B, Hkv, D)
     for field, letters, shape in (("kc", "(B,Hkv,C,D)", blocks), ("k_sum", "(B,Hkv,D)", sums)):
@@ -151,27 +138,27 @@ def no_sums(k: Tensor, count: int) -> Tensor:
 
 def check_new(op: str, q: Tensor | None, k: Tensor, v: Tensor, scale: float | None = None) -> None:
     """Checks new keys k and v (B,Hkv,n,D), queries q (B,H,S,D) and the scale of their products."""
-    check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
-    check_floating(op, "k", k)
+    checks.check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
+    checks.check_floating(op, "k", k)
     check_matches(op, "v", v, "(B,Hkv,n,D)", k.shape, k.dtype, k)
     if q is None:
         return
-    check_rank(op, "q", q, "(B,H,S,D)", 4)
+    checks.check_rank(op, "q", q, "(B,H,S,D)", 4)
     H, Hkv = q.shape[1], k.shape[1]
     check_matches(op, "q", q, "(B,H,S,D)", (k.shape[0], *q.shape[1:3], k.shape[3]), k.dtype, k)
     if H % Hkv if Hkv else H:
         raise ValueError(f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got {H = } and {Hkv = }")
-    if scale is not None and not is_symbolic(scale) and not math.isfinite(scale):
+    if scale is not None and not checks.is_symbolic(scale) and not math.isfinite(scale):
         raise ValueError(f"{op}: scale must be a finite number, got {scale}")
 
 
 def check_matches(
     op: str, name: str, x: Tensor, letters: str, shape: Sequence[int], dtype: torch.dtype, k: Tensor
 ) -> None:
-    check_plain(op, name, x)
+    checks.check_plain(op, name, x)
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{op}: {name} must be {letters} = {list(shape)} to match k, got {list(x.shape)}")
-    check_like(op, name, x, dtype, k)
+    checks.check_like(op, name, x, dtype, k)
 
 
 def state_after(op: str, state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
@@ -189,8 +176,8 @@ def extended(op: str, k: Tensor, v: Tensor, k_sum: Tensor, v_sum: Tensor, **opti
         return compressed_attention_extend(k, v, k_sum, v_sum, **options)
     try:
         return torch.ops.memcheck.compressed_attention_extend(k, v, k_sum, v_sum, **options)
-    except REFUSALS:
-        explain_refusal(op, k=k, v=v)
+    except checks.REFUSALS:
+        checks.explain_refusal(op, k=k, v=v)
         raise
 
 
@@ -230,7 +217,7 @@ def sequences_go_on(
     q, k, v = inputs
     of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
     counts, N = of_keys.counts, len(of_keys.counts)
-    given = check_states(op, before, N, CompressedAttentionState)
+    given = checks.check_states(op, before, N, CompressedAttentionState)
     old = [state_before(op, f"initial_state[{i}]", x, k[:1], factor) for i, x in enumerate(given) if before is not None]
     opened, old_blocks = [state.positions for state in old] or [0] * N, [state.kc.shape[2] for state in old] or [0] * N
     kv_lens = [C * factor + m + count for C, m, count in zip(old_blocks, opened, counts, strict=True)]
@@ -294,7 +281,7 @@ class Places(NamedTuple):
     ) -> tuple[Places, Places]:
         """Checks a packed or padded batch, and returns its places in q (B,H,S,D), and in k and v (B,Hkv,T,D)."""
         for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)")):
-            check_rank(op, name, x, letters, 4)
+            checks.check_rank(op, name, x, letters, 4)
         B, S, T = q.shape[0], q.shape[2], k.shape[2]
         sequences = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in sequences.items()}  # to be checked
         with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
@@ -322,7 +309,8 @@ class Places(NamedTuple):
 
         kv_lens: how many positions the blocks of each represent.
         """
-        q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
+        q = checks.in_autocast_dtype(q)
+        kc, vc = ([checks.in_autocast_dtype(x) for x in part] for part in (kc, vc))
         places = block_places(kv_lens, options["factor"])
         # Without sequences q stands for the blocks, as it has none.
         packed_kc, packed_vc = (packed_blocks(x, places) if self.counts else q for x in (kc, vc))

@@ -8,24 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from memcheck.ops import compressed_attention_states as states
 from memcheck.ops import derivatives
 from memcheck.ops.checks import check_int, check_rank, check_states, in_autocast_dtype
 from memcheck.ops.compressed_attention_rooms import appended, blocks_in, memory_after, places_in, write
-from memcheck.ops.compressed_attention_states import (
-    LONGEST,
-    POOLED,
-    Arguments,
-    Inputs,
-    Places,
-    attend,
-    check_matches,
-    check_new,
-    extended,
-    grows_in_place,
-    no_sums,
-    one_goes_on,
-    sequences_go_on,
-)
+from memcheck.ops.compressed_attention_states import Arguments, Inputs, Places
 
 MOST_POSITIONS = 2**62
 _step = torch.ops.memcheck.compressed_attention_window_step.default
@@ -62,7 +49,7 @@ def check_window(op: str, window: object) -> None:
 def state_before(op: str, name: str, state: object, k: Tensor, blocks: Blocks) -> CompressedAttentionWindowState:
     """The state, after checks; in place of None that of no positions."""
     sizes: Any = blocks[:2]
-    check_int(op, "factor", blocks.factor, 1, LONGEST)
+    check_int(op, "factor", blocks.factor, 1, states.LONGEST)
     check_window(op, blocks.window)
     B, Hkv, _, D = k.shape
     if state is None:
@@ -78,7 +65,7 @@ def state_before(op: str, name: str, state: object, k: Tensor, blocks: Blocks) -
         check_rank(op, f"{name}.{fields[0]}", getattr(state, fields[0]), letters, 4)
         count = getattr(state, fields[0]).shape[2]
         for field in fields:
-            check_matches(op, f"{name}.{field}", getattr(state, field), letters, (B, Hkv, count, D), k.dtype, k)
+            states.check_matches(op, f"{name}.{field}", getattr(state, field), letters, (B, Hkv, count, D), k.dtype, k)
     return state
 
 
@@ -100,7 +87,7 @@ def go_on(
         of_each = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
         return of_each(op, (q, k, v), sink, before, blocks, options, **sequences)
     if blocks.window is None:
-        return one_goes_on(op, (q, k, v), sink, before, blocks.factor, options)
+        return states.one_goes_on(op, (q, k, v), sink, before, blocks.factor, options)
     return _one_goes_on(op, (q, k, v), sink, before, blocks, options)
 
 
@@ -114,7 +101,7 @@ def _one_goes_on(
     of_sequence: str = "",
 ) -> tuple[Any, CompressedAttentionWindowState]:
     q, k, v = inputs
-    check_new(op, q, k, v, options["scale"])
+    states.check_new(op, q, k, v, options["scale"])
     name = f"initial_state{of_sequence}" if op == "compressed_attention" else "state"
     old = state_before(op, name, before, k, blocks)
     if q.shape[2] > k.shape[2]:
@@ -124,7 +111,7 @@ def _one_goes_on(
     near, kept_from = joined(old, k, v)
     state = state_after(op, old, near, kept_from, blocks)
     sizes = {"factor": old.factor, "window": old.window, "kv_len": positions_of(state)}
-    return attend(POOLED, (q, state.kc, state.vc), sink, sizes, options, near), state
+    return states.attend(states.POOLED, (q, state.kc, state.vc), sink, sizes, options, near), state
 
 
 def goes_on_as_it_is(state: CompressedAttentionWindowState, blocks: Blocks) -> bool:
@@ -168,28 +155,28 @@ def _sequences_go_on(
     """With a window, each sequence has a call of its own, with the state before it."""
     q, k, v = inputs
     derivatives.refuse_mapped_lengths(op, sequences)
-    check_new(op, q, k, v, options["scale"])
+    states.check_new(op, q, k, v, options["scale"])
     if blocks.window is None:
-        return sequences_go_on(op, inputs, sink, before, blocks.factor, options, **sequences)
+        return states.sequences_go_on(op, inputs, sink, before, blocks.factor, options, **sequences)
     of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
     given = check_states(op, before, len(of_keys.counts), CompressedAttentionWindowState)
     if not given:
-        return attend(
+        return states.attend(
             "compressed_attention", inputs, sink, {"factor": blocks.factor, "window": blocks.window}, options
         ), ()
-    outputs, states = [], []
+    outputs, afters = [], []
     parts = zip(of_queries.split(q), of_keys.split(k), of_keys.split(v), given, strict=True)
     for i, (*part, state) in enumerate(parts):
         of_one, after = _one_goes_on(op, (part[0], part[1], part[2]), sink, state, blocks, options, f"[{i}]")
         outputs.append(of_one if options["return_lse"] else (of_one,))
-        states.append(after)
+        afters.append(after)
     wholes = [
         q.new_zeros(q.shape),
         q.new_full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32)),
     ]
     results = zip(*outputs, strict=True)
     wholes = [of_queries.whole(torch.cat(x, 2), whole) for x, whole in zip(results, wholes, strict=False)]
-    return (tuple(wholes) if options["return_lse"] else wholes[0]), tuple(states)
+    return (tuple(wholes) if options["return_lse"] else wholes[0]), tuple(afters)
 
 
 # The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
@@ -202,7 +189,7 @@ def joined(old: CompressedAttentionWindowState, k: Tensor, v: Tensor) -> tuple[P
     While decoding, a new position is written behind the others, in memory that has places for half as many more.
     """
     count, more = old.k.shape[2], k.shape[2]
-    if more <= count and grows_in_place(k, v, old[:4]):
+    if more <= count and states.grows_in_place(k, v, old[:4]):
         *room, start = memory_after(old.k, old.v, more)
         write(room, start + count, (k, v))
         return places_in(room, start, count + more), lambda n: blocks_in(room, count + more - n, start + n)
@@ -222,15 +209,15 @@ def state_after(
     if end > 0:
         whole = k[:, :, :end], v[:, :, :end]
         new = means_of(op, *whole, factor) if blocks.compress is None else blocks.compress(*whole)
-        kc, vc = appended((kc, vc), new, grows_in_place(*new, old[:4]))
+        kc, vc = appended((kc, vc), new, states.grows_in_place(*new, old[:4]))
     k, v = kept_from(end)
     return CompressedAttentionWindowState(kc, vc, k, v, factor, window)
 
 
 def means_of(op: str, k: Tensor, v: Tensor, factor: int) -> Pair:
     """k and v (B,Hkv,C factor,D) -> the means of blocks (B,Hkv,C,D)."""
-    sums = no_sums(k, k.shape[0])
-    kc, vc, *_ = extended(op, k, v, sums, sums, positions=[0], factor=factor)
+    sums = states.no_sums(k, k.shape[0])
+    kc, vc, *_ = states.extended(op, k, v, sums, sums, positions=[0], factor=factor)
     return kc, vc
 
 

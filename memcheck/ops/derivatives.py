@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (
-    TransformType,
-    get_interpreter_stack,
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    maybe_current_level,
-)
+from torch._C import _functorch
 from torch.autograd import forward_ad
 
 from memcheck._extension import MISSING
@@ -47,14 +40,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 
 def transformed() -> bool:
     """Whether a transform of torch.func or forward-mode differentiation is active."""
-    return maybe_current_level() is not None or forward_ad._current_level >= 0
+    return _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
 def call(op: str, inputs: Tensors, **options: Any) -> Tensor:
     """The first result of an operator, while a transform is active."""
-    if TransformType.Jvp in transforms() or has_tangent(inputs):
+    if _functorch.TransformType.Jvp in transforms() or has_tangent(inputs):
         return in_plain_torch(op, options)(*inputs)
-    if TransformType.Grad in transforms():
+    if _functorch.TransformType.Grad in transforms():
         y: Tensor = Forward.apply(op, options, *inputs)[0]
         return y
     return results_of(op, inputs, options)[0]
@@ -64,12 +57,12 @@ def differentiated(inputs: Gradients) -> bool:
     """Whether torch.func differentiates, or an input has a tangent."""
     if not transformed():  # torch.compile reads this much
         return False
-    return bool(transforms() & {TransformType.Grad, TransformType.Jvp}) or has_tangent(inputs)
+    return bool(transforms() & {_functorch.TransformType.Grad, _functorch.TransformType.Jvp}) or has_tangent(inputs)
 
 
-def transforms() -> set[TransformType]:
+def transforms() -> set[_functorch.TransformType]:
     """The active transforms of torch.func."""
-    return {interpreter.key() for interpreter in get_interpreter_stack() or ()}
+    return {interpreter.key() for interpreter in _functorch.get_interpreter_stack() or ()}
 
 
 def has_tangent(inputs: Gradients) -> bool:
@@ -94,10 +87,10 @@ def refuse_mapped_lengths(op: str, sequences: dict[str, Any]) -> None:
     for name in LENGTHS:
         x = sequences.get(name)
         name = "cu_seqlens" if both and name != "lengths" else name
-        while x is not None and is_functorch_wrapped_tensor(x):
-            if is_batchedtensor(x):
+        while x is not None and _functorch.is_functorch_wrapped_tensor(x):
+            if _functorch.is_batchedtensor(x):
                 raise NotImplementedError(f"{op}: vmap does not map {name}; call it once with {name} of all sequences")
-            x = get_unwrapped(x)
+            x = _functorch.get_unwrapped(x)
 
 
 def in_names_of_reference(options: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.ops import derivatives
-from memcheck.ops.checks import REFUSALS, explain_refusal, prepare_input
+from memcheck.ops import checks, derivatives
 
 _linear_r = torch.ops.memcheck.linear_r.default
 _linear_l = torch.ops.memcheck.linear_l.default
@@ -55,12 +54,12 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _project(op: str, operator: Any, x: Tensor, w: Tensor) -> Tensor:
-    prepare_input(op, "x", x)
+    checks.prepare_input(op, "x", x)
     if derivatives.transformed():
         return derivatives.call(op, (x, w))
     try:
         y: Tensor = operator(x, w)
-    except REFUSALS:
-        explain_refusal(op, x=x, w=w)
+    except checks.REFUSALS:
+        checks.explain_refusal(op, x=x, w=w)
         raise
     return y

@@ -153,12 +153,6 @@ def evidence_of(operators: Iterable[str], architecture: tuple[int, int] | None) 
 PUBLISHED_TORCH = (2, 7)
 
 
-def evidence_at(trace: Trace, place: Place) -> Evidence | None:
-    """Published measurements of programs like a traced one on the place's kind of GPU. None for a CPU."""
-    device = place.for_device
-    return evidence_of(trace.operators, device.architecture) if device.kind == "cuda" else None
-
-
 def certainty_of(trace: Trace, dtype: str, place: Place, target: Target) -> Certainty:
     """How the figures of the trace's replay are known, as far as nothing is unknown."""
     device = place.for_device

@@ -7,9 +7,8 @@ from contextvars import ContextVar
 from typing import cast
 
 from memcheck.allocator import AllocatorSettings, Block, CachingAllocator, Order, OutOfMemory
-from memcheck.core.devices import Version, running
+from memcheck.core import devices, trace
 from memcheck.core.step import Place
-from memcheck.core.trace import EMPTY_CACHE, AllocationLog
 
 # Whether a prediction only has to say if the step fits: where its tensors alone do not, it is not run with the limit.
 ONLY_FITS: ContextVar[bool] = ContextVar("ONLY_FITS", default=False)
@@ -17,7 +16,7 @@ MORE_THAN_ROOM = "the tensors at the peak do not fit"  # The reason of its recor
 
 
 def refusal(
-    log: AllocationLog, place: Place, sizes: Sequence[int] | None = None, last: int | None = None
+    log: trace.AllocationLog, place: Place, sizes: Sequence[int] | None = None, last: int | None = None
 ) -> OutOfMemory | None:
     """The first request that has no room at the place; None if all events fit.
 
@@ -35,7 +34,7 @@ def refusal(
             now += size if taken else -size
         return None
     settings = AllocatorSettings.parse(f"expandable_segments:{place.expandable_segments}")
-    order = Order.of(cast(Version, place.torch_version or running()))
+    order = Order.of(cast(devices.Version, place.torch_version or devices.running()))
     usable, allowed = place.for_device.usable_bytes, place.limit_bytes
     allocator = CachingAllocator(usable, settings, allowed_bytes=allowed, order=order)
     blocks: dict[int, Block | None] = {}
@@ -44,7 +43,7 @@ def refusal(
             if not taken:
                 allocator.free(blocks.pop(id(one)))
                 continue
-            if one.name == EMPTY_CACHE:
+            if one.name == trace.EMPTY_CACHE:
                 allocator.empty_cache()
             blocks[id(one)] = allocator.malloc(bytes_of[id(one)], one.stream)
     except OutOfMemory as error:

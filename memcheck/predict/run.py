@@ -12,20 +12,15 @@ from typing import Any
 
 import torch
 
-from memcheck.core.devices import running, untried
+from memcheck.core import devices, optimizers, options, tensors, units
 from memcheck.core.errors import UsageError
-from memcheck.core.optimizers import attributes_kept
-from memcheck.core.options import named
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import Certainty, Record, Terms
 from memcheck.core.step import Place, Step
-from memcheck.core.tensors import module_called
 from memcheck.core.trace import ANY_PHASE, WARM_UP, Allocation, Trace
-from memcheck.core.units import format_bytes
 from memcheck.measure.compile import compiled
 from memcheck.measure.run import MeasuredCall, MeasuredRun
-from memcheck.predict import evidence
-from memcheck.predict.ranks import Collectives, unknown_of
+from memcheck.predict import evidence, ranks
 from memcheck.predict.watch import KeepingMachine, Watch
 from memcheck.simulated.log import CpuLog, DeviceLog, GpuLog
 from memcheck.simulated.rules import UNKNOWN
@@ -59,7 +54,7 @@ def predicted_here(
     """As predicted_once. If code was compiled on the way, the step runs again, as that costs memory of its own."""
     before = compiled_frames()
     how = place, heard_by, limit_bytes, heard
-    with attributes_kept(module_called(step.model)):
+    with optimizers.attributes_kept(tensors.module_called(step.model)):
         prediction = predicted_once(step, *how)
     if is_compiled(step.model) or step.compile or compiled_frames() == before:
         return prediction
@@ -82,19 +77,19 @@ def predicted_once(
     """
     device, target = place.for_device, evidence.target_at(place)
     unknown: dict[str, dict[str, None]] = {ANY_PHASE: dict.fromkeys(heard)} if heard else {}
-    module = module_called(step.model)
+    module = tensors.module_called(step.model)
     for part in module.modules() if module is not None else ():
         if device.kind == "cuda" and isinstance(part, torch.nn.RNNBase):
             part.flatten_parameters()  # As module.cuda() does.
     if step.compile:
         if device.kind == "cuda" and importlib.util.find_spec("triton") is None:
-            raise UsageError(f"{named('compile')} for a GPU needs triton: pip install triton")
+            raise UsageError(f"{options.named('compile')} for a GPU needs triton: pip install triton")
         step = dataclasses.replace(step, model=compiled(step.model))
     call = MeasuredCall(step, device.kind)
     check_optimizers(call)
     compiles = compiles or is_compiled(step.model)
     if compiles:
-        with attributes_kept(module):
+        with optimizers.attributes_kept(module):
             MeasuredRun(call).measure()  # Compiles.
         if device.kind == "cuda":
             torch.cuda.empty_cache()
@@ -106,11 +101,11 @@ def predicted_once(
 
         if device.kind == "cuda" and not place.drop_workspaces:
             call.machine = KeepingMachine(call.device.index or 0, log)
-        if words := untried(target.torch_version):
+        if words := devices.untried(target.torch_version):
             unknown.setdefault(ANY_PHASE, {})[words] = None
-        for phase, found in unknown_of(place.ranks, device.kind).items() if place.ranks is not None else ():
+        for phase, found in ranks.unknown_of(place.ranks, device.kind).items() if place.ranks is not None else ():
             unknown.setdefault(phase, {}).update(dict.fromkeys(found))
-        if device.kind == "cpu" and target.torch_version != running():
+        if device.kind == "cpu" and target.torch_version != devices.running():
             unknown.setdefault(ANY_PHASE, {})[OTHER_KERNELS] = None
         watch = Watch(call, log, hear)
         beside = sum(one.bytes for one in watch.trace.preexisting if not one.is_library)
@@ -120,7 +115,7 @@ def predicted_once(
             if not compiles:
                 stack.enter_context(log.modules.of(module))
             if place.ranks is not None:
-                stack.enter_context(Collectives(log, place.ranks, target, hear))
+                stack.enter_context(ranks.Collectives(log, place.ranks, target, hear))
             record = run.measure()
         trace = watch.finish()
         trace.unknown = {phase: tuple(words) for phase, words in unknown.items()}
@@ -131,19 +126,19 @@ def predicted_once(
 
 def check_optimizers(call: MeasuredCall) -> None:
     """UsageError: the step's factory made optimizers of other parameters than the model's, which were not sent."""
-    module = module_called(call.step.model)
+    module = tensors.module_called(call.step.model)
     if module is None or not callable(call.step.optimizer):
         return
     own = set(map(id, module.parameters()))
     stepped = [part for optimizer in call.optimizers for group in optimizer.param_groups for part in group["params"]]
     if stepped and own.isdisjoint(map(id, stepped)):
         rule = "must make an optimizer of the parameters, or of the model, that it is given"
-        raise UsageError(f"{named('optimizer')} {rule}: a prediction runs on a copy of the model")
+        raise UsageError(f"{options.named('optimizer')} {rule}: a prediction runs on a copy of the model")
 
 
 def is_compiled(model: Any) -> bool:
     """Whether torch.compile has made the callable, or a part of it."""
-    module = module_called(model)
+    module = tensors.module_called(model)
     parts = [model] if module is None else [*module.modules()]
     names = "_orig_mod", "_compiled_call_impl", "_torchdynamo_orig_callable"
     return any(getattr(part, name, None) is not None for part in parts for name in names)
@@ -160,13 +155,15 @@ def as_predicted(measured: Record, step: Step, place: Place) -> Record:
 
 def predicted(step: Any, place: Place, record: Record, trace: Trace, segments: dict[str, int] | None) -> Prediction:
     """The prediction with this record, whose terms, doubts and certainty are filled in. segments: as of terms_of."""
-    record.terms = terms_of(trace, record, segments, place.for_device.context_bytes)
+    device = place.for_device
+    record.terms = terms_of(trace, record, segments, device.context_bytes)
     phases = trace.phases.keys() - {"inputs", WARM_UP}
-    unknown = [*evidence.unknown_allocations(trace, record, phases, place.for_device)]
+    unknown = [*evidence.unknown_allocations(trace, record, phases, device)]
     certainty = evidence.certainty_of(trace, record.dtype or "", place, evidence.target_at(place))
     record.certainty = Certainty.VERIFIED if certainty is Certainty.EXACT and unknown else certainty
     record.doubts = (*unknown, *record.doubts, *evidence.doubts_of_verdict(trace, record, phases, place))
-    return Prediction(step, place, record, record.terms, trace, evidence=evidence.evidence_at(trace, place))
+    known = evidence.evidence_of(trace.operators, device.architecture) if device.kind == "cuda" else None
+    return Prediction(step, place, record, record.terms, trace, evidence=known)
 
 
 def segments_by_kind() -> dict[str, int]:
@@ -253,7 +250,7 @@ def block_name(one: Allocation) -> str:
     """The allocation's name, with the reason if its block is larger than the rounded size."""
     if one.block_bytes <= -(-one.bytes // 512) * 512:
         return one.name
-    return f"{one.name} of {format_bytes(one.bytes)}, for which a larger block was taken whole"
+    return f"{one.name} of {units.format_bytes(one.bytes)}, for which a larger block was taken whole"
 
 
 def numbered(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -13,20 +13,16 @@ from typing import Any
 import torch
 
 from memcheck.allocator import OutOfMemory
-from memcheck.core.devices import Version, running
-from memcheck.core.errors import place_of_failure
+from memcheck.core import devices, errors
 from memcheck.core.prediction import Prediction
 from memcheck.core.record import UNKNOWN, Doubt, Record
 from memcheck.core.step import Place, Step
 from memcheck.core.trace import Trace
 from memcheck.core.units import format_bytes
-from memcheck.predict import process, sent
-from memcheck.predict.evidence import blank_record, target_at
+from memcheck.predict import evidence, process, replay, sent
 from memcheck.predict.ranks import pretended, split
-from memcheck.predict.replay import MORE_THAN_ROOM, ONLY_FITS, refusal
 from memcheck.predict.run import numbered, predicted_here
-from memcheck.simulated import doubts
-from memcheck.simulated.cpu_target import simulated_cpu
+from memcheck.simulated import cpu_target, doubts
 from memcheck.simulated.probes import table_for
 
 # What makes a step, of the arguments that it is sent with, where the device is simulated.
@@ -77,10 +73,10 @@ def predicted_at(
     most, room = bytes_taken(free), place.room_bytes
     if most is None or room is None or most <= room:
         return free
-    if ONLY_FITS.get() and max(free.record.max_allocated_bytes or 0, *free.record.peaks.values(), 0) > room:
-        free.record.status, free.record.reason = "oom", MORE_THAN_ROOM
+    if replay.ONLY_FITS.get() and max(free.record.max_allocated_bytes or 0, *free.record.peaks.values(), 0) > room:
+        free.record.status, free.record.reason = "oom", replay.MORE_THAN_ROOM
         return free
-    at_start = free.trace and refusal(free.trace.log, place, last=free.trace.phases["inputs"][1])
+    at_start = free.trace and replay.refusal(free.trace.log, place, last=free.trace.phases["inputs"][1])
     try:
         limited = None if at_start else on(place, True, how, args, runs)
     except torch.OutOfMemoryError:
@@ -92,7 +88,7 @@ def predicted_at(
 
 def without_room(place: Place, case: Any, reason: str) -> Prediction:
     """The prediction of what cannot even begin."""
-    record = blank_record(place, target_at(place))
+    record = evidence.blank_record(place, evidence.target_at(place))
     record.status, record.reason = "oom", reason
     if isinstance(case, Step):
         record.operator, record.mode, record.dtype = case.name, case.mode, case.dtype
@@ -158,7 +154,7 @@ How = tuple[Maker, Then, bool]  # And whether it is in inference mode.
 
 def on_gpu(place: Place, limited: bool, how: How, args: Any, _runs: Any) -> Prediction:
     device = place.for_device
-    version: Version | None = None if place.torch_version in (None, running()) else place.torch_version  # type: ignore[assignment]
+    version: devices.Version | None = None if place.torch_version in (None, devices.running()) else place.torch_version  # type: ignore[assignment]
     limit = process.NO_LIMIT if not limited or device.usable_bytes is None else device.usable_bytes
     prediction: Prediction = process.called(
         device, version, limit, here, place, limited, how, args, expandable_segments=place.expandable_segments
@@ -183,7 +179,7 @@ def on_cpu(place: Place, limited: bool, how: How, args: Any, runs: dict[str, Any
             stack.callback(torch.set_num_threads, before)
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
-        cpu = stack.enter_context(simulated_cpu(**runs))
+        cpu = stack.enter_context(cpu_target.simulated_cpu(**runs))
         given = args if data is None else sent.unpacked(data)
         prediction = run(place, limited, how, given, cpu.heard_by)
         del given
@@ -220,12 +216,9 @@ def run(place: Place, limited: bool, how: How, args: Any, heard_by: Any) -> Pred
 
 def not_predicted(place: Place, step: Step, error: Exception) -> Prediction:
     """The prediction of a step that the simulated device cannot run."""
-    record = blank_record(place, target_at(place))
+    record = evidence.blank_record(place, evidence.target_at(place))
     record.operator, record.mode, record.dtype = step.name, step.mode, step.dtype
-    why = re.sub(r"^(\w+: )+NYI: ", "", first_line(error)).rstrip("!.") + place_of_failure(error)
+    first_line = str(error).strip().partition("\n")[0]
+    why = re.sub(r"^(\w+: )+NYI: ", "", first_line).rstrip("!.") + errors.place_of_failure(error)
     record.status, record.reason, record.doubts = "skipped", f"not predicted: {why}", (Doubt(why, UNKNOWN),)
     return Prediction(None, place, record, {})
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memcheck.core.record import Record
-from memcheck.report import cases
-from memcheck.report.predictions import agreement
+from memcheck.report import cases, predictions
 from memcheck.report.rows import quotient, unit_bytes
 from memcheck.report.tables import Cell, Column, Table
 
@@ -293,7 +292,7 @@ def summary(records: Sequence[Record]) -> list[str]:
 def remarks(records: Sequence[Record]) -> list[str]:
     """How far measurements and predictions of the same cases agree, and what is doubtful."""
     pairs = cases.pair(records)
-    return [*([agreement(pairs)] if pairs else []), *doubt_lines(records)]
+    return [*([predictions.agreement(pairs)] if pairs else []), *doubt_lines(records)]
 
 
 def doubt_lines(records: Sequence[Record]) -> list[str]:

@@ -9,11 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from memcheck.core.devices import KNOWN_AS
+from memcheck.core import devices, units
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.core.record import BARS, PHASES, Record
-from memcheck.core.units import format_bytes
 
 R = TypeVar("R", bound=Record)
 # size, feed_forward, autocast and checkpointing are those of whole models.
@@ -181,11 +180,11 @@ def failure_note(record: Record) -> str:
         return f"OOM: {reason}"
     note = f"OOM in {record.oom_phase}"
     if record.oom_requested_bytes is not None and record.oom_in_use_bytes is not None:
-        note += f": {format_bytes(record.oom_requested_bytes)} requested, "
-        note += f"{format_bytes(record.oom_in_use_bytes)} in use"
+        note += f": {units.format_bytes(record.oom_requested_bytes)} requested, "
+        note += f"{units.format_bytes(record.oom_in_use_bytes)} in use"
         whole = predicted_need(record)
         if whole is not None and whole > record.oom_in_use_bytes:
-            note += f"; the case needs {format_bytes(whole)} in all"
+            note += f"; the case needs {units.format_bytes(whole)} in all"
     return note
 
 
@@ -270,7 +269,7 @@ def is_same_device(measured: Record, predicted: Record) -> bool:
     if measured.device == "cpu":
         return None in (measured.threads, predicted.threads) or measured.threads == predicted.threads
     names = measured.device_name, predicted.device_name
-    pattern = KNOWN_AS.get(predicted.device_name or "")
+    pattern = devices.KNOWN_AS.get(predicted.device_name or "")
     return names[0] == names[1] or (pattern is not None and pattern.fullmatch(names[0] or "") is not None)
 
 

@@ -12,20 +12,8 @@ from typing import Any
 from memcheck.core import html
 from memcheck.core.record import FEW_PASSES, Record
 from memcheck.core.units import Growth, counted, format_bytes
-from memcheck.report.cases import (
-    CASE_FIELDS,
-    FIELD_WORDS,
-    NEEDS,
-    case_of,
-    count_of,
-    describe,
-    pair,
-    place_of,
-    ratio,
-    ratio_words,
-    values_of,
-    varying,
-)
+from memcheck.report import cases
+from memcheck.report.cases import NEEDS, describe, pair
 from memcheck.report.tables import Column, Table, to_html, to_text
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
@@ -82,12 +70,12 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
     across = all(len(names) == 1 for names in sources) and sources[0] != sources[1]
 
     def case(record: Record) -> Key:
-        return case_of(record) if across else (*case_of(record), record.source)
+        return cases.case_of(record) if across else (*cases.case_of(record), record.source)
 
     several = any(len({*map(case, records)}) < len(records) for records in (before, after))
 
     def key(record: Record) -> Key:
-        return (*case(record), place_of(record), record.device_name) if several else case(record)
+        return (*case(record), cases.place_of(record), record.device_name) if several else case(record)
 
     old, new = {key(record): record for record in before}, {key(record): record for record in after}
     return Comparison(
@@ -106,9 +94,9 @@ def beside(*folders: Sequence[Record]) -> dict[int, str]:
 
 def peak_ratio(measured: Record, predicted: Record) -> str | None:
     """The ratio of the main figure that is furthest from its prediction: "same", or "1.02 x"."""
-    known = {name: found for name in NEEDS if (found := ratio(measured, predicted, name)) is not None}
+    known = {name: found for name in NEEDS if (found := cases.ratio(measured, predicted, name)) is not None}
     furthest = max(known, key=lambda name: abs((known[name] or 1) - 1), default=None)
-    return ratio_words(measured, predicted, furthest) if furthest else None
+    return cases.ratio_words(measured, predicted, furthest) if furthest else None
 
 
 def byte_differences(before: Record, after: Record) -> dict[str, int]:
@@ -159,7 +147,7 @@ def growth_words(before: Record, after: Record, allowed: Growth) -> str:
     words = [verdict_change(before, after)] if fits_no_longer(before, after) else []
     for name in growths(before, after, allowed):
         old, new = (format_bytes(getattr(record, name)) for record in (before, after))
-        words.append(f"{FIELD_WORDS[name]} {old} -> {new}, {byte_change(before, after, name)}")
+        words.append(f"{cases.FIELD_WORDS[name]} {old} -> {new}, {byte_change(before, after, name)}")
     return "; ".join(words)
 
 
@@ -180,13 +168,13 @@ def time_change(before: Record, after: Record, phase: str) -> str | None:
     old, new = getattr(before, f"{phase}_ms"), getattr(after, f"{phase}_ms")
     if not old or not new:
         return None
-    ratio = max(old, new) / min(old, new)
-    words = f"{'faster' if new < old else 'slower'} {ratio:.{1 if ratio >= 1.095 else 2}f}x"
+    factor = max(old, new) / min(old, new)
+    words = f"{'faster' if new < old else 'slower'} {factor:.{1 if factor >= 1.095 else 2}f}x"
     ranges = getattr(before, f"{phase}_ms_quartiles"), getattr(after, f"{phase}_ms_quartiles")
     if None in ranges:
         return "noise unknown"
     (old_low, old_high), (new_low, new_high) = ranges
-    if (new_low <= old_high and old_low <= new_high) or ratio < DRIFT:
+    if (new_low <= old_high and old_low <= new_high) or factor < DRIFT:
         return "within noise"
     doubtful = any(time_doubts(record, phase) for record in (before, after))
     return "doubtful" if doubtful else words
@@ -221,7 +209,7 @@ def comparison_table(comparison: Comparison) -> Table:
     ordered = sorted(comparison.pairs, key=lambda pair: (not fits_no_longer(*pair), -largest_growth(*pair)))
     both = [record for pair in comparison.pairs for record in pair]
     always = {"operator", "size", "query_len", "kv_len"}
-    fields = [name for name in CASE_FIELDS if name in {*always, *varying(both)}]
+    fields = [name for name in cases.CASE_FIELDS if name in {*always, *cases.varying(both)}]
     sizes = [name for name in MAIN_BYTES if name in NEEDS or any(getattr(record, name) is not None for record in both)]
 
     def column(key: str, title: str, words: Callable[..., str | None], rank: int = 0, *more: str) -> Column:
@@ -230,7 +218,7 @@ def comparison_table(comparison: Comparison) -> Table:
     columns = [
         Column("case", "case", read=lambda pair: describe(pair[1], fields)),
         column("status", "verdict", verdict_change),
-        *(column(name.replace("_bytes", "_change"), FIELD_WORDS[name], byte_change, 0, name) for name in sizes),
+        *(column(name.replace("_bytes", "_change"), cases.FIELD_WORDS[name], byte_change, 0, name) for name in sizes),
         *(column(f"{phase}_time_change", f"{phase} time", time_change, 2, phase) for phase in ("forward", "backward")),
         Column("other_changes", "other changes", audience="programs", read=lambda pair: other_changes(*pair)),
         column("measured_by_predicted", "measured / predicted", partial(prediction_change, comparison), 1),
@@ -242,7 +230,7 @@ def comparison_table(comparison: Comparison) -> Table:
         "otherwise the ratio of the medians.",
         *doubt_notes(comparison),
     ]
-    return Table.of("comparison", f"{count_of(comparison.pairs)} in both", columns, ordered, notes)
+    return Table.of("comparison", f"{cases.count_of(comparison.pairs)} in both", columns, ordered, notes)
 
 
 def doubt_notes(comparison: Comparison) -> list[str]:
@@ -271,7 +259,7 @@ def prediction_change(comparison: Comparison, before: Record, after: Record) -> 
 
 def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
     """Environment fields whose values differ: "torch_version: 2.11.0 -> 2.13.0"."""
-    values = {name: [sorted(map(str, values_of(some, name))) for some in (before, after)] for name in ENVIRONMENT}
+    values = {name: [sorted(map(str, cases.values_of(some, name))) for some in (before, after)] for name in ENVIRONMENT}
     return [
         f"{name}: {', '.join(old) or 'unknown'} -> {', '.join(new) or 'unknown'}"
         for name, (old, new) in values.items()
@@ -287,7 +275,7 @@ def comparison_words(comparison: Comparison) -> list[str]:
     lines = [f"Of {counted(len(pairs), 'case')}, {', '.join(found) or 'none is in both'}."]
     for records, which in ((comparison.only_before, "before"), (comparison.only_after, "now")):
         if records:
-            lines.append(f"Only {which}: {first_few([describe(record, CASE_FIELDS) for record in records])}.")
+            lines.append(f"Only {which}: {first_few([describe(record, cases.CASE_FIELDS) for record in records])}.")
     return lines
 
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from memcheck.core import trace, units
 from memcheck.core.layers import Layer, Layers
-from memcheck.core.trace import OUTSIDE
-from memcheck.core.units import counted
 from memcheck.report.tables import BYTES, COUNT, Cell, Column, Table
 
 FIGURES = ("parameters", "parameter_bytes", "saved_bytes", "peak_bytes")
@@ -30,8 +29,8 @@ def layers_table(layers: Layers) -> Table:
     model = layers[""]
     rows, notes = [row_of(model, model.kind, None), *rows_below(model, 1)], [NOTE]
     if any(outside := model.without_parts().values()) and model.parts:
-        rows.append([f" {OUTSIDE}", None, None, *(size or None for size in outside)])
-        notes.append(f"{OUTSIDE}: the model's own code, its inputs, the loss.")
+        rows.append([f" {trace.OUTSIDE}", None, None, *(size or None for size in outside)])
+        notes.append(f"{trace.OUTSIDE}: the model's own code, its inputs, the loss.")
     if model.parts and not any(layer.calls for layer in layers.values() if layer.path):
         rows = [[None if cell == UNCALLED else cell for cell in row] for row in rows]
         notes.append("No call of a module was seen, as in compiled code, which does not tell them apart.")
@@ -43,7 +42,7 @@ def layers_table(layers: Layers) -> Table:
     if any("calls" in words for words in outputs):
         notes.append("Of several calls, the output of the last is shown.")
     notes.append(f"kept for backward: by the forward. The peak is in the {layers.phase}.")
-    title = f"{model.kind} by module: {counted(model.parameters, 'parameter')}"
+    title = f"{model.kind} by module: {units.counted(model.parameters, 'parameter')}"
     return Table("layers", title, columns, rows, [" ".join(notes)])
 
 

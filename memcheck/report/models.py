@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memcheck.core.record import PHASES, Record
-from memcheck.report import cases
-from memcheck.report.accounting import doubt_lines
+from memcheck.report import accounting, cases
 from memcheck.report.rows import mib_column, named_columns, quartile, short_dtype
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Table
 
@@ -92,7 +91,7 @@ def models_table(records: Sequence[Record]) -> Table:
         Column("note", "note", read=lambda record: cases.failure_note(record) or None),
     ]
     title = f"{cases.count_of(records)} of whole models: {cases.common_case(records)}"
-    return Table.of("models", title, columns, records, [LEGEND, *doubt_lines(records)])
+    return Table.of("models", title, columns, records, [LEGEND, *accounting.doubt_lines(records)])
 
 
 def parts_tables(records: Sequence[Record]) -> list[Table]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.script_record import Course, Origin
 from memcheck.core.units import format_bytes, highest
+from memcheck.report import page, predictions
 from memcheck.report.memory import HELD, MODULES, MOST_POINTS, MemoryPicture, marks_of
-from memcheck.report.page import environment_facts, render_page
-from memcheck.report.predictions import kinds_of
 from memcheck.report.tables import Table
 
 if TYPE_CHECKING:
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 def prediction_page(prediction: Prediction, words: Sequence[str], tables: Sequence[Table], command: str) -> str:
     """The prediction as an HTML page. words: the sentences above the picture."""
     record = prediction.record
-    return render_page(
+    return page.render_page(
         title=f"Predicted memory of {record.operator}",
         paragraphs=words,
         pictures=[prediction_picture(prediction)] if prediction.timeline else [],
         tables=tables,
-        facts=environment_facts([record]),
+        facts=page.environment_facts([record]),
         sweeps=[{"command": command, "started": None, "facts": {}}],
     )
 
@@ -55,7 +54,7 @@ def course_of(prediction: Prediction, chosen: Iterable[int]) -> Course:
     """What is alive after the chosen events, by module, operator and what it holds."""
     trace = prediction.trace
     assert trace is not None
-    kinds = kinds_of(trace) | dict.fromkeys(trace.inputs, "inputs")
+    kinds = predictions.kinds_of(trace) | dict.fromkeys(trace.inputs, "inputs")
     sizes, rows, wanted = dict[Origin, int](), [], set(chosen)
     for event, (piece, taken) in enumerate(trace.log.events):
         origin = Origin(piece.name, trace.phase_of(piece.born), kinds.get(piece), piece.module or None)

@@ -7,12 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memcheck.core.options import named
+from memcheck.core import options, units
 from memcheck.core.prediction import largest_words, need_of
 from memcheck.core.record import Record
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.trace import OUTSIDE
-from memcheck.core.units import alive_words, format_bytes
 from memcheck.report import cases
 from memcheck.report.alive import module_table, unit_of
 from memcheck.report.rows import MIB, PREDICTED, quotient
@@ -131,7 +130,7 @@ def case_words(record: Record) -> str:
 def alive_sentence(prediction: Prediction) -> str:
     """ "Alive at the peak: q 32 MiB, k 32 MiB, 7 more 1.5 MiB.", or "" without a peak."""
     alive = prediction.alive_at_peak()
-    return f"Alive at the peak: {alive_words(alive)}." if alive else ""
+    return f"Alive at the peak: {units.alive_words(alive)}." if alive else ""
 
 
 MOST_ROWS = 16
@@ -151,7 +150,7 @@ def tensors_of(prediction: Prediction) -> int | None:
 
 def buffers_words(prediction: Prediction) -> str:
     """The buffers of collectives at the peak, in a sentence; "" if there are none."""
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.buffers.items())
+    parts = ", ".join(f"{name} {units.format_bytes(size)}" for name, size in prediction.buffers.items())
     return f"Collectives hold at the peak: {parts}." if parts else ""
 
 
@@ -258,7 +257,7 @@ SIZE_WORDS = {"bsz": "batch", "seq_len": "length"}
 def edge_verdict(edge: Largest, axis: str) -> str:
     """The largest size that fits, what it needs, and why the next size does not fit."""
     words = largest_words(SIZE_WORDS[axis], edge.size, edge.step, edge.at, edge.beyond)
-    return words.replace("more may fit.", f"more may fit ({named('up_to')}).")
+    return words.replace("more may fit.", f"more may fit ({options.named('up_to')}).")
 
 
 def edges_table(edges: Mapping[str, Largest], axis: str) -> Table:

@@ -8,31 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from memcheck.core.errors import unknown_name
-from memcheck.core.options import named
+from memcheck.core import errors, options
 from memcheck.core.record import Record
-from memcheck.report import cases
-from memcheck.report.accounting import doubt_lines, scaling_table
+from memcheck.report import accounting, cases, predictions
+from memcheck.report import rows as shown
 from memcheck.report.models import models_table
-from memcheck.report.predictions import prediction_table
-from memcheck.report.rows import (
-    BACKEND,
-    DECODING,
-    LEAST,
-    MASK,
-    MIB,
-    PEAKS,
-    TIMES,
-    UNITS,
-    decoding_columns,
-    figure_columns,
-    lengths_column,
-    mib_column,
-    missing_words,
-    named_columns,
-    quotient,
-    value_or_verdict,
-)
+from memcheck.report.rows import decoding_columns, missing_words, quotient, value_or_verdict
 from memcheck.report.tables import THREE_DIGITS, TIME, Cell, Column, Table, data_rows, write_files
 
 BYTE_FIELDS = [
@@ -43,15 +24,15 @@ PIVOT_FIELDS = [field for field in BYTE_FIELDS if not field.startswith("oom")] +
 STANDARD_PIVOTS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "forward_ms", "backward_ms")
 CASE_COLUMNS = [
     Column("operator", "operator"),
-    BACKEND,
-    MASK,
-    *named_columns(("dtype", "mode", "compiled")),
+    shown.BACKEND,
+    shown.MASK,
+    *shown.named_columns(("dtype", "mode", "compiled")),
     Column("device", "device", read=cases.place_of),
     Column("source", "source"),
     Column("bsz", "B"),
     Column("query_len", "S", audience="programs"),
     Column("kv_len", "T", audience="programs"),
-    *named_columns(("dim", "heads", "core_dim", "factor", "window")),
+    *shown.named_columns(("dim", "heads", "core_dim", "factor", "window")),
 ]
 ALWAYS_SHOWN = ("operator", "backend")
 SIZES = ("bsz", "dim", "query_len", "kv_len")
@@ -98,7 +79,7 @@ def case_columns(records: Sequence[Record]) -> list[Column]:
         column if column.key in changing else dataclasses.replace(column, audience="programs")
         for column in CASE_COLUMNS
     ]
-    return [*columns, lengths_column(records)]
+    return [*columns, shown.lengths_column(records)]
 
 
 def by_need(records: Sequence[Record]) -> list[tuple[Record, float | None]]:
@@ -132,8 +113,8 @@ def rows_table(
         *note_columns(footnotes),
     ]
     title = f"{cases.count_of(records)}{words}: {cases.common_case(records)}"
-    more = [LEAST] if any(least.values()) else []
-    return footnotes.below(Table.of(name, title, columns, records, [*notes, *more]), doubt_lines(records))
+    more = [shown.LEAST] if any(least.values()) else []
+    return footnotes.below(Table.of(name, title, columns, records, [*notes, *more]), accounting.doubt_lines(records))
 
 
 def records_table(records: Sequence[Record], units: bool = False) -> Table:
@@ -141,20 +122,21 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
     parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
     more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
     figures = [
-        *(mib_column(field, audience="programs") for field in ("input_bytes", "output_bytes", "parameter_bytes")),
-        *figure_columns(units, any(record.optimizer_peak_bytes is not None for record in records)),
-        *(mib_column(field, audience="programs") for field in more),
-        *named_columns(("passes", "device_name", "torch_version", "threads"), "programs"),
+        *(shown.mib_column(field, audience="programs") for field in ("input_bytes", "output_bytes", "parameter_bytes")),
+        *shown.figure_columns(units, any(record.optimizer_peak_bytes is not None for record in records)),
+        *(shown.mib_column(field, audience="programs") for field in more),
+        *shown.named_columns(("passes", "device_name", "torch_version", "threads"), "programs"),
     ]
     timed = any(record.forward_ms is not None for record in records)
-    notes = [PEAKS, *([TIMES] if timed else []), *([UNITS] if units else [])]
+    notes = [shown.PEAKS, *([shown.TIMES] if timed else []), *([shown.UNITS] if units else [])]
     return rows_table("records", "", records, figures, notes)
 
 
 def decode_table(records: Sequence[Record]) -> Table:
     """The size of the decoding state, and the memory and time of one step."""
     records = [record for record in records if record.mode == "decode"]
-    return rows_table("decode", " of decoding, one token after T of them", records, decoding_columns(), [DECODING])
+    words = " of decoding, one token after T of them"
+    return rows_table("decode", words, records, decoding_columns(), [shown.DECODING])
 
 
 HELD = ("input_bytes", "parameter_bytes", "output_bytes")
@@ -184,7 +166,7 @@ def sum_or_verdict(record: Record, fields: Sequence[str]) -> Cell:
     sizes = [getattr(record, field) for field in fields]
     if None in sizes or len(fields) == 1:
         return value_or_verdict(record, fields[-1]) if len(fields) == 1 else missing_words(record, fields[-1])
-    return sum(sizes) / MIB
+    return sum(sizes) / shown.MIB
 
 
 def cs336_tables(records: Sequence[Record]) -> list[Table]:
@@ -205,7 +187,7 @@ def cs336_tables(records: Sequence[Record]) -> list[Table]:
 
 def check_pivot(field: str) -> str:
     if field not in PIVOT_FIELDS:
-        raise unknown_name(named("pivot"), field, PIVOT_FIELDS)
+        raise errors.unknown_name(options.named("pivot"), field, PIVOT_FIELDS)
     return field
 
 
@@ -268,7 +250,7 @@ def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
     if models := cases.models_among(records):
         beside_measured = {id(predicted) for _, predicted in cases.pair(models)}
         tables.append(models_table([model for model in models if id(model) not in beside_measured]))
-    tables += [beside] if (beside := prediction_table(records)).rows else []
+    tables += [beside] if (beside := predictions.prediction_table(records)).rows else []
     return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
 
 
@@ -276,7 +258,7 @@ def growth_tables(records: Sequence[Record]) -> list[Table]:
     """Scaling, and the standard pivots that have a value, of the cases that have sizes."""
     runs = [record for record in cases.operators_among(records) if record.mode != "decode" and cases.has_sizes(record)]
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
-    scaling = scaling_table(runs)
+    scaling = accounting.scaling_table(runs)
     return ([scaling] if scaling.rows else []) + [stacked_pivot(runs, field) for field in known]
 
 

@@ -11,20 +11,9 @@ from pathlib import Path
 from memcheck.core.options import named
 from memcheck.core.script_record import Line, LineDoubt, Moment, Origin, ScriptRecord
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.alive import (
-    FORMAT,
-    MOST_ROWS,
-    MOST_ROWS_OF_PAGE,
-    group_table,
-    growth_table,
-    in_unit,
-    line_of,
-    module_table,
-    size_of,
-    unit_of,
-)
+from memcheck.report import alive, page
+from memcheck.report.alive import group_table
 from memcheck.report.memory import HELD, MODULES, NO_LINE, MemoryPicture, marks_of
-from memcheck.report.page import render_page
 from memcheck.report.tables import BYTES, Cell, Column, Screen, Table, to_text
 
 MOST_FILES = 4  # Of those that were not written.
@@ -39,7 +28,7 @@ def script_report(record: ScriptRecord, screen: Screen | None = None, *, doubts:
         lines = counted(len({(each.file, each.line) for each in record.line_doubts}), "line")
         first.append(f"What the simulated GPU answered at {lines} is not known: {named('doubts')} lists it.")
     first = [screen.fill(line) if screen.width else line for line in first]
-    shown = [table for table in tables(record, MOST_ROWS) if doubts or table.name != LINE_DOUBTS]
+    shown = [table for table in tables(record, alive.MOST_ROWS) if doubts or table.name != LINE_DOUBTS]
     return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in shown)])
 
 
@@ -55,19 +44,19 @@ def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int
         return "\n".join(lines)
     place = record.peak.place
     lines.append(f"It was highest when {place.operator} allocated {where(record.peak, record)}.")
-    unit = unit_of(record.peak.bytes)
+    unit = alive.unit_of(record.peak.bytes)
     title = f"Alive at the peak, by operator and line of Python, {unit}"
-    table = group_table(record.alive, "alive", title, "operator and line", operator_and_line, unit, MOST_ROWS)
+    table = group_table(record.alive, "alive", title, "operator and line", operator_and_line, unit, alive.MOST_ROWS)
     return "\n".join([*lines, "", to_text(table, Screen())])
 
 
 def script_page(record: ScriptRecord) -> str:
     """The report as an HTML page. A record of an earlier version has no picture."""
-    return render_page(
+    return page.render_page(
         title=script_title(record),
         paragraphs=paragraphs(record),
         pictures=[script_picture(record)] if record.course.points else [],
-        tables=tables(record, MOST_ROWS_OF_PAGE),
+        tables=tables(record, alive.MOST_ROWS_OF_PAGE),
         facts={"device": record.device_words, **record.environment},
         sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
     )
@@ -82,7 +71,7 @@ def script_picture(record: ScriptRecord) -> MemoryPicture:
         f"{script_title(record)} on {record.device_words}",
         "Each point is the highest sum of some allocations and frees in a row.",
         record.course,
-        {**HELD, "line of Python": line_of, **MODULES},
+        {**HELD, "line of Python": alive.line_of, **MODULES},
         marks_of((peak.event, peak.bytes), (last.moment.event, last.requested_bytes) if last else None),
         "module, line and operator",
         lines,
@@ -255,17 +244,17 @@ def figures_of(record: ScriptRecord) -> dict[str, int]:
 def tables(record: ScriptRecord, most: int) -> list[Table]:
     """The figures, what grows, and what was alive at the peak by module, operator and line."""
     moment = "when memory ran out" if record.ran_out and record.refusal else "at the peak"
-    alive, unit = record.alive_then, unit_of(size_of(record.alive_then))
+    there, unit = record.alive_then, alive.unit_of(alive.size_of(record.alive_then))
     found = [figures_table(record)] if record.peak.bytes or record.other_peaks else []
-    found += [growth_table(record.growing, record.step_name)] if record.growing else []
-    if alive:
+    found += [alive.growth_table(record.growing, record.step_name)] if record.growing else []
+    if there:
         by = f"Alive {moment}, by"
-        lines = group_table(alive, "lines", f"{by} line of Python", "line", line_of, unit, most)
+        lines = group_table(there, "lines", f"{by} line of Python", "line", alive.line_of, unit, most)
         lines.notes += [f"Blocks below {format_bytes(record.least_bytes)} have no line."] if record.least_bytes else []
-        if record.device.startswith("cuda") and not all(each.place.line for each in alive):
+        if record.device.startswith("cuda") and not all(each.place.line for each in there):
             lines.notes.append(f"{NO_LINE}: such as the backward, which autograd runs in a thread of its own.")
-        found.append(module_table(alive, f"{by} module, {unit}", unit, most))
-        found.append(group_table(alive, "operators", f"{by} operator", "operator", attrgetter("operator"), unit, most))
+        found.append(alive.module_table(there, f"{by} module, {unit}", unit, most))
+        found.append(group_table(there, "operators", f"{by} operator", "operator", attrgetter("operator"), unit, most))
         found.append(lines)
     return found + ([line_doubt_table(record.line_doubts)] if record.line_doubts else [])
 
@@ -273,7 +262,7 @@ def tables(record: ScriptRecord, most: int) -> list[Table]:
 def figures_table(record: ScriptRecord) -> Table:
     columns = [
         Column("figure", "figure", read=lambda pair: pair[0]),
-        Column("mib", "MiB", "", FORMAT, read=lambda pair: in_unit(pair[1], "MiB")),
+        Column("mib", "MiB", "", alive.FORMAT, read=lambda pair: alive.in_unit(pair[1], "MiB")),
         Column("bytes", "bytes", "", ",", read=lambda pair: pair[1]),
     ]
     notes = ["highest: after an allocation in the phase."]
@@ -315,4 +304,4 @@ def line_doubt_table(line_doubts: Sequence[LineDoubt]) -> Table:
 
 def operator_and_line(place: Origin) -> str:
     name = f"{place.kind} ({place.operator})" if place.kind else place.operator
-    return f"{name}, {line_of(place)}"
+    return f"{name}, {alive.line_of(place)}"

@@ -10,19 +10,9 @@ from typing import Any
 from memcheck.core.script_record import Alive, Origin
 from memcheck.core.snapshot_record import Holes, Moment, SnapshotRecord, WhatIf
 from memcheck.core.units import counted, format_bytes
-from memcheck.report.alive import (
-    FORMAT,
-    MOST_ROWS,
-    MOST_ROWS_OF_PAGE,
-    change_table,
-    group_table,
-    growth_table,
-    in_unit,
-    module_table,
-    unit_of,
-)
+from memcheck.report import alive, page
+from memcheck.report.alive import FORMAT, in_unit
 from memcheck.report.memory import HELD, MODULES, MemoryPicture, marks_of
-from memcheck.report.page import render_page
 from memcheck.report.tables import Column, Screen, Table, to_text
 
 BEFORE_THE_FIRST = -1
@@ -32,16 +22,16 @@ def snapshot_report(record: SnapshotRecord, screen: Screen | None = None) -> str
     """The report as text: the answer, then the tables."""
     screen = screen or Screen()
     sentences = "\n".join(map(screen.fill, snapshot_sentences(record)))
-    return "\n\n".join([sentences, *(to_text(table, screen) for table in snapshot_tables(record, MOST_ROWS))])
+    return "\n\n".join([sentences, *(to_text(table, screen) for table in snapshot_tables(record, alive.MOST_ROWS))])
 
 
 def snapshot_page(records: Sequence[SnapshotRecord], command: str) -> str:
     """The reports as an HTML page."""
-    return render_page(
+    return page.render_page(
         title=f"Memory snapshot {', '.join(dict.fromkeys(Path(record.file).name for record in records))}",
         paragraphs=[sentence for record in records for sentence in snapshot_sentences(record)],
         pictures=[snapshot_picture(record) for record in records],
-        tables=[table for record in records for table in snapshot_tables(record, MOST_ROWS_OF_PAGE)],
+        tables=[table for record in records for table in snapshot_tables(record, alive.MOST_ROWS_OF_PAGE)],
         facts={name_of(record): record.settings or "default settings of the allocator" for record in records},
         sweeps=[{"command": command, "started": None, "facts": {}}],
     )
@@ -161,27 +151,27 @@ def snapshot_tables(record: SnapshotRecord, most: int) -> list[Table]:
     """What would have fitted, what was alive by line, module and size, holes, and what grows."""
     moment = record.moment
     words = "when memory ran out" if record.oom else "at the peak"
-    unit = unit_of(moment.allocated_bytes)
-    alive = moment.alive
+    unit = alive.unit_of(moment.allocated_bytes)
+    there = moment.alive
     tables = [what_if_table(record)] if record.what_if else []
     title = f"Alive {words}, by line of Python, {unit}"
-    lines = group_table(alive, "lines", title, "line", attrgetter("where"), unit, most)
+    lines = alive.group_table(there, "lines", title, "line", attrgetter("where"), unit, most)
     size, blocks = record.before
     if blocks and record.events:
         before = f"{format_bytes(size)} in {counted(blocks, 'block')} were in use before the recording began"
         lines.notes.append(f"{before}; what was released since has no line.")
     tables.append(lines)
-    if any(each.place.module for each in alive):
-        tables.append(module_table(alive, f"Alive {words}, by module, {unit}", unit, most))
+    if any(each.place.module for each in there):
+        tables.append(alive.module_table(there, f"Alive {words}, by module, {unit}", unit, most))
     tables.append(size_table(moment, f"Alive {words}, by size of block, {unit}", unit))
-    tables.append(holes_table(moment.holes, f"Reserved {words}, by pool, {unit_of(moment.reserved_bytes)}"))
+    tables.append(holes_table(moment.holes, f"Reserved {words}, by pool, {alive.unit_of(moment.reserved_bytes)}"))
     if record.growing:
-        tables.append(growth_table(record.growing))
+        tables.append(alive.growth_table(record.growing))
     return tables
 
 
 def what_if_table(record: SnapshotRecord) -> Table:
-    unit = unit_of(record.peak_reserved_bytes)
+    unit = alive.unit_of(record.peak_reserved_bytes)
     limit = record.what_if[0].limit_bytes
     room = "without a limit" if limit is None else f"in {format_bytes(limit)}"
     columns = [
@@ -227,12 +217,12 @@ def holes_table(holes: Iterable[Holes], title: str) -> Table:
 def comparison_of(before: SnapshotRecord, after: SnapshotRecord) -> tuple[list[str], Table]:
     """Two snapshots: what was reserved in a sentence, and what was alive at the peaks by line, by change."""
     sides = [{line["line"]: line["bytes"] for line in line_objects(record.peak.alive)} for record in (before, after)]
-    unit = unit_of(max(before.peak.allocated_bytes, after.peak.allocated_bytes))
+    unit = alive.unit_of(max(before.peak.allocated_bytes, after.peak.allocated_bytes))
     lines = {line: (sides[0].get(line, 0), sides[1].get(line, 0)) for line in sides[0] | sides[1]}
     title = f"Alive at the peaks, by line: {name_of(before)}, then {name_of(after)}"
     reserved = [format_bytes(record.peak_reserved_bytes) for record in (before, after)]
     sentences = [f"Reserved at most: {reserved[0]}, then {reserved[1]}."]
-    return sentences, change_table("comparison", title, "line", lines, unit, 2 * MOST_ROWS)
+    return sentences, alive.change_table("comparison", title, "line", lines, unit, 2 * alive.MOST_ROWS)
 
 
 def overview_table(records: Sequence[SnapshotRecord]) -> Table:
@@ -268,10 +258,10 @@ def switched(record: SnapshotRecord) -> float | None:
     return next((in_unit(case.peak_reserved_bytes, "MiB") for case in found if case.fits), None)
 
 
-def line_objects(alive: Iterable[Alive]) -> list[dict[str, Any]]:
+def line_objects(some: Iterable[Alive]) -> list[dict[str, Any]]:
     """What is alive by line, largest first."""
     lines: dict[str, dict[str, Any]] = {}
-    for each in alive:
+    for each in some:
         line = lines.setdefault(each.place.where, {"line": each.place.where, "bytes": 0, "blocks": 0})
         line["bytes"] += each.bytes
         line["blocks"] += each.blocks

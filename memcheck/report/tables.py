@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from memcheck.core import html
-from memcheck.core.errors import unknown_name
-from memcheck.core.files import write_text
-from memcheck.core.units import format_bytes, format_time, short_count, three_digits
+from memcheck.core import errors, files, html, units
 
 # Number formats besides format specifications.
 THREE_DIGITS = "three digits"
@@ -136,9 +133,9 @@ def text_of(cell: Cell, column: Column) -> str:
     if isinstance(cell, str):
         return " " * (len(cell) - len(cell.lstrip(" "))) + " ".join(cell.split())
     if column.format in (THREE_DIGITS, TIME):
-        return three_digits(cell) if column.format == THREE_DIGITS else format_time(cell)
+        return units.three_digits(cell) if column.format == THREE_DIGITS else units.format_time(cell)
     if column.format in (BYTES, COUNT):
-        return format_bytes(cell) if column.format == BYTES else short_count(int(cell))
+        return units.format_bytes(cell) if column.format == BYTES else units.short_count(int(cell))
     if column.format == SPREAD:
         return f"±{cell:.0%}"
     text = format(cell, column.format)
@@ -313,7 +310,7 @@ def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str
         return "\n\n\n".join(to_text(table, screen) for table in tables)
     texts = {"markdown": to_markdown, "latex": to_latex}
     if form not in texts:
-        raise unknown_name("form", form, ("table", *texts, "csv", "json"))
+        raise errors.unknown_name("form", form, ("table", *texts, "csv", "json"))
     return "\n\n".join(map(texts[form], tables))
 
 
@@ -325,5 +322,5 @@ def write_files(tables: Sequence[Table], folder: Path) -> list[Path]:
         texts |= {f"tables/{name}.csv": to_csv(table), f"tables/{name}.tex": to_latex(table)}
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        write_text(folder / name, text + "\n")
+        files.write_text(folder / name, text + "\n")
     return [folder / name for name in texts]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from memcheck.core.script_record import ScriptRecord
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.style import GREY, add_note, distinct_styles, in_house_style, new_figure, save, set_ticks
+from memcheck.report.plots.style import GREY, add_note, distinct_styles, in_house_style, new_figure, set_ticks
 from memcheck.report.script_tables import at
 from memcheck.report.tables import BYTES, Cell, Column, Table
 
@@ -44,7 +43,8 @@ def trials_table(
     for values, record in runs.items():
         ended = outcome(record) == FITS
         figures: list[Cell] = [record.peak.bytes, record.reserved_bytes] if ended else [None, None]
-        rows.append([*map(number_or_text, values), *figures, outcome(record), place_of(record)])
+        numbers = (int(value) if isinstance(value, str) and value.isdecimal() else value for value in values)
+        rows.append([*numbers, *figures, outcome(record), place_of(record)])
     return Table("runs", f"Runs on {next(iter(runs.values())).device_words}", columns, rows, list(notes))
 
 
@@ -70,10 +70,6 @@ def changes_table(base: ScriptRecord, runs: Mapping[str, ScriptRecord], notes: S
     ]
     rows = [(name, run, outcome(run), difference(run)) for name, run in {"as it is": base, **runs}.items()]
     return Table.of("changes", "What would help: each row is a run of the script", columns, rows, notes)
-
-
-def number_or_text(value: Any) -> Cell:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def edge_sentences(title: str, value: int, step: int, runs: Mapping[int, ScriptRecord]) -> list[str]:
@@ -143,8 +139,3 @@ def trials_figure(titles: Sequence[str], runs: Mapping[tuple[str, ...], ScriptRe
     ran_out = any(outcome(run) == OUT for run in runs.values())
     add_note(figure, f"dashed: the {usable:.1f} GiB that torch can get", "x: memory runs out" if ran_out else "")
     return figure
-
-
-def plot_trials(path: Path, *args: Any) -> None:
-    """Draws trials_figure(*args) into the file."""
-    save(trials_figure(*args), path)

@@ -26,14 +26,8 @@ from pathlib import Path
 from typing import TextIO
 
 from memcheck.core.errors import ExtensionError
-from memcheck.simulated.flags import (
-    ALLOCATOR_FILES,
-    ALLOCATOR_FLAGS,
-    COMPILE_FLAGS,
-    LIBRARIES,
-    RULES_LIBRARIES,
-    gpu_files,
-)
+from memcheck.simulated import flags as all_flags
+from memcheck.simulated.flags import ALLOCATOR_FILES, ALLOCATOR_FLAGS, COMPILE_FLAGS, LIBRARIES, gpu_files
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -211,7 +205,7 @@ def compile_into(made: Path, folder: Path) -> None:
     with told(folder), ThreadPoolExecutor() as both:
         jobs = [
             both.submit(compile_unit, members, path, folder, LIBRARIES, []),
-            both.submit(compile_unit, ["rules.cpp"], rules_path, folder, RULES_LIBRARIES, python),
+            both.submit(compile_unit, ["rules.cpp"], rules_path, folder, all_flags.RULES_LIBRARIES, python),
         ]
         for job in jobs:
             job.result()

@@ -140,6 +140,9 @@ def written_pointers(source: Any) -> list[bool]:
     return [name in written for name in pointers]
 
 
+HARMLESS = ("load", "range", "min", "max", "float", "int")
+
+
 @functools.cache
 def written_names(text: str) -> frozenset[str]:
     """The parameters of a kernel of Triton from which addresses of its stores are made, or which it passes on."""
@@ -168,7 +171,8 @@ def written_names(text: str) -> frozenset[str]:
                 name = name_of(node.func)
                 if name == "store" or name.startswith("atomic_"):
                     written |= origins_of(node.func, *node.args[:1])
-                elif name != "load" and not is_language(node.func):
+                # Python's functions, those of triton.language, such as tl.make_block_ptr, and methods write nothing.
+                elif not isinstance(node.func, ast.Attribute) and name not in HARMLESS:
                     written |= origins_of(*node.args, *(each.value for each in node.keywords))
     return frozenset(written)
 
@@ -178,11 +182,6 @@ def name_of(function: ast.expr) -> str:
     if isinstance(function, ast.Attribute):
         return function.attr
     return function.id if isinstance(function, ast.Name) else ""
-
-
-def is_language(function: ast.expr) -> bool:
-    """Whether the function is of triton.language, such as tl.make_block_ptr, a method, or Python's own."""
-    return isinstance(function, ast.Attribute) or name_of(function) in ("range", "min", "max", "float", "int")
 
 
 def answer_driver(driver: Any) -> None:

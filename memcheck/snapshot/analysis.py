@@ -9,20 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memcheck.allocator import history as codes
 from memcheck.allocator.caching import Ints, Order
-from memcheck.allocator.history import (
-    ALLOC,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
-    IGNORED,
-    NEW_MEMORY,
-    OOM,
-    RELEASES,
-    History,
-    Replayed,
-    Segment,
-    replay_history,
-)
+from memcheck.allocator.history import History, Replayed, replay_history
 from memcheck.core.script_record import PHASES, Alive, Course, Origin
 from memcheck.core.snapshot_record import Growth, Holes, Moment, OutOfMemory, Replay, SnapshotRecord, WhatIf
 from memcheck.core.units import highest
@@ -86,7 +75,7 @@ def analyse(
         device=recording.device,
         settings=str(recording.settings),
         events=len(recording),
-        allocations=int(np.count_nonzero(recording.actions == ALLOC)),
+        allocations=int(np.count_nonzero(recording.actions == codes.ALLOC)),
         seconds=find.seconds(len(recording) - 1),
         before=(int(blocks.sizes[before].sum()), int(np.count_nonzero(before))),
         peak=peak,
@@ -125,33 +114,34 @@ def replay_of(recording: Recording) -> tuple[Replay, Replayed | None]:
 
 def replay_in(history: History) -> tuple[Replay, Replayed | None]:
     """The replay of a history, and whether all of it is as recorded."""
-    allocations = int(np.count_nonzero(history.rows[:, 0] == ALLOC))
+    allocations = int(np.count_nonzero(history.rows[:, 0] == codes.ALLOC))
     try:
         replayed = replay_history(history, at_recorded_addresses=True)
     except ValueError as error:
         return Replay(allocations, 0, 0, False, str(error)), None
     # The memory that was left when there was no room is no address.
-    made, recorded = (np.where((rows[:, :1] == OOM) & ADDRESS, 0, rows) for rows in (replayed.rows(), history.rows))
-    exact = np.array_equal(made, recorded[recorded[:, 0] != IGNORED])
+    both = replayed.rows(), history.rows
+    made, recorded = (np.where((rows[:, :1] == codes.OOM) & ADDRESS, 0, rows) for rows in both)
+    exact = np.array_equal(made, recorded[recorded[:, 0] != codes.IGNORED])
     return Replay(allocations, replayed.equal_addresses, replayed.peak_reserved_bytes, exact), replayed
 
 
 def blocks_of(recording: Recording, replayed: Replayed | None) -> Blocks:
     """The blocks of a recording. Their bytes are the model's where the replay reached, else the rounded request."""
     events = len(recording)
-    used = np.flatnonzero(np.isin(recording.actions, (ALLOC, FREE_REQUESTED, FREE_COMPLETED)))
+    used = np.flatnonzero(np.isin(recording.actions, (codes.ALLOC, codes.FREE_REQUESTED, codes.FREE_COMPLETED)))
     order = used[np.lexsort((used, recording.addresses[used]))]
     addresses, actions = recording.addresses[order], recording.actions[order]
     # A life begins with an allocation, or with the first event of an address.
-    starts = np.flatnonzero((actions == ALLOC) | np.r_[True, addresses[1:] != addresses[:-1]][: len(order)])
+    starts = np.flatnonzero((actions == codes.ALLOC) | np.r_[True, addresses[1:] != addresses[:-1]][: len(order)])
     freed = ended = np.zeros(0, np.int64)
     if len(starts):
         freed, ended = (
             np.minimum.reduceat(np.where(actions == action, order, events), starts)
-            for action in (FREE_REQUESTED, FREE_COMPLETED)
+            for action in (codes.FREE_REQUESTED, codes.FREE_COMPLETED)
         )
         freed = np.minimum(freed, ended)
-    first, addresses, is_new = order[starts], addresses[starts], actions[starts] == ALLOC
+    first, addresses, is_new = order[starts], addresses[starts], actions[starts] == codes.ALLOC
     # Blocks of the segments at the end that no event names were there before the first one.
     at_end = {address: size for segment in recording.segments for address, (size, _) in segment.blocks.items()}
     living = set(addresses[ended == events].tolist())
@@ -179,7 +169,7 @@ def _sizes(recording: Recording, replayed: Replayed | None, blocks: Blocks, at_e
     sizes = rounded[places] if len(requested) else blocks.sizes
     if replayed is not None:
         of_event = np.zeros(len(recording) + 1, np.int64)
-        of_event[np.flatnonzero(recording.actions == ALLOC)[: len(replayed.sizes)]] = replayed.sizes
+        of_event[np.flatnonzero(recording.actions == codes.ALLOC)[: len(replayed.sizes)]] = replayed.sizes
         known = of_event[blocks.begin]  # The last entry is that of blocks from before the first event: 0.
         sizes = np.where(known > 0, known, sizes)
         early = {
@@ -203,9 +193,9 @@ def reserved_bytes(recording: Recording) -> Ints:
 
 def steps_of(recording: Recording) -> Ints:
     """The events that begin a step other than the first: a forward after a backward or an optimizer step."""
-    codes = np.array([PHASES.index(place.phase) for place in recording.places])
-    events = np.flatnonzero(recording.actions == ALLOC)
-    phases = codes[recording.stacks[events]]
+    known = np.array([PHASES.index(place.phase) for place in recording.places])
+    events = np.flatnonzero(recording.actions == codes.ALLOC)
+    phases = known[recording.stacks[events]]
     events, phases = events[phases > 0], phases[phases > 0]
     return events[1:][(phases[1:] == 1) & (phases[:-1] > 1)]
 
@@ -258,7 +248,7 @@ class _Finder:
         return float(times[max(event, 0)] - times[0]) / 1e6 if len(times) and times[0] else None
 
     def place(self, event: int) -> Origin | None:
-        if event < 0 or self.recording.actions[event] not in (ALLOC, OOM):
+        if event < 0 or self.recording.actions[event] not in (codes.ALLOC, codes.OOM):
             return None
         return self.recording.places[int(self.recording.stacks[event])]
 
@@ -300,7 +290,7 @@ class _Finder:
         recording = self.recording
         empty = [segment._replace(blocks={}) for segment in recording.segments]
         rows = recording.history.rows[state:]
-        rows = rows[np.isin(rows[:, 0], (*NEW_MEMORY, *RELEASES))]
+        rows = rows[np.isin(rows[:, 0], (*codes.NEW_MEMORY, *codes.RELEASES))]
         segments = sorted(History(rows, empty, recording.settings).at_begin)
         used = self.blocks.alive_at(state, self.blocks.ended)
         order = np.argsort(self.blocks.addresses[used])
@@ -309,7 +299,8 @@ class _Finder:
         pools: dict[str, list[int]] = {}
         reserved: dict[str, int] = {}
         for segment in segments:
-            name = pool_name(segment)
+            name = "small" if segment.small else "large"
+            name += f", stream {segment.stream}" if segment.stream else ""
             reserved[name] = reserved.get(name, 0) + segment.bytes
             inside = slice(*np.searchsorted(begins, (segment.address, segment.address + segment.bytes)))
             from_here = np.r_[segment.address, ends[inside]]
@@ -337,8 +328,3 @@ class _Finder:
         )
         course = Course.of([*recording.places, BEFORE], rows, [*recording.calls, ()])
         return replace(course, reserved=self.reserved[states].tolist())
-
-
-def pool_name(segment: Segment) -> str:
-    kind = "small" if segment.small else "large"
-    return f"{kind}, stream {segment.stream}" if segment.stream else kind

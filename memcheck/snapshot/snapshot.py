@@ -9,20 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.allocator import AllocatorSettings
-from memcheck.core import html
+from memcheck.core import html, units
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.options import named
 from memcheck.core.snapshot_record import SnapshotRecord
 from memcheck.core.step import Place
-from memcheck.core.units import few_lines
-from memcheck.report import snapshots
-from memcheck.report.alive import MOST_ROWS
-from memcheck.report.plots.style import image_element, shown
-from memcheck.report.plots.timeline import snapshot_figure
+from memcheck.report import alive, snapshots
+from memcheck.report.plots import style, timeline
 from memcheck.report.tables import Sentences, Tables, to_html
-from memcheck.snapshot.analysis import analyse
-from memcheck.snapshot.files import read_data, uncollected
+from memcheck.snapshot import analysis, files
 from memcheck.snapshot.recording import ForeignDataError, recordings_of
 from memcheck.snapshot.what_if import what_would_fit
 
@@ -85,14 +81,14 @@ class Snapshot:
             except ValueError as error:
                 raise UsageError(f"{named('settings')} {text}: {error} (write it as in PYTORCH_ALLOC_CONF)") from None
         what_if = partial(what_would_fit, settings=texts, limit_bytes=limit)
-        with uncollected():
+        with files.uncollected():
             try:
-                recordings = recordings_of(read_data(path, progress))
+                recordings = recordings_of(files.read_data(path, progress))
             except ForeignDataError as error:
                 raise UsageError(f"{path} is no memory snapshot: {error}") from None
             if not recordings:
                 raise UsageError(f"{path} has no segments and no events of any device")
-            records = [analyse(recording, str(path), what_if) for recording in recordings]
+            records = [analysis.analyse(recording, str(path), what_if) for recording in recordings]
         gpu = None if device is None else (place.for_device.name, place.for_device.total_bytes)
         return cls([dataclasses.replace(record, gpu=gpu) for record in records])
 
@@ -102,16 +98,16 @@ class Snapshot:
         return self.records[0]
 
     def __repr__(self) -> str:
-        return few_lines(self.summary())
+        return units.few_lines(self.summary())
 
     def _repr_html_(self) -> str:
         macros, parts = html.macros(), []
         for record in self.records:
             parts += [
                 macros.listed(snapshots.snapshot_sentences(record)),
-                macros.picture(image_element(figure_of(record), snapshots.name_of(record), "png")),
+                macros.picture(style.image_element(figure_of(record), snapshots.name_of(record), "png")),
             ]
-            parts += map(to_html, snapshots.snapshot_tables(record, MOST_ROWS))
+            parts += map(to_html, snapshots.snapshot_tables(record, alive.MOST_ROWS))
         return html.fragment(*parts)
 
     def summary(self) -> Sentences:
@@ -127,12 +123,12 @@ class Snapshot:
         kinds = ("what-if", "lines", "modules", "sizes", "pools", "growing")
         if kind is not None and kind not in kinds:
             raise unknown_name("table:", kind, kinds)
-        tables = (table for record in self.records for table in snapshots.snapshot_tables(record, MOST_ROWS))
+        tables = (table for record in self.records for table in snapshots.snapshot_tables(record, alive.MOST_ROWS))
         return Tables(table for table in tables if kind in (None, table.name))
 
     def plot(self) -> Figure:
         """What was alive by line over the events, and what was reserved, as a matplotlib figure."""
-        return shown(figure_of(self.record))
+        return style.shown(figure_of(self.record))
 
     def compare(self, after: Snapshot) -> Tables:
         """What was alive at the peaks of this snapshot and of `after`, by line of Python."""
@@ -144,4 +140,4 @@ class Snapshot:
 
 
 def figure_of(record: SnapshotRecord) -> Figure:
-    return snapshot_figure(record, title=f"Memory of {snapshots.name_of(record)}", subtitle=record.settings)
+    return timeline.snapshot_figure(record, title=f"Memory of {snapshots.name_of(record)}", subtitle=record.settings)

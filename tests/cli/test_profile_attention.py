@@ -29,7 +29,7 @@ SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.cli.running.plot_figure", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.running.figure.plot_figure", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-attention", "--output", str(tmp_path), "--format", "json", *flags])
@@ -102,8 +102,8 @@ def cases_on(device: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple
     """The cases that the command would run if the machine had this device, and the note in its header."""
     ran: list[tuple[list[Case], str]] = []
     command = "memcheck.cli.commands.profile_attention"
-    monkeypatch.setattr(f"{command}.find_device", lambda name: device)
-    monkeypatch.setattr(f"{command}.run_cases", lambda cases, args, title, note: ran.append((cases, note)) or 0)
+    monkeypatch.setattr(f"{command}.profile.find_device", lambda name: device)
+    monkeypatch.setattr(f"{command}.running.run_cases", lambda cases, args, title, note: ran.append((cases, note)) or 0)
     assert main(["profile-attention", *flags]) == 0
     return ran[0]
 
@@ -199,7 +199,9 @@ def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
 def test_what_is_not_known_ends_at_the_memory_of_the_machine(profile, monkeypatch) -> None:
     """The kernel would end the process, not the case."""
     facts = machine_facts("cpu")
-    monkeypatch.setattr("memcheck.bench.profile.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
+    monkeypatch.setattr(
+        "memcheck.bench.profile.measurement.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20}
+    )
     monkeypatch.setattr("memcheck.bench.profile.known_terms", lambda case: None)
     flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "naive", "--dtype", "bf16"]
     for limit in ([], ["--memory-limit", "999GiB"]):
@@ -214,7 +216,7 @@ def test_seconds_are_those_of_the_case(profile, monkeypatch) -> None:
         given.append((passes, max_seconds))
         return {"passes": 1, "doubts": (Doubt("too few"),)}
 
-    monkeypatch.setattr("memcheck.bench.profile.measure_time", measure_time)
+    monkeypatch.setattr("memcheck.bench.profile.measurement.measure_time", measure_time)
     timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
     _, (record,) = profile(*timed, "--passes", "100", "--max-seconds-per-case", "100000")
     assert (record.passes, record.doubts) == (1, ("too few",))
@@ -267,7 +269,7 @@ def test_explanations_follow_the_table(tmp_path, capsys, monkeypatch) -> None:
         assert details
         return Record(forward_peak_bytes=4096, saved_bytes=24, alive_at_peak=alive, saved_tensors=saved)
 
-    monkeypatch.setattr("memcheck.bench.profile.measure_memory", measure)
+    monkeypatch.setattr("memcheck.bench.profile.measurement.measure_memory", measure)
     flags = [*SMALL, "--attention-type", "naive", "--explain", "2", "--output", str(tmp_path)]
     assert main(["profile-attention", *flags]) == 0
     assert (
@@ -297,8 +299,8 @@ def test_traces_and_snapshots_are_files_of_their_own(tmp_path, capsys, monkeypat
         write(*args, **kwargs)
         return [{"name": "aten::bmm", "calls": 2, "self_ms": 1.5, "share": 1.0}]
 
-    monkeypatch.setattr("memcheck.bench.profile.write_snapshot", write)
-    monkeypatch.setattr("memcheck.bench.profile.write_trace", trace)
+    monkeypatch.setattr("memcheck.bench.profile.export.write_snapshot", write)
+    monkeypatch.setattr("memcheck.bench.profile.export.write_trace", trace)
     flags = [*SMALL, "--output", str(tmp_path), "--snapshot", str(tmp_path / "s.pickle")]
     assert main(["profile-attention", *flags, "--attention-type", "naive", "--trace", str(tmp_path / "t.json.gz")]) == 0
     assert written == ["s.pickle", "t.json.gz"]

@@ -20,7 +20,7 @@ SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.cli.running.plot_figure", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.running.figure.plot_figure", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-combinator", "--output", str(tmp_path), "--format", "json", *flags])

@@ -159,7 +159,7 @@ def test_a_model_beyond_the_machine_is_skipped_with_its_prediction(monkeypatch: 
     def facts(device: str) -> dict[str, object]:
         return {"device": "cpu", "device_free_bytes": 2**20}
 
-    monkeypatch.setattr("memcheck.bench.profile.machine_facts", facts)
+    monkeypatch.setattr("memcheck.bench.profile.measurement.machine_facts", facts)
     record, predicted = profile_case(case()), predict_case(case()).record
     assert record.status == "skipped"
     assert "above the 1 MiB that this machine has left" in record.reason
@@ -181,7 +181,7 @@ def test_an_error_is_a_row_also_where_it_is_the_prediction_s(monkeypatch: pytest
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("it failed")
 
-    for name in ("predict_case", "run_memory"):
+    for name in ("predict.predict_case", "run_memory"):
         with monkeypatch.context() as patch:
             patch.setattr(f"memcheck.bench.profile.{name}", fails)
             record = profile_case(case())

@@ -239,12 +239,12 @@ import os, signal, sys
 from memcheck.__main__ import main
 from memcheck.cli.commands import run
 signal.signal(signal.SIGINT, signal.default_int_handler)
-write = run.write_text
+write = run.files.write_text
 def stopped(path, text):
     print("stopped at", path.name)
     os.kill(os.getpid(), signal.SIGINT)
     write(path, text)
-run.write_text = stopped
+run.files.write_text = stopped
 sys.exit(main(["run", "--output", "out", "--device=cpu", "script.py"]))
 """
 

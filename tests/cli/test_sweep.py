@@ -248,7 +248,7 @@ def test_windows_of_compressed_attention(tmp_path, plan, capsys) -> None:
 
 
 def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr("memcheck.cli.commands.sweep.find_device", lambda name: "cuda:0")
+    monkeypatch.setattr("memcheck.cli.commands.sweep.profile.find_device", lambda name: "cuda:0")
     quick = plan("--attention-type", "softplus", "--preset", "quick")
     assert "softplus B4 S8192 T8192 E2048 R2048 bfloat16: to run" in quick
     assert "softplus B4 S4096 T4096 E512 R512 bfloat16: to run" in quick
@@ -258,7 +258,7 @@ def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys
     assert plan(*given.split()) == ["naive B2 S64 T64 E32 H2 float32: to run"]
     # Presets of published tables keep their sizes.
     assert "memcheck-pyt/naive B64 S8192 T8192 E8192 H8 float32: to run" in plan("--preset", "memcheck-pyt")
-    monkeypatch.setattr("memcheck.cli.commands.sweep.find_device", lambda name: "cpu")
+    monkeypatch.setattr("memcheck.cli.commands.sweep.profile.find_device", lambda name: "cpu")
     assert "naive B1 S2048 T2048 E256 H4 float32: to run" in plan()
 
 

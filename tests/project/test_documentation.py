@@ -438,7 +438,7 @@ def test_the_capacity_of_the_documentation_is_what_fit_says(capsys, monkeypatch)
     """Only answers without unknowns are compared; the others hold until more is known of them."""
     from memcheck.__main__ import main
 
-    monkeypatch.setattr("memcheck.predict.replay.running", lambda: (2, 13))  # The torch that the page shows.
+    monkeypatch.setattr("memcheck.predict.replay.devices.running", lambda: (2, 13))  # The torch that the page shows.
     text = documentation()
     (command,) = re.findall(r"^\$ memcheck (fit .*--dim 512 --heads 8)$", text, re.MULTILINE)
     assert main([*command.split(), "--attention-type", "naive,softmax", "--format", "json"]) == 0

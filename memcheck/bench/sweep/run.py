@@ -11,33 +11,23 @@ import queue
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    ThreadPoolExecutor,
-    wait,
-)
+from concurrent import futures
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from memcheck.bench import catalog, operators
 from memcheck.bench.case import DTYPES, Case
-from memcheck.bench.catalog import BUILT_IN
-from memcheck.bench.operators import load_plugin
 from memcheck.bench.profile import CPU_SECONDS, known_terms, predicted_failure
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import MANIFEST, Store
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
-from memcheck.core.arguments import argument
+from memcheck.core import arguments, files, options
 from memcheck.core.converters import count, seconds, size_in_bytes
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.files import write_text
-from memcheck.core.options import named
 from memcheck.core.record import Doubt, Record
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
@@ -76,9 +66,9 @@ class Settings:
         plugins: Sequence[str | Path] = (),
     ) -> Settings:
         """The settings of a caller's arguments, whose plugins are loaded. UsageError: a number breaks its rule."""
-        limit = argument("memory_limit", memory_limit, size_in_bytes)
-        most = argument("max_seconds", max_seconds, seconds)
-        return cls(limit, most, argument("passes", passes, count), timed, load_plugins(plugins))
+        limit = arguments.argument("memory_limit", memory_limit, size_in_bytes)
+        most = arguments.argument("max_seconds", max_seconds, seconds)
+        return cls(limit, most, arguments.argument("passes", passes, count), timed, load_plugins(plugins))
 
     def job(self, case: Case) -> Job:
         return Job(case, self.passes, self.timed, self.limit_bytes, self.seconds(case), self.plugins)
@@ -125,7 +115,7 @@ def run_sweep(
     passes, timed: see memcheck.bench.profile.profile_case.
     plugins: Python files, or modules, that register contenders.
     """
-    settings, workers = Settings.of(**how), argument("workers", workers, count)
+    settings, workers = Settings.of(**how), arguments.argument("workers", workers, count)
     if workers is None:
         workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
     with submission(executor, workers, devices, isolate) as submit:
@@ -146,13 +136,13 @@ def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
     """Loads the plugins here, and returns their names for other processes."""
     names = tuple(str(Path(name).resolve()) if str(name).endswith(".py") else str(name) for name in plugins)
     for name in names:
-        load_plugin(name)
+        operators.load_plugin(name)
     return names
 
 
 def code_of(case: Case, plugins: Sequence[str]) -> list[str] | None:
     """Digests of the loaded plugins, so that a contender whose code has changed counts as another one."""
-    if case.operator in BUILT_IN:
+    if case.operator in catalog.BUILT_IN:
         return None
     paths = {plugin: plugin if plugin.endswith(".py") else sys.modules[plugin].__file__ for plugin in plugins}
     return [hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else name for name, path in paths.items()]
@@ -220,7 +210,7 @@ class SweepRun:
                         self.keep(case, verdict)
                     else:
                         running[self.submit(self.settings.job(case))] = case
-                for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                for future in futures.wait(running, return_when=futures.FIRST_COMPLETED).done if running else ():
                     case = running.pop(future)
                     self.keep(case, outcome(future, case))
         finally:
@@ -316,7 +306,7 @@ def outcome(future: Future[Record], case: Case) -> Record:
     """The record that a worker returned, or a record of the failure if it did not return."""
     try:
         return future.result()
-    except (BrokenExecutor, CancelledError) as error:
+    except (futures.BrokenExecutor, futures.CancelledError) as error:
         raise MemcheckError(f"the executor takes no more cases: {type(error).__name__} {error}") from None
     except Exception as error:
         # dask gives up on a task after several workers in a row died of it.
@@ -332,7 +322,7 @@ def submission(
     if executor is not None:
         if devices:
             rule = "is for processes of this machine: an executor gives its workers theirs"
-            raise UsageError(f"{named('devices')} {rule}")
+            raise UsageError(f"{options.named('devices')} {rule}")
         yield lambda job: executor.submit(ask_new_process, job)
         return
     pool = LocalProcesses(workers, devices, isolate)
@@ -353,7 +343,7 @@ class LocalProcesses:
         self.idle: queue.SimpleQueue[CaseProcess] = queue.SimpleQueue()
         for process in self.processes:
             self.idle.put(process)
-        self.threads = ThreadPoolExecutor(workers)
+        self.threads = futures.ThreadPoolExecutor(workers)
         self.isolate = isolate
 
     def submit(self, job: Job) -> Future[Record]:
@@ -398,7 +388,7 @@ def write_manifest(
         manifest |= {"ended": now, "statuses": dict(Counter(record.status for record in records))}
     path = folder / MANIFEST
     try:
-        write_text(path, json.dumps(manifest, indent=1) + "\n")
+        files.write_text(path, json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         raise MemcheckError(f"{path} cannot be written: {error.strerror}") from None
     return manifest

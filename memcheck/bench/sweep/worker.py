@@ -25,9 +25,8 @@ from typing import IO, Any
 
 import torch
 
+from memcheck.bench import operators, profile
 from memcheck.bench.case import CONTENDERS, Case
-from memcheck.bench.operators import load_plugin
-from memcheck.bench.profile import profile_case
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Doubt, Record
 from memcheck.core.units import format_bytes
@@ -227,7 +226,7 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
     """Runs a job. It never raises: errors of plugins and cases are recorded."""
     try:
         for plugin in job.plugins:
-            load_plugin(plugin)
+            operators.load_plugin(plugin)
         if job.case.operator not in CONTENDERS:
             raise UsageError(
                 f"{job.case.operator} is not known there: register it in a file, and name that as a plugin"
@@ -235,7 +234,7 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
         forget_the_last_case()
         if job.facts_only:
             return Record(**machine_facts(job.case.device))
-        record = profile_case(
+        record = profile.profile_case(
             job.case,
             passes=job.passes,
             timed=job.timed,

@@ -27,10 +27,9 @@ from memcheck.core.prediction import SIZES as SIZES_IN_WORDS
 from memcheck.core.prediction import Largest, Prediction, certainty
 from memcheck.core.step import Place
 from memcheck.predict.api import Search, fits_by_interpolation
-from memcheck.report import predictions
+from memcheck.report import predictions, tables
 from memcheck.report.capacity import capacity_table, room_words, shared_words
 from memcheck.report.plots.savings import Limit, plot_capacity
-from memcheck.report.tables import Screen, render
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 # The axis of the picture if no size has several values, and the factors of the given value.
@@ -70,7 +69,7 @@ def run(request: Fit) -> int:
         }
         print(json.dumps(found, indent=1))
     else:
-        print(render([capacity_table(capacities, axis, request.memory_limit)], "table", sys.stdout))
+        print(tables.render([capacity_table(capacities, axis, request.memory_limit)], "table", sys.stdout))
     if along and request.plot:
         draw(curves, capacities, axis, along, request)
         print(f"\nWrote {request.plot}", file=sys.stderr if request.format == "json" else sys.stdout)
@@ -89,7 +88,7 @@ def fit_model(request: Fit) -> int:
     if request.format == "json":
         print(json.dumps(model_object(edges, predictor, axis), indent=1))
     else:
-        screen = Screen.of(sys.stdout)
+        screen = tables.Screen.of(sys.stdout)
         print(screen.fill(predictions.edge_verdict(first, axis)))
         known = first.at or first.beyond
         if known is not None:
@@ -97,7 +96,7 @@ def fit_model(request: Fit) -> int:
             print(*map(screen.fill, filter(None, [certainty(known), f"{words}."])), sep="\n")
             if request.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
-        print(f"\n{render([predictions.edges_table(edges, axis)], 'table', sys.stdout)}")
+        print(f"\n{tables.render([predictions.edges_table(edges, axis)], 'table', sys.stdout)}")
     return DOES_NOT_FIT if request.fail_on_oom and first.at is None else 0
 
 

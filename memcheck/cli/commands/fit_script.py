@@ -11,9 +11,7 @@ from memcheck.cli.script_requests import FitScript
 from memcheck.cli.trials import Trials
 from memcheck.core.errors import MemcheckError
 from memcheck.core.script_record import ScriptRecord
-from memcheck.report.alive import size_of
-from memcheck.report.tables import Screen, data_rows, render
-from memcheck.report.trials import edge_sentences, trials_table
+from memcheck.report import alive, tables, trials
 
 HELD = ("parameters", "optimizer state", "gradients")  # What does not grow with a batch.
 MOST_TIMES = 16  # The next value that is tried, of the largest that fits.
@@ -29,7 +27,7 @@ def run(request: FitScript) -> int:
         else:
             largest = searched(request, tried)
             records = {int(values[0]): record for values, record in tried.runs.items()}
-            words = edge_sentences(request.titles[0], largest, request.step, records)
+            words = trials.edge_sentences(request.titles[0], largest, request.step, records)
     finally:  # Nothing that was tried is lost.
         show(request, tried, words, largest)
     fits = any(trial.fits for trial in tried.done.values())
@@ -71,7 +69,7 @@ def guessed(fitting: dict[int, ScriptRecord], high: int, is_bounded: bool) -> in
         return high // 2
     low = max(fitting)
     last, near = fitting[low], max((count for count in fitting if count < low), default=0)
-    before = fitting[near].peak.bytes if near else size_of(one for one in last.alive if one.place.kind in HELD)
+    before = fitting[near].peak.bytes if near else alive.size_of(one for one in last.alive if one.place.kind in HELD)
     room, slope = last.usable_bytes or 0, max(last.peak.bytes - before, 1) / (low - near)
     found = low + int((room - last.peak.bytes) / slope)
     if not is_bounded:
@@ -93,12 +91,12 @@ def show(request: FitScript, tried: Trials, words: list[str], largest: int | Non
     runs = tried.runs if request.listed else dict(sorted(tried.runs.items(), key=lambda run: int(run[0][0])))
     if not runs:
         return
-    table = trials_table(request.titles, runs)
+    table = trials.trials_table(request.titles, runs)
     if request.format == "json":
         found = {"device": request.device, "find": request.titles[0], "largest": largest, "step": request.step}
-        print(json.dumps({**found, "runs": data_rows(table)}, indent=1))
+        print(json.dumps({**found, "runs": tables.data_rows(table)}, indent=1))
         return
-    screen = Screen.of(sys.stdout)
+    screen = tables.Screen.of(sys.stdout)
     if words:
         print(*map(screen.fill, words), "", sep="\n")
-    print(render([table], "table", sys.stdout))
+    print(tables.render([table], "table", sys.stdout))

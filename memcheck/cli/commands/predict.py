@@ -11,16 +11,12 @@ from typing import Any
 
 from memcheck.bench.case import Case
 from memcheck.bench.predict import predict_case
-from memcheck.cli import cases
+from memcheck.cli import cases, models, options, output
 from memcheck.cli.model_predictor import ModelPredictor
-from memcheck.cli.models import SIZES, Setting
-from memcheck.cli.options import DEFAULT_SIZES
-from memcheck.cli.output import DOES_NOT_FIT, make_room, progress_bar
 from memcheck.cli.requests import Predict
 from memcheck.core.files import write_text
 from memcheck.core.prediction import EXPANDABLE, Prediction, certainty, has_fragments, verdict
-from memcheck.report import predictions
-from memcheck.report.layers import layers_table
+from memcheck.report import layers, predictions
 from memcheck.report.prediction_page import prediction_page
 from memcheck.report.tables import Screen, render
 
@@ -29,15 +25,15 @@ FEW = 2  # Doubts of a case that are shown without --doubts.
 
 def run(request: Predict) -> int:
     prediction = predict_model(request) if request.source else predict_operator(request)
-    return DOES_NOT_FIT if request.fail_on_oom and prediction.record.status != "ok" else 0
+    return output.DOES_NOT_FIT if request.fail_on_oom and prediction.record.status != "ok" else 0
 
 
 def predict_model(request: Predict) -> Prediction:
     if request.html is not None:
-        make_room("html", request.html)
-    setting = Setting.of(request, **{name: request.single(name, "for a model") for name in SIZES})
+        output.make_room("html", request.html)
+    setting = models.Setting.of(request, **{name: request.single(name, "for a model") for name in models.SIZES})
     predictor = ModelPredictor.of(request, setting)
-    with progress_bar(1, "predict"):
+    with output.progress_bar(1, "predict"):
         prediction = predictor.predict()
     changes = {} if request.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
     words = [
@@ -50,7 +46,7 @@ def predict_model(request: Predict) -> Prediction:
     words = list(filter(None, words))
     tables = []
     if prediction.peak:
-        tables = [layers_table(prediction.layers) if request.layers else predictions.modules_table(prediction)]
+        tables = [layers.layers_table(prediction.layers) if request.layers else predictions.modules_table(prediction)]
         tables += [predictions.operators_table(prediction)] if request.explain else []
     tables += [predictions.changes_table(prediction, changes)] if changes else []
     if request.html is not None:
@@ -138,7 +134,7 @@ def print_case(request: Predict, prediction: Prediction) -> None:
 def make_case_of(request: Predict) -> Case:
     """The case of the flags."""
     (name,), (bsz,) = request.attention_type or ["naive"], request.bsz or [1]
-    (dim,) = request.dim or [DEFAULT_SIZES["dim"]]
+    (dim,) = request.dim or [options.DEFAULT_SIZES["dim"]]
     ((query_len, kv_len),) = cases.lengths_of(vars(request), [1024])
     cases.check_takes_window(request.window, [name])
     sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from memcheck.bench.catalog import make_combinator_case
-from memcheck.bench.profile import find_device
+from memcheck.bench import catalog, profile
 from memcheck.cli.run_requests import ProfileCombinator
 from memcheck.cli.running import run_cases
 
 
 def run(request: ProfileCombinator) -> int:
     """Runs the cases from small to large, so that an early end loses only the largest."""
-    device = find_device(request.device)
+    device = profile.find_device(request.device)
     default = "combinator-low-memory" if request.low_memory else "combinator"
     cases = [
-        make_combinator_case(
+        catalog.make_combinator_case(
             name,
             bsz=request.bsz,
             query_len=query_len,

@@ -14,10 +14,9 @@ from memcheck.bench.decoders import SIZES, DecoderCase
 from memcheck.bench.profile import check_can_measure, find_device, profile_case, snapshot_case, trace_case
 from memcheck.bench.sweep.predicted_sweep import predicted_record
 from memcheck.bench.sweep.store import Store
+from memcheck.cli import output, running
 from memcheck.cli.cases import check_takes_window
-from memcheck.cli.output import make_room, progress_bar
 from memcheck.cli.run_requests import ProfileModel
-from memcheck.cli.running import finish, keep
 from memcheck.core.errors import UsageError
 from memcheck.core.options import named
 from memcheck.core.record import Record
@@ -34,7 +33,7 @@ def run(request: ProfileModel) -> int:
     check_single(request, cases)
     Store(request.output).begin()
     pairs = profiled(cases, request)
-    records, predictions, written = keep(
+    records, predictions, written = running.keep(
         pairs, len(cases), request, out, "Memory of a decoder", lambda records: model_title(records[0])
     )
     if request.components or len(cases) == 1:
@@ -42,7 +41,7 @@ def run(request: ProfileModel) -> int:
         print(*(f"\n{to_text(table, screen)}" for table in parts_tables([*records, *predictions])), sep="\n", file=out)
     if records[0].status == "ok":
         written += inspect(cases[0], request, out)
-    return finish(records, predictions, written, request, out)
+    return running.finish(records, predictions, written, request, out)
 
 
 def make_cases(request: ProfileModel) -> list[DecoderCase]:
@@ -82,7 +81,7 @@ def check_single(request: ProfileModel, cases: list[DecoderCase]) -> None:
         if request.predict or len(cases) > 1:
             got = f"got {len(cases)} cases and {named('predict')} {request.predict}"
             raise UsageError(f"{named(name)} needs a single case that runs, {got}")
-        make_room(name, path)
+        output.make_room(name, path)
 
 
 def profiled(cases: list[DecoderCase], request: ProfileModel) -> Iterator[tuple[Record, Record | None]]:
@@ -92,7 +91,7 @@ def profiled(cases: list[DecoderCase], request: ProfileModel) -> Iterator[tuple[
         check_can_measure(cases[0].device)
         there = dataclasses.replace(there, memory_limit=request.memory_limit)
     how: Any = {"timed": not request.no_time, "passes": request.passes, "memory_limit": request.memory_limit}
-    with progress_bar(len(cases), "profile") as bar:
+    with output.progress_bar(len(cases), "profile") as bar:
         for case in cases:
             with nvtx_ranges(request.nvtx), redirect_stdout(sys.stderr):
                 predicted = predicted_record(case, there)

@@ -19,13 +19,11 @@ from memcheck.core.files import write_text
 from memcheck.core.options import named
 from memcheck.core.record import Record
 from memcheck.core.script_record import ScriptRecord
+from memcheck.report import alive, models
 from memcheck.report.accounting import accounting_table, doubt_details, scaling_table
-from memcheck.report.alive import MOST_ROWS_OF_PAGE
 from memcheck.report.cases import has_sizes, is_model, models_among, parse_wanted, select
-from memcheck.report.models import parts_tables
 from memcheck.report.page import html_page
-from memcheck.report.plots import pictures
-from memcheck.report.plots.style import FORMATS
+from memcheck.report.plots import pictures, style
 from memcheck.report.records import check_pivot, cs336_tables, main_tables, pivot_tables, standard_tables
 from memcheck.report.script_tables import script_page, script_report
 from memcheck.report.script_tables import tables as script_tables
@@ -61,7 +59,7 @@ def report_runs(runs: Sequence[ScriptRecord], request: Report) -> int:
     check_only(request, ("folders", "format", "output", "html"), "records of cases, not for a run of a script")
     if request.html and len(runs) > 1:
         raise UsageError(f"{named('html')} is a page of one run, got {len(runs)}")
-    tables = [table for record in runs for table in script_tables(record, MOST_ROWS_OF_PAGE)]
+    tables = [table for record in runs for table in script_tables(record, alive.MOST_ROWS_OF_PAGE)]
     written = write_output(tables, request.output) if request.output else []
     if request.html:
         make_room("html", request.html)
@@ -104,7 +102,7 @@ def requested_tables(records: Sequence[Record], request: Report) -> list[Table]:
     tables += [scaling_table(sized)] if request.scaling else []
     if request.accounting:
         tables += [accounting_table(record) for record in records if not is_model(record)]
-        tables += parts_tables(models_among(records))
+        tables += models.parts_tables(models_among(records))
     return tables + (cs336_tables(sized) if request.cs336 else [])
 
 
@@ -114,8 +112,8 @@ def write_plots(records: Sequence[Record], request: Report) -> list[Path]:
     x = pictures.check_axis(request.x, named("x"))
     for word in request.plot or ():
         kind, dot, suffix = word.partition(".")
-        if dot and suffix not in FORMATS:
-            raise unknown_name(named("plot"), word, [f"{kind}.{known}" for known in FORMATS])
+        if dot and suffix not in style.FORMATS:
+            raise unknown_name(named("plot"), word, [f"{kind}.{known}" for known in style.FORMATS])
         kinds = pictures.KINDS if kind == "all" else [pictures.check_kind(kind, named("plot"))]
         how: dict[str, Any] = {"formats": [suffix] if dot else ["png", "svg"], "watch": watch, "title": request.title}
         try:

@@ -14,19 +14,13 @@ from typing import Any
 
 import torch
 
-from memcheck.cli.flags import patient_streams
+from memcheck.cli import flags, rank_runs, simulated_runs, trials
 from memcheck.cli.live_line import live_line
 from memcheck.cli.output import make_room
-from memcheck.cli.rank_runs import run_ranks, set_environment_of_accelerate
 from memcheck.cli.requests import Run
-from memcheck.cli.simulated_runs import SimulatedRun, gpu_sentence, needs_gpu
-from memcheck.cli.trials import in_forked_process, tried_changes
+from memcheck.core import files, options, python_command, tensors
 from memcheck.core.errors import UsageError
-from memcheck.core.files import whole_file, write_text
-from memcheck.core.options import named
-from memcheck.core.python_command import prepare
 from memcheck.core.script_record import RUN, ScriptRecord, is_run
-from memcheck.core.tensors import resolve_device
 from memcheck.measure.script_watch import ScriptWatch, run_script, set_interrupt
 from memcheck.report.plots.timeline import plot_timeline
 from memcheck.report.script_tables import script_page, script_report, script_title
@@ -44,26 +38,26 @@ def run(request: Run) -> int:
     if not request.simulated and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         request.output /= f"rank-{os.environ.get('RANK', '0')}"  # torchrun runs this command for each.
     if request.all_ranks:
-        return run_ranks(request, command)
+        return rank_runs.run_ranks(request, command)
     if request.launch and request.launch.launcher == "accelerate":
-        set_environment_of_accelerate(request.launch)
+        rank_runs.set_environment_of_accelerate(request.launch)
     if not request.changes:
         return run_once(request, command)
-    code, file = in_forked_process(lambda: run_once(request, command)), request.output / RUN
+    code, file = trials.in_forked_process(lambda: run_once(request, command)), request.output / RUN
     if code == 0 or (is_run(file) and ScriptRecord.read(file).ran_out):
-        table = changes_table(*tried_changes(command, request, ScriptRecord.read(file)))
+        table = changes_table(*trials.tried_changes(command, request, ScriptRecord.read(file)))
         print(f"\n{to_text(table, Screen.of(sys.stderr))}", file=sys.stderr)
     return code
 
 
 def run_once(request: Run, command: list[str]) -> int:
     """Runs the script in this process, reports, and returns the exit code."""
-    simulated = SimulatedRun(request) if request.simulated else None
+    simulated = simulated_runs.SimulatedRun(request) if request.simulated else None
     watch = simulated.watch() if simulated else watch_here(request)
     output = request.output.absolute()  # The script may change the current folder.
     snapshot = request.snapshot or request.output / SNAPSHOT
     there = snapshot.absolute()
-    call = prepare(command)
+    call = python_command.prepare(command)
     for name in FILES:
         make_room("output", output / name)
     if request.snapshot is not None:
@@ -79,13 +73,13 @@ def run_once(request: Run, command: list[str]) -> int:
             write_snapshot(record, watch.snapshot, snapshot, there)
         written, failure = write_files(record, output, interrupt)
     set_interrupt(interrupt)
-    with patient_streams():  # On stderr, because stdout is the script's.
+    with flags.patient_streams():  # On stderr, because stdout is the script's.
         report = script_report(record, Screen.of(sys.stderr), doubts=request.doubts)
         print(f"\n{report}\n\n{files_sentence(request.output, written, failure)}", file=sys.stderr)
         if record.simulated and record.ran_out and not request.changes:
-            print(f"{named('changes')} runs it again with settings that may help.", file=sys.stderr)
-        if needs_gpu(record):
-            print(f"\n{gpu_sentence(record)}", file=sys.stderr)
+            print(f"{options.named('changes')} runs it again with settings that may help.", file=sys.stderr)
+        if simulated_runs.needs_gpu(record):
+            print(f"\n{simulated_runs.gpu_sentence(record)}", file=sys.stderr)
     return record.exit_code or (0 if failure is None else 130 if isinstance(failure, KeyboardInterrupt) else 1)
 
 
@@ -93,13 +87,13 @@ def watch_here(request: Run) -> ScriptWatch:
     """A watch of a device of this machine."""
     device = chosen_device(request.device)
     if request.snapshot is not None and device.type != "cuda":
-        raise UsageError(f"{named('snapshot')} records the allocator of a GPU, and this run is of {device}")
+        raise UsageError(f"{options.named('snapshot')} records the allocator of a GPU, and this run is of {device}")
     return ScriptWatch(device, request.memory_limit, keep_history=request.snapshot is not None)
 
 
 def chosen_device(name: str | None) -> torch.device:
     try:
-        device = resolve_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), ())
+        device = tensors.resolve_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), ())
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UsageError(f"--{str(error).partition(chr(10))[0]}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -110,7 +104,7 @@ def chosen_device(name: str | None) -> torch.device:
 def write_snapshot(record: ScriptRecord, snapshot: dict[str, Any], path: Path, there: Path) -> None:
     """Writes torch's memory snapshot. path: as the user gave it; there: the same from any folder."""
     try:
-        with whole_file(there) as file:
+        with files.whole_file(there) as file:
             # The viewer at pytorch.org/memory_viz reads protocols up to 4.
             pickle.dump(snapshot, file, protocol=4)
         record.snapshot = str(path)
@@ -125,8 +119,8 @@ def write_files(record: ScriptRecord, output: Path, interrupt: Any) -> tuple[lis
     """
     how = {"title": script_title(record), "subtitle": f"on {record.device_words}"}
     writers: dict[str, Callable[[Path], object]] = {
-        RUN: lambda path: write_text(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n"),
-        "run.html": lambda path: write_text(path, script_page(record)),
+        RUN: lambda path: files.write_text(path, json.dumps(dataclasses.asdict(record), indent=1) + "\n"),
+        "run.html": lambda path: files.write_text(path, script_page(record)),
         "run.png": lambda path: plot_timeline(record, path, **how),
     }
     written = list[str]()

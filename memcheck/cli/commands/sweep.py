@@ -17,17 +17,15 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
+from memcheck.bench import catalog, operators, profile
 from memcheck.bench.case import CONTENDERS, Case
-from memcheck.bench.catalog import styles_of_contenders
-from memcheck.bench.operators import load_plugin
-from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predicted_sweep import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import LENGTHS, check_takes_window, gpu_words, lengths_of
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, OPERATORS
-from memcheck.cli.output import print_answer, progress_bar, watch
+from memcheck.cli.output import progress_bar, watch
 from memcheck.cli.run_requests import Sweep
 from memcheck.cli.running import case_line, case_title
 from memcheck.core.errors import MemcheckError, UsageError
@@ -72,7 +70,8 @@ def run(request: Sweep) -> int:
         raise StoreError(f"{error}; {resume}") from None
     print(f"\n{counted_words(records)}", file=out, flush=True)
     print(f"\nWrote {write_files(options)}", file=out)
-    print_answer(remarks(records), Screen.of(out), out)
+    if found := remarks(records):
+        print("", *map(Screen.of(out).fill, found), sep="\n", file=out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
@@ -109,20 +108,29 @@ class Plan:
 
 def plan(request: Sweep, folder: Path | None = None) -> Plan:
     """The plan of a request, its preset and its file. folder: that of the results, unless these name one."""
-    whole = {name: value for name, value in layers_of(request)[0].items() if name not in GRID}
-    options = Sweep(**{"output": folder, **whole})
+    of_file = grids_of_file(request)
+    chosen = over(*of_file, request.asked)
+    # quick, if neither a flag nor the file names a preset or a case
+    preset: str | None = chosen.get("preset", None if GRID & chosen.keys() else "quick")
+    of_preset = grids_of(PRESETS.get(preset or "", {}), "")
+    whole = {"output": folder, **of_preset[0], **chosen, "preset": preset}
+    options = Sweep(**{name: value for name, value in whole.items() if name not in GRID})
     for plugin in options.plugin or ():
-        load_plugin(plugin)
+        operators.load_plugin(plugin)
     place = place_to_predict(request, options)
     device = place.for_device.kind if place and options.predict_only else device_of(options)
     # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
     is_named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
-    on_gpu = device != "cpu" and not is_named
-    parts = layers_of(request, on_gpu)
+    defaults, note = BASE, ""
+    if device != "cpu" and not is_named and preset in (None, "quick"):  # Other presets repeat published sizes.
+        defaults, of_preset = GPU_BASE, grids_of(GPU_QUICK if preset else {}, "")
+        note = gpu_words({*chosen, "seq_len"} if {*LENGTHS} & chosen.keys() else chosen)
+    [base] = grids_of(defaults, "")
+    parts = [over(base, first, second, request.asked) for first in of_preset for second in of_file]
     cases = multiply_out([grid_of(part) for part in parts], device)
     names = [name for part in parts if "window" in part for name in part["attention_type"]]
     check_takes_window(names or None, names)
-    return Plan(options, cases, place, gpu_note(request) if on_gpu else "", command_of(request))
+    return Plan(options, cases, place, note, command_of(request))
 
 
 def command_of(request: Sweep) -> str:
@@ -134,38 +142,7 @@ def command_of(request: Sweep) -> str:
     return f"memcheck.sweep({', '.join(given)})"
 
 
-# The values of a sweep: defaults, preset, file and command line, each a layer over those before it.
-
-
-def layers_of(request: Sweep, on_gpu: bool = False) -> list[Values]:
-    """The values of each part of the grid: those of every [[grid]] of the preset with every one of the file.
-
-    on_gpu: the defaults and the quick preset are those of a GPU; other presets repeat published sizes.
-    """
-    preset, of_file = preset_of(request), grids_of_file(request)
-    has_own_sizes = on_gpu and preset in (None, "quick")
-    defaults, of_preset = BASE, PRESETS.get(preset or "", {})
-    if has_own_sizes:
-        defaults, of_preset = GPU_BASE, GPU_QUICK if preset else {}
-    ((base,), upper) = grids_of(defaults, ""), grids_of(of_preset, "")
-    return [over(base, first, second, request.asked, {"preset": preset}) for first in upper for second in of_file]
-
-
-def preset_of(request: Sweep) -> str | None:
-    """The preset: quick, if neither a flag nor the file names one, or a case."""
-    given = over(*grids_of_file(request), request.asked)
-    preset: str | None = given.get("preset", None if GRID & given.keys() else "quick")
-    return preset
-
-
-def gpu_note(request: Sweep) -> str:
-    """Which defaults of a GPU hold. "" for presets of published sizes."""
-    if preset_of(request) not in (None, "quick"):
-        return ""
-    chosen = {*over(*grids_of_file(request), request.asked)}
-    if chosen & {*LENGTHS}:
-        chosen |= {"seq_len"}
-    return gpu_words(chosen)
+# The values of a sweep: of defaults, preset, file and command line, each over those before it.
 
 
 def grids_of_file(request: Sweep) -> list[Values]:
@@ -237,14 +214,14 @@ def place_to_predict(request: Sweep, options: Sweep) -> Place | None:
 def device_of(options: Sweep) -> str:
     """The cases' device. With several GPUs, each worker sees only its own, as the first one."""
     if options.devices is None:
-        return find_device(options.device)
+        return profile.find_device(options.device)
     if options.device is not None:
         both = f"{named('devices')} {','.join(options.devices)} and {named('device')} {options.device}"
         raise UsageError(f"{both} exclude each other")
     for name in options.devices:
         if not name.isdecimal():
             raise UsageError(f"{named('devices')} must be numbers of CUDA devices, got {name!r}")
-        find_device(f"cuda:{name}")
+        profile.find_device(f"cuda:{name}")
     return "cuda:0"
 
 
@@ -258,7 +235,7 @@ def run_plan(planned: Plan, out: TextIO) -> list[Record]:
     if options.predict_only:
         return predictions
     for case in cases:
-        check_can_measure(case.device)
+        profile.check_can_measure(case.device)
     with shown_progress(planned, out) as progress, dask_executor(options.dask) as (executor, workers):
         records = run_sweep(
             cases,
@@ -344,7 +321,7 @@ def write_files(options: Sweep) -> str:
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        plots = write_pictures(records, output, styles=styles_of_contenders(), title=title, watch=watch)
+        plots = write_pictures(records, output, styles=catalog.styles_of_contenders(), title=title, watch=watch)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
     first = [f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else str(*paths) for paths in (tables, plots)]

@@ -17,9 +17,10 @@ from memcheck.core.errors import UsageError
 from memcheck.core.files import write_text
 from memcheck.core.script_record import RUN, ScriptRecord, is_run
 from memcheck.core.step import Place
+from memcheck.report.plots.style import save
 from memcheck.report.script_tables import script_title
 from memcheck.report.tables import data_rows, render, write_files
-from memcheck.report.trials import FAILED, outcome, plot_trials, trials_table
+from memcheck.report.trials import FAILED, outcome, trials_figure, trials_table
 
 
 def run(request: SweepScript) -> int:
@@ -41,7 +42,7 @@ def run(request: SweepScript) -> int:
     table = trials_table(titles, runs)
     first = next(iter(runs.values()))
     picture = request.output / "runs.png"
-    plot_trials(picture, titles, runs, f"{script_title(first)} on {first.device_words}")
+    save(trials_figure(titles, runs, f"{script_title(first)} on {first.device_words}"), picture)
     files = [*write_files([table], request.output), picture]
     print(json.dumps(data_rows(table)) if request.format == "json" else render([table], "table", sys.stdout))
     print(f"\nWrote {', '.join(map(str, files))} and {RUN} of each run", file=sys.stderr)

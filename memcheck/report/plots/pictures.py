@@ -14,10 +14,9 @@ from memcheck.core.errors import unknown_name
 from memcheck.core.record import Record
 from memcheck.core.units import Style
 from memcheck.report.cases import common_case
+from memcheck.report.plots import series, style
 from memcheck.report.plots.figure import FIGURES, drawn_views, figure, quantities_of, title_of
 from memcheck.report.plots.savings import fullest_view, savings, standard_in
-from memcheck.report.plots.series import AXES, groups_of
-from memcheck.report.plots.style import image_element, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,7 +51,7 @@ def pictures_of(
     title of each.
     """
     pictures = list[Picture]()
-    for words, group in groups_of(records, x):
+    for words, group in series.groups_of(records, x):
         views = drawn_views(group, x)
         for kind in kinds:
             draw: Callable[..., Figure]
@@ -94,13 +93,13 @@ def write_pictures(
     paths = []
     for picture in watch(pictures_of(records, styles=styles, **how)):
         drawn = picture.draw()
-        paths += [save(drawn, folder / f"{picture.name}.{suffix}") for suffix in formats]
+        paths += [style.save(drawn, folder / f"{picture.name}.{suffix}") for suffix in formats]
     return paths
 
 
 def inline_pictures(pictures: Sequence[Picture], watch: Watch = iter) -> list[tuple[str, str]]:
     """(caption, <img>) of each picture, for an HTML page."""
-    return [(picture.caption, image_element(picture.draw(), picture.caption)) for picture in watch(pictures)]
+    return [(picture.caption, style.image_element(picture.draw(), picture.caption)) for picture in watch(pictures)]
 
 
 def check_kind(kind: str, name: str) -> str:
@@ -116,7 +115,7 @@ def check_kind(kind: str, name: str) -> str:
 
 def check_axis(x: str | None, name: str) -> str | None:
     """The axis of series.AXES for "seq-len" and so on. UsageError: it is unknown."""
-    known = {"seq_len" if axis == "length" else axis: axis for axis in AXES}
+    known = {"seq_len" if axis == "length" else axis: axis for axis in series.AXES}
     if x is None:
         return None
     if (word := x.replace("-", "_")) not in known:

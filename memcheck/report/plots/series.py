@@ -8,14 +8,7 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.core.units import Style, format_bytes, format_time
-from memcheck.report.cases import (
-    WORDS,
-    YES_AND_NO,
-    has_sizes,
-    is_model,
-    on_measured_devices,
-    split_by_source,
-)
+from memcheck.report.cases import WORDS, YES_AND_NO, has_sizes, is_model, on_measured_devices, split_by_source
 from memcheck.report.plots.style import distinct_styles
 
 # Records that differ in one of these fields never share a picture. Whole models may differ in dtype and mode.

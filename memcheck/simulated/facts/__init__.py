@@ -4,14 +4,7 @@ facts_of returns the facts of an operator. An operator without a rule has unknow
 Views are recognised by their schema and need no entry.
 """
 
-from memcheck.simulated.facts import (
-    collectives,
-    elementwise,
-    indexing,
-    memcheck_operators,
-    products,
-    reductions,
-)
+from memcheck.simulated.facts import collectives, elementwise, indexing, memcheck_operators, products, reductions
 from memcheck.simulated.scratch import facts_of, scratch_of
 
 __all__ = ["facts_of", "scratch_of"]

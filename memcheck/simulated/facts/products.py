@@ -17,20 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memcheck.core.devices import LT_WORKSPACE_KEPT, LT_WORKSPACE_SHARED
-from memcheck.core.tensors import dtype_name
+from memcheck.core import devices, tensors
+from memcheck.simulated import scratch
 from memcheck.simulated.facts.elementwise import block_copying
-from memcheck.simulated.scratch import (
-    Facts,
-    OperatorCall,
-    RunDependent,
-    Scratch,
-    Unknown,
-    add,
-    doubt,
-    nothing,
-    unlisted,
-)
+from memcheck.simulated.scratch import Facts, OperatorCall, Scratch, Unknown, add, doubt
 
 ONEDNN = "what oneDNN takes in products of 16-bit matrices"
 LT_WORKSPACE, LT_WORKSPACE_BYTES = "cublasLt workspace", 2**20  # The default of CUBLASLT_WORKSPACE_SIZE.
@@ -55,8 +45,8 @@ def copies_for_cublas(call: OperatorCall) -> Iterator[Scratch]:
     for operand in operands_of(call):
         if not fits_blas(operand) and not (operand.dim() == 3 and operand.is_contiguous()):
             yield Scratch("operand laid out for cuBLAS", operand.nbytes)
-    if call.name == "aten::addmm" and uses_cublas_lt(call) and not call.target.has(LT_WORKSPACE_SHARED):
-        yield Scratch(LT_WORKSPACE, LT_WORKSPACE_BYTES, kept=call.target.has(LT_WORKSPACE_KEPT))
+    if call.name == "aten::addmm" and uses_cublas_lt(call) and not call.target.has(devices.LT_WORKSPACE_SHARED):
+        yield Scratch(LT_WORKSPACE, LT_WORKSPACE_BYTES, kept=call.target.has(devices.LT_WORKSPACE_KEPT))
 
 
 def uses_cublas_lt(call: OperatorCall) -> bool:
@@ -73,9 +63,9 @@ def copies_for_blas(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         yield from block_copying(call.self, call.outputs[0])
     if left.numel() == 0 or right.numel() == 0:
         if call.name == "aten::baddbmm":
-            yield unlisted(call)
+            yield scratch.unlisted(call)
         return
-    if not products_are_plain(dtype_name(left)):
+    if not products_are_plain(tensors.dtype_name(left)):
         yield Unknown(ONEDNN)
         return
     if left.dim() == 3 and is_read_in_place(left, right):
@@ -157,7 +147,7 @@ def flash_tiles_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         yield Unknown(ONEDNN)
     yield Scratch("sums of rows", threads * rows * wide)
     if threads > 1:
-        yield RunDependent(f"how many of {threads} threads have their sums of rows at once")
+        yield scratch.RunDependent(f"how many of {threads} threads have their sums of rows at once")
 
 
 def flash_splits(call: OperatorCall) -> Iterator[Unknown]:
@@ -392,9 +382,9 @@ for kind, source in RESAMPLED.items():
     add(names, f"F.interpolate(batch[None], scale_factor=2, mode='{kind}')", cuda=unread, source=f"cuda/{source}")
 BILINEAR = "ops.upsample_bilinear2d(batch[None], [6, 6], False)"
 RESAMPLING: Facts = {"source": "cuda/UpSampleBilinear2d.cu"}
-add("upsample_bilinear2d", BILINEAR, cuda=nothing, **RESAMPLING)
+add("upsample_bilinear2d", BILINEAR, cuda=scratch.nothing, **RESAMPLING)
 add("upsample_bilinear2d_backward", BILINEAR, cuda=gradient_in_its_format, **RESAMPLING)
 PADS = "reflection_pad2d reflection_pad2d_backward"
 add(PADS, "F.pad(batch[None], (1, 1, 1, 1), mode='reflect')", cuda=unread, source="cuda/ReflectionPad.cu")
 PRELU = "_prelu_kernel _prelu_kernel_backward"
-add(PRELU, "F.prelu(batch, x.new_ones(1))", cuda=nothing, source="cuda/ActivationPreluKernel.cu")
+add(PRELU, "F.prelu(batch, x.new_ones(1))", cuda=scratch.nothing, source="cuda/ActivationPreluKernel.cu")
