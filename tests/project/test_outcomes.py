@@ -46,7 +46,7 @@ def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/conftest.py").write_text(CONFTEST)
     (tmp_path / "tests/test_it.py").write_text(TESTS)
-    assert re.match(r"1 passed, 3 deselected", run(tmp_path, "old", "tests/test_it.py", "-k", "1"))
+    assert re.match(r"1 passed", run(tmp_path, "old", "tests/test_it.py::test_numbers[1]"))
     assert file.read_text() == "old passed tests/test_it.py::test_numbers[1]\n"
     # The others, by two workers.
     assert re.match(r"1 failed, 1 passed, 1 skipped", run(tmp_path, "old", "tests", "-n2"))
@@ -57,7 +57,7 @@ def test_tests_that_passed_are_left_out(tmp_path: Path) -> None:
         "old skipped tests/test_it.py::test_skipped",
     ]
     assert re.match(r"1 failed, 3 deselected", run(tmp_path, "old", "tests"))
-    assert re.match(r"4 deselected", run(tmp_path, "old", "tests", "-k", "not 2"))
+    assert re.match(r"4 deselected", run(tmp_path, "old", "tests", "--deselect=tests/test_it.py::test_numbers[2]"))
     # Of other sources, what failed before, here or on another GPU, in a file that has failed tests alone.
     (tmp_path / "results/h200").mkdir()
     (tmp_path / "results/h200/tests.txt").write_text("Failed:\n  tests/test_it.py::test_skipped\n")
