@@ -1,12 +1,12 @@
-"""Seconds of processor time that the compiler takes for each file of the extension, into docs/contributing.md.
+"""Seconds that the compiler takes for each file of the extensions, into docs/contributing.md.
 
-make build-times      after a build; it compiles every file again, one at a time
+make build-times      after a build; it compiles every file of a copy, one at a time
 """
 
 from __future__ import annotations
 
 import os
-import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,30 +21,20 @@ PAGE = ROOT / "docs" / "contributing.md"
 BEGIN, END = "<!-- build-times -->\n", "<!-- end of build-times -->\n"
 
 
-def compile_commands() -> list[list[str]]:
-    """The compiler's commands of the newest build, as words."""
-    files = [path for path in ROOT.glob("build/*/build.ninja") if not path.parent.name.endswith("-asan")]
-    if not files:
-        sys.exit("no build/*/build.ninja: build the extension first (make profile)")
-    newest = max(files, key=lambda path: path.stat().st_mtime)
-    ninja = Path(sys.executable).with_name("ninja")
-    listed = subprocess.run([ninja, "-C", newest.parent, "-t", "commands"], capture_output=True, text=True, check=True)
-    return [words for words in map(shlex.split, listed.stdout.splitlines()) if "-c" in words]
-
-
-def source_of(command: list[str]) -> str:
-    return next(word for word in command if word.endswith((".cpp", ".cu")))
-
-
-def seconds_of(command: list[str], made: Path) -> float:
-    """Processor seconds, the system's included, of the command with another output."""
-    words = [
-        str(made) if before in ("-o", "-MF") else word for before, word in zip(["", *command], command, strict=False)
-    ]
-    before = os.times()
-    subprocess.run(words, check=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+def seconds_of_files() -> dict[str, float]:
+    """Seconds of each object file, from ninja's log of a build of a copy."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "memcheck"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.so"))
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=copy, env={**os.environ, "MAX_JOBS": "1"}, stdout=subprocess.DEVNULL, check=True)
+        (log,) = copy.glob("build/*/.ninja_log")
+        _, *lines = log.read_text().splitlines()
+        rows = [line.split("\t") for line in lines]  # begin and end in ms, the time of the file, its path
+        return {
+            os.path.relpath(made, log.parent).removesuffix(".o"): (int(end) - int(begin)) / 1000
+            for begin, end, _, made, *_ in rows
+        }
 
 
 def table(seconds: dict[str, float]) -> str:
@@ -59,12 +49,7 @@ def table(seconds: dict[str, float]) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "made"
-        seconds = {
-            os.path.relpath(source_of(command), ROOT): seconds_of(command, made) for command in compile_commands()
-        }
-    text = table(seconds)
+    text = table(seconds_of_files())
     print(text)
     page = PAGE.read_text()
     start, end = page.index(BEGIN) + len(BEGIN), page.index(END)
