@@ -32,9 +32,14 @@ def seconds_of_files() -> dict[str, float]:
         _, *lines = log.read_text().splitlines()
         rows = [line.split("\t") for line in lines]  # begin and end in ms, the time of the file, its path
         return {
-            os.path.relpath(made, log.parent).removesuffix(".o"): (int(end) - int(begin)) / 1000
+            source_of(os.path.relpath(made, log.parent)): (int(end) - int(begin)) / 1000
             for begin, end, _, made, *_ in rows
         }
+
+
+def source_of(made: str) -> str:
+    cuda = Path(made).with_suffix(".cu")
+    return str(cuda if (ROOT / cuda).is_file() else cuda.with_suffix(".cpp"))
 
 
 def table(seconds: dict[str, float]) -> str:
