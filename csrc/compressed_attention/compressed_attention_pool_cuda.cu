@@ -56,8 +56,8 @@ MEMCHECK_INLINE PooledRow<scalar_t> pooled_row(const CompressedAttentionPooling&
           end - begin};
 }
 
-// Some sequences of an extension and their rows of results, all counted from the first. The table is a parameter of the
-// kernel, of at most 4 KiB: a copy from the CPU's memory would make the call wait, and no CUDA graph could take it.
+// Some sequences of an extension, and their rows of results, which begin at 0. Their table is a parameter of the
+// kernel, which may have 4 KiB: a copy from the CPU's memory would wait, and a stream that is captured may not wait.
 constexpr int kPartSequences = 60;
 struct ExtensionPart : CompressedAttentionExtension {
   CompressedAttentionNew table[kPartSequences];

@@ -64,8 +64,6 @@ def test_any_strides(it: Configuration) -> None:
     function, dense = in_float32(it)
     dense = [*dense, *random_like(function(*dense))]
     pools = KERNELS == "cuda" and it.operator == "compressed_attention"  # in an order that fits the strides
-    decays = KERNELS == "cuda" and it.operator == "linear_attention"  # whose gradients are small sums of large terms
-    close = {"rtol": 1e-4, "atol": 1e-4} if decays else {}
     for number, (name, change) in enumerate(LAYOUTS.items()):
         for which in (range(len(dense)), [number % len(dense)]):
             tensors = [*dense]
@@ -78,7 +76,10 @@ def test_any_strides(it: Configuration) -> None:
                 outputs = function(*leaves)
                 results.append([*outputs, *gradients(outputs, leaves, given[len(it.names) :])])
             found = results[0]
-            torch.testing.assert_close(*results, **close)
+            for one, other in zip(*results, strict=True):
+                # torch's operations before and behind may round strided numbers otherwise, and decays cancel.
+                largest = other.abs().max().item() if KERNELS == "cuda" and other.numel() > 0 else 0.0
+                torch.testing.assert_close(one, other, rtol=1.3e-6, atol=max(1e-5, 1e-6 * largest))
             assert all(x.is_contiguous() for x in found[: -len(it.names)]), name
             if "_from_" not in it.function.__name__:  # those have torch's operations before and behind
                 assert pools or same_bits(*results), name
